@@ -1,0 +1,1 @@
+"""Decisions as pure Python: no torch, no clock, no thread, no socket, no file."""

@@ -1,0 +1,50 @@
+"""Balanced cuts: contiguous groups of costs whose largest group is as small as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def balance(costs: Sequence[float], groups: int) -> list[range]:
+    """Split ``costs`` into contiguous, non-empty ranges of indices, minimising the largest sum.
+
+    Among equally good splits the one with the earliest cuts is returned, so that the answer is
+    the same everywhere. Exact dynamic programme over (items, groups), O(groups * n**2).
+
+    Raises:
+        ValueError: ``groups`` is not between 1 and ``len(costs)``, or a cost is negative or NaN.
+    """
+    if not 1 <= groups <= len(costs):
+        raise ValueError(
+            f"can't split {len(costs)} costs into {groups} non-empty groups; "
+            f"choose between 1 and {len(costs)} groups"
+        )
+    for index, cost in enumerate(costs):
+        if not cost >= 0:
+            raise ValueError(f"cost {index} is {cost!r}; costs must not be negative or NaN")
+
+    n = len(costs)
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+
+    # tail[i]: smallest possible largest sum when costs[i:] is split into the groups so far;
+    # cuts[g][i]: where its first group ends.
+    tail = [prefix[n] - prefix[i] for i in range(n)]
+    cuts = [[n] * n]
+    for group in range(1, groups):
+        better, ends = [float("inf")] * n, [n] * n
+        for i in range(n - group):
+            for end in range(i + 1, n - group + 1):
+                largest = max(prefix[end] - prefix[i], tail[end])
+                if largest < better[i]:
+                    better[i], ends[i] = largest, end
+        tail = better
+        cuts.append(ends)
+
+    split: list[range] = []
+    start = 0
+    for ends in reversed(cuts):
+        split.append(range(start, ends[start]))
+        start = ends[start]
+    return split
