@@ -1,0 +1,1 @@
+"""WHO TRAINS: the process in a worker, a thin shell around data, wire and shards."""

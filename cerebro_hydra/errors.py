@@ -1,0 +1,51 @@
+"""Errors that speak to the user: what was wrong, with its value and name, and what to do."""
+
+from __future__ import annotations
+
+
+class CerebroHydraError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigurationError(CerebroHydraError, ValueError):
+    """An argument or setting is wrong; raised before any training starts."""
+
+
+class SetupError(CerebroHydraError, RuntimeError):
+    """The surroundings (Spark settings, Java, executors) can't run this; says what to change."""
+
+
+class DataError(CerebroHydraError):
+    """The rows can't be used, or what was read differs from what was written."""
+
+
+class StoreError(CerebroHydraError):
+    """A store can't be read or written."""
+
+
+class JournalError(CerebroHydraError):
+    """The journal of a run is incomplete or contradicts itself."""
+
+
+class TransferFailed(CerebroHydraError):
+    """Shards could not be fetched from their owner; never the trial's own fault."""
+
+
+class Cancelled(CerebroHydraError):
+    """The coordinator took the task back."""
+
+
+class NonFiniteLoss(CerebroHydraError):
+    """A training or validation loss became NaN or infinite."""
+
+
+class InvalidSchedule(CerebroHydraError):
+    """A list of actions breaks a rule of its schedule."""
+
+
+class AllTrialsFailed(CerebroHydraError):
+    """No trial of a search finished; carries the trials with their tracebacks."""
+
+
+class ReplayError(CerebroHydraError):
+    """A run can't be replayed: its factory, data or checkpoints can't be found."""

@@ -1,0 +1,28 @@
+"""How a run gets its agents: Spark in production, local processes in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Launcher(Protocol):
+    """Starts agents and keeps their number up.
+
+    `start` returns at once; each agent runs `agent.main.run_agent(worker, spec, factory)` and a
+    dead one is started again with the same worker number. `on_exit` is called once, from any
+    thread, when no agent will be started any more: with None after a regular end.
+    """
+
+    num_workers: int
+
+    def start(
+        self,
+        spec: dict[str, Any],
+        factory: Callable[..., Any],
+        on_exit: Callable[[BaseException | None], None],
+    ) -> None: ...
+
+    def stop(self, timeout: float) -> None:
+        """Wait `timeout` seconds for agents that were told to stop, then end them."""
+        ...

@@ -1,0 +1,78 @@
+"""What a run is, as JSON: written once to the run folder, sent to every agent, read by replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """One trial: after the user's code travelled once, this JSON is all that a trial is.
+
+    `seed` keys the trial's random numbers; `cut` and `template` are what admission found;
+    `nbytes` is the size of its state; `steps` holds optimizer steps per partition.
+    """
+
+    trial: int
+    trial_id: str
+    params: Mapping[str, Any]
+    seed: int
+    cut: Mapping[str, Any]
+    template: Mapping[str, Any]
+    nbytes: int
+    batch_size: int
+    accumulate: int
+    steps: tuple[int, ...]
+    shards: tuple[tuple[str, str], ...]
+    """Digests of state 0: (frozen, trainable) of every shard."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return sum(self.steps)
+
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> TrialSpec:
+        shards = tuple((frozen, trainable) for frozen, trainable in doc["shards"])
+        return cls(**{**doc, "steps": tuple(doc["steps"]), "shards": shards})
+
+
+@dataclass(frozen=True)
+class RunDocument:
+    """One run of a search.
+
+    `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
+    it; `metrics` maps every measured name to its direction; `store` and `fingerprint` find the
+    prepared data again; `threads` is what every agent computes with.
+    """
+
+    run_id: str
+    factory: str | None
+    seed: int
+    order: str
+    num_epochs: int
+    num_partitions: int
+    evaluation_metric: str
+    metrics: Mapping[str, str]
+    feature_columns: tuple[str, ...]
+    label_columns: tuple[str, ...]
+    store: Mapping[str, Any]
+    fingerprint: str
+    validated: bool
+    threads: int
+    trials: tuple[TrialSpec, ...]
+    format: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> RunDocument:
+        columns: dict[str, Sequence[str]] = {
+            name: tuple(doc[name]) for name in ("feature_columns", "label_columns")
+        }
+        trials = tuple(TrialSpec.from_json(trial) for trial in doc["trials"])
+        return cls(**{**doc, **columns, "trials": trials})
