@@ -1,0 +1,53 @@
+"""Train many PyTorch models over a Spark DataFrame: rows stay, shards of models hop.
+
+The public names are loaded when they are first used, so that `import cerebro_hydra` costs nothing
+and pulls in neither torch nor pyspark.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cerebro_hydra.replay import replay
+    from cerebro_hydra.spark import SparkBackend, SparkEstimator, local_spark
+    from cerebro_hydra.storage import LocalStore
+    from cerebro_hydra.tune import GridSearch, hp_choice
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GridSearch",
+    "LocalStore",
+    "SparkBackend",
+    "SparkEstimator",
+    "__version__",
+    "hp_choice",
+    "local_spark",
+    "replay",
+]
+
+_ROOMS = {
+    "GridSearch": "cerebro_hydra.tune",
+    "LocalStore": "cerebro_hydra.storage",
+    "SparkBackend": "cerebro_hydra.spark",
+    "SparkEstimator": "cerebro_hydra.spark",
+    "hp_choice": "cerebro_hydra.tune",
+    "local_spark": "cerebro_hydra.spark",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "replay":
+        # The room itself: it can be called, and so has one meaning whatever was imported first.
+        return import_module("cerebro_hydra.replay")
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'cerebro_hydra' has no attribute {name!r}")
+    value = getattr(import_module(_ROOMS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

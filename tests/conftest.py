@@ -1,0 +1,45 @@
+"""Fixtures that more than one room uses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+# Before anything imports torch: one thread against two gives other bits.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+SHARED_TEXT = CHECKOUT.parent / "shared" / "data" / "wikitext2-test.txt"
+WORDS = ("the", "a", "of", "in", "and", "to", "was", "is", "for", "on", "shard", "model", "epoch")
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """The one Spark session, and so the one JVM, of the whole suite: three worker slots."""
+    import cerebro_hydra
+
+    session = cerebro_hydra.local_spark(workers=3)
+    session.sparkContext.setLogLevel("ERROR")
+    # py4j logs every connection that a stopping JVM drops; none of them is a test's business.
+    logging.getLogger("py4j").setLevel(logging.ERROR)
+    yield session
+    session.stop()
+
+
+@pytest.fixture(scope="session")
+def data_text() -> str:
+    """English text of at least 200,000 characters: WikiText-2 where it is at hand, else made up."""
+    if SHARED_TEXT.is_file():
+        return SHARED_TEXT.read_text(encoding="utf-8")
+    words = random.Random(0).choices(WORDS, weights=range(len(WORDS), 0, -1), k=70_000)
+    lines = (" ".join(words[start : start + 20]) for start in range(0, len(words), 20))
+    return " .\n".join(lines)
