@@ -1,0 +1,36 @@
+"""What no schedule can beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.simulate import Seconds
+
+
+def lower_bound(config: HopConfig, workers: Sequence[tuple[int, ...]], seconds: Seconds) -> float:
+    """Return max(longest trial, fullest worker), in seconds.
+
+    A trial trains on one partition at a time, then is evaluated on all workers at once; a worker
+    runs one task at a time. (The bound of an open shop, with evaluation between the epochs.)
+    """
+    trials = range(len(config.trials))
+
+    def evaluation(trial: int, partitions: Sequence[int]) -> float:
+        if not config.evaluate:
+            return 0.0
+        return sum(seconds("evaluate", trial, partition) for partition in partitions)
+
+    def training(trial: int, partitions: Sequence[int]) -> float:
+        return sum(seconds("train", trial, partition) for partition in partitions)
+
+    longest_trial = max(
+        training(trial, range(config.partitions))
+        + max(evaluation(trial, partitions) for partitions in workers)
+        for trial in trials
+    )
+    fullest_worker = max(
+        sum(training(trial, partitions) + evaluation(trial, partitions) for trial in trials)
+        for partitions in workers
+    )
+    return config.epochs * max(longest_trial, fullest_worker)

@@ -1,0 +1,485 @@
+"""Which trial trains where, next: events in, instructions out.
+
+::
+
+    WorkerJoined ─┐                      ┌─► StartSubEpoch, Evaluate, FetchShards, Cancel
+    SubEpochDone ─┤   ┌─────────────┐    ├─► Commit, Redo, EndEpoch
+    StateReceived ┼──►│  HopState   ├────┼─► Checkpoint, Drop
+    WorkerLost ───┤   └─────────────┘    └─► FinishTrial, FinishRun
+    TaskFailed ───┘  the coordinator, the in-process driver and the simulator all drive this
+
+A trial is a chain of states: state v is made by its v-th sub-epoch from state v - 1. A commit is
+provisional: state v - 1 is kept until state v survives the loss of any one worker. When a loss
+makes states unreachable, the trial goes back to its newest reachable one (``Redo``), and every
+attempt that was built on the void states is cancelled. Events of attempts and incarnations that
+are over are ignored, so duplicates and late messages do no harm.
+"""
+
+from __future__ import annotations
+
+from cerebro_hydra.plan import invariants
+from cerebro_hydra.plan.estimates import Estimates
+from cerebro_hydra.plan.evaluation import epoch_metrics
+from cerebro_hydra.plan.events import (
+    Checkpointed,
+    EvaluationDone,
+    Event,
+    StateReceived,
+    SubEpochDone,
+    SubEpochEnding,
+    TaskFailed,
+    TransferFailed,
+    TrialStopped,
+    WorkerJoined,
+    WorkerLost,
+)
+from cerebro_hydra.plan.holders import STORE, Holders
+from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.instructions import (
+    Cancel,
+    Checkpoint,
+    Commit,
+    Drop,
+    EndEpoch,
+    Evaluate,
+    FetchShards,
+    FinishRun,
+    FinishTrial,
+    Instruction,
+    Redo,
+    Source,
+    StartSubEpoch,
+)
+from cerebro_hydra.plan.policy import Choice, choose, visit_order
+from cerebro_hydra.plan.visits import Agent, Attempt, Kind, Trial, Visit
+
+MAX_TRANSFER_FAILURES = 3
+
+
+class HopState:
+    """The decisions of one run. Not thread-safe: one writer, one event at a time."""
+
+    def __init__(self, config: HopConfig) -> None:
+        self.config = config
+        self.trials = [Trial(trial) for trial in config.trials]
+        self.agents: dict[int, Agent] = {}  # live ones, by worker slot
+        self.attempts: dict[int, Attempt] = {}  # live ones, by number
+        self.holders = Holders()
+        self.estimates = Estimates([trial.cost for trial in config.trials], config.partitions)
+        self.finished = False
+        self._fenced: set[str] = set()  # incarnations that are over
+        self._next_attempt = 0
+        self._events = 0
+        self._out: list[Instruction] = []
+        for trial in config.trials:
+            self.holders.define(trial.trial, 0, trial.initial_digests)
+            self.holders.add(trial.trial, 0, STORE)
+
+    # ------------------------------------------------------------------ the three public verbs
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take in one event; return what has to be done, in this order."""
+        self._events += 1
+        self._out = []
+        match event:
+            case WorkerJoined():
+                self._join(event)
+            case WorkerLost():
+                self._lose(event.incarnation, event.reason)
+            case SubEpochEnding():
+                if attempt := self._running(event.attempt, event.incarnation):
+                    attempt.ending = True
+            case SubEpochDone():
+                self._done(event)
+            case EvaluationDone():
+                self._evaluated(event)
+            case StateReceived():
+                self._received(event)
+            case TaskFailed():
+                if attempt := self._running(event.attempt, event.incarnation):
+                    where = f"partition {attempt.partition} on worker {attempt.worker}"
+                    self._log(attempt.trial, f"attempt {attempt.number} failed on {where}")
+                    self._end(attempt.trial, "failed", event.error)
+            case TransferFailed():
+                self._transfer_failed(event)
+            case Checkpointed():
+                self._checkpointed(event)
+            case TrialStopped():
+                self._stop(event)
+        self._settle()
+        return self._out
+
+    def validate(self) -> None:
+        """Check every invariant.
+
+        Raises:
+            AssertionError: one is broken; says which, of what.
+        """
+        invariants.check(self)
+
+    def story(self, trial: int) -> str:
+        """What happened to a trial, one line per event that concerned it."""
+        return "\n".join(self.trials[trial].log)
+
+    # ------------------------------------------------------------------ what queries need
+
+    def agent(self, incarnation: str) -> Agent | None:
+        """The live agent with this incarnation."""
+        for agent in self.agents.values():
+            if agent.incarnation == incarnation:
+                return agent
+        return None
+
+    def choices(self) -> list[Choice]:
+        """Every task that could be given to a worker now."""
+        found = []
+        for index, trial in enumerate(self.trials):
+            for kind, partition in self._open_tasks(index, trial):
+                agent = self._agent_of(partition)
+                if agent is not None and agent.open:
+                    found.append(Choice(index, kind, partition, agent))
+        return found
+
+    # ------------------------------------------------------------------ workers
+
+    def _join(self, event: WorkerJoined) -> None:
+        if event.incarnation in self._fenced or self.agent(event.incarnation):
+            return
+        if old := self.agents.get(event.worker):
+            self._lose(old.incarnation, f"worker {event.worker} joined anew")
+        for agent in self.agents.values():
+            if shared := set(agent.partitions) & set(event.partitions):
+                raise ValueError(
+                    f"worker {event.worker} joined with partitions {sorted(shared)}, "
+                    f"which the live worker {agent.worker} holds"
+                )
+        self.agents[event.worker] = Agent(event.worker, event.incarnation, event.partitions)
+        self.agents = dict(sorted(self.agents.items()))
+
+    def _lose(self, incarnation: str, reason: str) -> None:
+        self._fenced.add(incarnation)
+        agent = self.agent(incarnation)
+        if agent is None:
+            return
+        del self.agents[agent.worker]
+        for attempt in (agent.reserved, agent.running):
+            if attempt is not None:
+                self._log(attempt.trial, f"worker {agent.worker} lost ({reason})")
+                self._abandon(attempt)
+        self.holders.forget_worker(incarnation)
+        for index, trial in enumerate(self.trials):
+            if trial.status is None:
+                self._recover(index, trial, incarnation, reason)
+
+    def _recover(self, index: int, trial: Trial, lost: str, reason: str) -> None:
+        """Go back to the newest state that is left, and leave sources that are gone."""
+        left = self.holders.newest(index)
+        if left < trial.newest:
+            void = tuple(range(left + 1, trial.newest + 1))
+            self._abandon_all(trial)
+            for visit in void:
+                self.holders.forget_state(index, visit)
+            del trial.visits[left:]
+            del trial.history[left // self.config.partitions :]
+            trial.sums.clear()
+            self._log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
+            self._out.append(Redo(index, void, reason))
+        for attempt in trial.attempts:
+            if attempt.source.incarnation == lost and not attempt.received:
+                self._abandon(attempt)
+        if trial.saving is not None and trial.saving[1] == lost:
+            trial.saving = None
+
+    # ------------------------------------------------------------------ tasks
+
+    def _done(self, event: SubEpochDone) -> None:
+        attempt = self._running(event.attempt, event.incarnation)
+        if attempt is None or attempt.kind != "train":
+            return
+        attempt.done = event
+        self._release(attempt)
+        learnt = event.seconds
+        self.estimates.learn("train", attempt.trial, attempt.partition, learnt)
+        self.estimates.reach(attempt.started_at + event.hop.seconds + event.seconds)
+        trial = self.trials[attempt.trial]
+        while trial.chain and trial.chain[0].done is not None:
+            self._commit(trial, trial.chain.pop(0))
+
+    def _commit(self, trial: Trial, attempt: Attempt) -> None:
+        done = attempt.done
+        assert done is not None
+        del self.attempts[attempt.number]
+        where, visit = attempt.incarnation, attempt.visit
+        trial.visits.append(
+            Visit(attempt.number, attempt.epoch, attempt.partition, done.rows, done.loss_sum)
+        )
+        trial.transfer_failures = 0
+        self.holders.define(attempt.trial, visit, done.digests)
+        self.holders.add(attempt.trial, visit, where)
+        for successor in trial.chain:
+            if successor.received:
+                self.holders.add(attempt.trial, visit, successor.incarnation)
+        self._log(
+            attempt.trial,
+            f"visit {visit}: epoch {attempt.epoch}, partition {attempt.partition} "
+            f"on worker {attempt.worker}, attempt {attempt.number}",
+        )
+        self._out.append(
+            Commit(attempt.number, attempt.trial, visit, attempt.epoch, attempt.partition)
+        )
+
+    def _evaluated(self, event: EvaluationDone) -> None:
+        attempt = self._running(event.attempt, event.incarnation)
+        if attempt is None or attempt.kind != "evaluate":
+            return
+        trial = self.trials[attempt.trial]
+        trial.sums[attempt.partition] = event.sums
+        trial.transfer_failures = 0
+        self.estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
+        self.estimates.reach(attempt.started_at + event.seconds)
+        self._release(attempt)
+        del trial.evaluations[attempt.partition]
+        del self.attempts[attempt.number]
+
+    def _received(self, event: StateReceived) -> None:
+        agent = self.agent(event.incarnation)
+        if agent is None or self.holders.holds(event.trial, event.visit, event.incarnation):
+            return
+        expected = False
+        for attempt in self.trials[event.trial].attempts:
+            if (attempt.incarnation, attempt.source.visit) == (event.incarnation, event.visit):
+                attempt.received = expected = True
+        if not expected:  # of an attempt that is over
+            self._out.append(Drop(event.trial, event.visit, event.incarnation))
+        elif event.visit <= self.trials[event.trial].newest:
+            self.holders.add(event.trial, event.visit, event.incarnation)
+
+    def _transfer_failed(self, event: TransferFailed) -> None:
+        attempt = self._running(event.attempt, event.incarnation)
+        if attempt is None:
+            return
+        trial = self.trials[attempt.trial]
+        trial.transfer_failures += 1
+        self._log(attempt.trial, f"attempt {attempt.number}: transfer failed: {event.error}")
+        self._abandon(attempt)
+        if trial.transfer_failures >= MAX_TRANSFER_FAILURES:
+            reason = f"{trial.transfer_failures} transfers in a row failed; its story:\n"
+            self._end(attempt.trial, "failed", reason + self.story(attempt.trial))
+
+    # ------------------------------------------------------------------ ends
+
+    def _checkpointed(self, event: Checkpointed) -> None:
+        trial = self.trials[event.trial]
+        if self.agent(event.incarnation) is None or trial.status is not None:
+            return
+        if self.holders.holds(event.trial, event.visit, event.incarnation):
+            self.holders.add(event.trial, event.visit, STORE)
+            self._log(event.trial, f"state {event.visit} is in the store")
+
+    def _stop(self, event: TrialStopped) -> None:
+        trial = self.trials[event.trial]
+        if trial.status is None and trial.stop is None:
+            if len(trial.history) < self.config.epochs:
+                trial.stop = event.reason
+            self._log(event.trial, f"stopped: {event.reason}")
+
+    def _end(self, index: int, status: str, reason: str) -> None:
+        trial = self.trials[index]
+        self._abandon_all(trial)
+        trial.status = status
+        trial.saving = None
+        self._log(index, status)
+        self._out.append(FinishTrial(index, status, reason))
+
+    # ------------------------------------------------------------------ after every event
+
+    def _settle(self) -> None:
+        """Draw all consequences: end epochs and trials, start tasks, drop what is not needed."""
+        for index, trial in enumerate(self.trials):
+            if trial.status is None:
+                self._advance(index, trial)
+        for agent in self.agents.values():
+            if agent.running is None and agent.reserved is not None:
+                agent.running, agent.reserved = agent.reserved, None
+                self._start(agent.running)
+        while choices := self.choices():
+            given = choose(self, choices)
+            for choice in given:
+                self._give(choice)
+            if not given:
+                break
+        for index, trial in enumerate(self.trials):
+            self._collect(index, trial)
+        if not self.finished and all(trial.status is not None for trial in self.trials):
+            self.finished = True
+            self._out.append(FinishRun())
+
+    def _advance(self, index: int, trial: Trial) -> None:
+        partitions = self.config.partitions
+        evaluated = len(trial.sums) == partitions or not self.config.evaluate
+        if trial.epoch_trained(partitions) and evaluated and trial.stop is None:
+            epoch = len(trial.history)
+            metrics = epoch_metrics(trial.visits[epoch * partitions :], trial.sums)
+            trial.history.append(metrics)
+            trial.sums = {}
+            self._log(index, f"epoch {epoch} ended: {metrics}")
+            self._out.append(EndEpoch(index, epoch, metrics))
+        if trial.stop is not None:
+            self._abandon_all(trial)
+            self._save(index, trial, "stopped", trial.stop)
+        elif len(trial.history) == self.config.epochs:
+            self._save(index, trial, "finished", "")
+
+    def _save(self, index: int, trial: Trial, status: str, reason: str) -> None:
+        """End the trial once its newest state is in the store."""
+        places = self.holders.where(index, trial.newest)
+        if STORE in places:
+            self._end(index, status, reason)
+        elif trial.saving is None:
+            trial.saving = (trial.newest, places[0])
+            self._out.append(Checkpoint(index, trial.newest, places[0]))
+
+    def _collect(self, index: int, trial: Trial) -> None:
+        """Keep the newest state, and the newest one that outlives any one worker."""
+        keep: set[tuple[int, str]] = set()
+        if trial.status is None:
+            newest = self.holders.where(index, trial.newest)
+            keep.update((trial.newest, place) for place in newest)
+            if len(newest) == 1 and newest[0] != STORE:
+                for visit in reversed(self.holders.visits(index)[:-1]):
+                    others = [p for p in self.holders.where(index, visit) if p != newest[0]]
+                    if others:
+                        keep.add((visit, others[0]))
+                        break
+        for visit in self.holders.visits(index):
+            for place in self.holders.where(index, visit):
+                if place != STORE and (visit, place) not in keep:
+                    self.holders.drop(index, visit, place)
+                    self._out.append(Drop(index, visit, place))
+            if not self.holders.where(index, visit):
+                self.holders.forget_state(index, visit)
+
+    # ------------------------------------------------------------------ attempts
+
+    def _open_tasks(self, index: int, trial: Trial) -> list[tuple[Kind, int]]:
+        if trial.status is not None or trial.saving is not None or trial.stop is not None:
+            return []
+        partitions = range(self.config.partitions)
+        if trial.epoch_trained(len(partitions)):
+            busy = trial.sums.keys() | trial.evaluations.keys()
+            return [("evaluate", partition) for partition in partitions if partition not in busy]
+        if len(trial.chain) > 1 or (trial.chain and not trial.chain[0].ending):
+            return []
+        visited = trial.visited(len(partitions))
+        if self.config.order == "seeded" and len(visited) < len(partitions):
+            return [("train", visit_order(self.config, index, len(trial.history))[len(visited)])]
+        return [("train", partition) for partition in partitions if partition not in visited]
+
+    def _agent_of(self, partition: int) -> Agent | None:
+        for agent in self.agents.values():
+            if partition in agent.partitions:
+                return agent
+        return None
+
+    def _give(self, choice: Choice) -> None:
+        trial, agent = self.trials[choice.trial], choice.agent
+        before = trial.newest + len(trial.chain)
+        attempt = Attempt(
+            number=self._next_attempt,
+            kind=choice.kind,
+            trial=choice.trial,
+            visit=before + (choice.kind == "train"),
+            epoch=len(trial.history),
+            partition=choice.partition,
+            worker=agent.worker,
+            incarnation=agent.incarnation,
+            source=self._source(choice, before),
+        )
+        attempt.received = attempt.source.incarnation == agent.incarnation
+        self._next_attempt += 1
+        self.attempts[attempt.number] = attempt
+        if attempt.kind == "train":
+            trial.chain.append(attempt)
+        else:
+            trial.evaluations[attempt.partition] = attempt
+        if agent.running is None:
+            agent.running = attempt
+            self._start(attempt)
+        else:
+            agent.reserved = attempt
+            if not attempt.received:
+                self._out.append(
+                    FetchShards(attempt.trial, agent.worker, agent.incarnation, attempt.source)
+                )
+
+    def _source(self, choice: Choice, visit: int) -> Source:
+        """The agent itself, else another one (a different one after a failure), else the store."""
+        trial = self.trials[choice.trial]
+        if choice.kind == "train" and trial.chain:
+            return Source(visit, trial.chain[0].incarnation)
+        if self.holders.holds(choice.trial, visit, choice.agent.incarnation):
+            return Source(visit, choice.agent.incarnation)
+        agents = [place for place in self.holders.where(choice.trial, visit) if place != STORE]
+        if not agents:
+            return Source(visit, None)
+        spread = choice.partition if choice.kind == "evaluate" else 0
+        return Source(visit, agents[(spread + trial.transfer_failures) % len(agents)])
+
+    def _start(self, attempt: Attempt) -> None:
+        attempt.started = True
+        attempt.started_at = self.estimates.now
+        kind = StartSubEpoch if attempt.kind == "train" else Evaluate
+        self._out.append(
+            kind(
+                attempt=attempt.number,
+                trial=attempt.trial,
+                visit=attempt.visit,
+                epoch=attempt.epoch,
+                partition=attempt.partition,
+                worker=attempt.worker,
+                incarnation=attempt.incarnation,
+                source=attempt.source,
+            )
+        )
+
+    def _running(self, number: int, incarnation: str) -> Attempt | None:
+        """The attempt that an event speaks of, unless it is over."""
+        attempt = self.attempts.get(number)
+        if attempt is None or attempt.incarnation != incarnation:
+            return None
+        return attempt if attempt.started and attempt.done is None else None
+
+    def _release(self, attempt: Attempt) -> None:
+        agent = self.agent(attempt.incarnation)
+        if agent is not None and agent.running is attempt:
+            agent.running = None
+        if agent is not None and agent.reserved is attempt:
+            agent.reserved = None
+
+    def _abandon_all(self, trial: Trial) -> None:
+        for attempt in (*trial.evaluations.values(), *trial.chain[:1]):
+            self._abandon(attempt)
+
+    def _abandon(self, attempt: Attempt) -> None:
+        """Take back an attempt, and those that were built on it."""
+        trial = self.trials[attempt.trial]
+        over = [attempt]
+        if attempt.kind == "evaluate":
+            trial.evaluations.pop(attempt.partition, None)
+        elif attempt in trial.chain:
+            at = trial.chain.index(attempt)
+            over = trial.chain[at:]
+            del trial.chain[at:]
+        for each in over:
+            if self.attempts.pop(each.number, None) is None:
+                continue
+            self._release(each)
+            if self.agent(each.incarnation) is None:
+                continue
+            if each.started:
+                self._out.append(Cancel(each.number, each.incarnation))
+            if not self.holders.holds(each.trial, each.source.visit, each.incarnation):
+                self._out.append(Drop(each.trial, each.source.visit, each.incarnation))
+
+    def _log(self, trial: int, line: str) -> None:
+        self.trials[trial].log.append(f"[{self._events}] {line}")
