@@ -1,0 +1,6 @@
+"""Partitions: prepared by Spark, read by petastorm, cached in memory maps, served in batches.
+
+Importing this package imports neither pyspark nor petastorm nor torch.
+"""
+
+from __future__ import annotations

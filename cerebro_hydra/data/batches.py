@@ -1,0 +1,110 @@
+"""Batches of one partition: their sizes, their seeded order, and their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cerebro_hydra.data.row_ids import mixed_key, permutation
+from cerebro_hydra.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    import torch
+
+    from cerebro_hydra.data.cache import CachedPartition
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one batch: a tensor of shape (rows, *shape of the column) for each column."""
+
+    features: tuple[torch.Tensor, ...]
+    labels: tuple[torch.Tensor, ...]
+    rows: int
+
+
+def batch_sizes(rows: int, batch_size: int) -> list[int]:
+    """Rows of each batch of a partition, summing to `rows`.
+
+    The last batch may be smaller; a leftover of one row joins the batch before it, because
+    BatchNorm can't train on one row.
+
+    Raises:
+        ConfigurationError: batch_size is not a positive integer.
+    """
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size is {batch_size!r}: it must be at least 1")
+    full, left = divmod(rows, batch_size)
+    sizes = [batch_size] * full
+    if left == 1 and full:
+        sizes[-1] += 1
+    elif left:
+        sizes.append(left)
+    return sizes
+
+
+def num_windows(rows: int, batch_size: int, accumulate: int) -> int:
+    """Optimizer steps of one sub-epoch: windows of `accumulate` batches, the last one flushed.
+
+    Raises:
+        ConfigurationError: accumulate or batch_size is not a positive integer.
+    """
+    if accumulate < 1:
+        raise ConfigurationError(f"accumulate is {accumulate!r}: it must be at least 1")
+    return -(-len(batch_sizes(rows, batch_size)) // accumulate)
+
+
+def row_order(rows: int, seed: int, epoch: int, partition: int) -> NDArray[np.int64]:
+    """Order in which an epoch visits the rows of a partition; shape (rows,)."""
+    return permutation(rows, mixed_key(seed, epoch, partition))
+
+
+def batches(
+    part: CachedPartition,
+    feature_columns: Sequence[str],
+    label_columns: Sequence[str],
+    batch_size: int,
+    order: NDArray[np.int64] | None,
+) -> Iterator[Batch]:
+    """Yield the batches of a partition, in stored order if `order` is None.
+
+    The tensors own their memory, so that nothing changes the cache through them.
+
+    Raises:
+        DataError: a column is not in the partition, or `order` points outside it.
+    """
+    missing = [name for name in (*feature_columns, *label_columns) if name not in part.columns]
+    if missing:
+        raise DataError(
+            f"column {missing[0]!r} is not in the prepared data, which has "
+            f"{sorted(part.columns)}: prepare it with this column"
+        )
+    if order is not None and order.size and not 0 <= order.min() <= order.max() < part.rows:
+        raise DataError(f"the row order goes beyond the partition's {part.rows} rows")
+    rows = part.rows if order is None else len(order)
+    start = 0
+    for size in batch_sizes(rows, batch_size):
+        if order is None:
+            chosen: NDArray[np.int64] = np.arange(start, start + size)
+        else:
+            chosen = order[start : start + size]
+        yield Batch(
+            features=tuple(_take(part.columns[name], chosen) for name in feature_columns),
+            labels=tuple(_take(part.columns[name], chosen) for name in label_columns),
+            rows=size,
+        )
+        start += size
+
+
+def _take(column: NDArray[np.generic], rows: NDArray[np.int64]) -> torch.Tensor:
+    import torch
+
+    like = torch.from_numpy(np.empty(0, column.dtype))
+    taken = torch.empty((len(rows), *column.shape[1:]), dtype=like.dtype)
+    # Straight into torch's own aligned memory; "clip" only spares a buffer, the rows are checked.
+    np.take(column, rows, axis=0, out=taken.numpy(), mode="clip")
+    return taken

@@ -1,0 +1,9 @@
+"""Stores: where prepared data and the files of runs live."""
+
+from __future__ import annotations
+
+from cerebro_hydra.storage.local import LocalStore
+from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.storage.store import Store
+
+__all__ = ["LocalStore", "RunFolder", "Store"]

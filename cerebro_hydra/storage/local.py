@@ -1,0 +1,138 @@
+"""A store on a file system that every worker sees under the same path."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cerebro_hydra.errors import StoreError
+from cerebro_hydra.storage.store import Store
+
+_UNFINISHED = ".unfinished-"
+
+
+class LocalStore(Store):
+    """Files below `prefix_path`: a local disk, or a folder shared by all machines.
+
+    Raises:
+        StoreError: the folder can't be created or written.
+    """
+
+    def __init__(self, prefix_path: str) -> None:
+        """Create the prefix with its `data` and `runs` folders."""
+        prefix = os.path.abspath(os.path.expanduser(prefix_path))
+        if set(prefix) & set("#?"):
+            raise StoreError(
+                f"store prefix {prefix!r} holds '#' or '?', which readers of Parquet take as part "
+                "of a URL: choose another folder"
+            )
+        super().__init__(prefix)
+        for name in ("data", "runs"):
+            folder = Path(prefix, name)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _explained(error, "create", str(folder)) from error
+
+    @classmethod
+    def existing(cls, prefix_path: str) -> LocalStore:
+        """Open a store that is only read: nothing is created, so read-only media will do."""
+        if not os.path.isdir(prefix_path):
+            raise StoreError(f"there is no store at {prefix_path!r}: check the path")
+        store = cls.__new__(cls)
+        Store.__init__(store, os.path.abspath(prefix_path))
+        return store
+
+    def read(self, path: str) -> bytes:
+        """Return the whole content of a file; StoreError if there is none."""
+        try:
+            return Path(path).read_bytes()
+        except OSError as error:
+            raise _explained(error, "read", path) from error
+
+    def write(self, path: str, data: bytes | bytearray | memoryview) -> None:
+        """Write a file atomically: beside it first, flushed to the disk, then renamed."""
+        with _finished_file(path, data) as unfinished:
+            os.replace(unfinished, path)
+
+    def create(self, path: str, data: bytes | bytearray | memoryview) -> None:
+        """Write a file atomically; StoreError if it is there already, which is then unchanged."""
+        with _finished_file(path, data) as unfinished:
+            os.link(unfinished, path)
+            os.unlink(unfinished)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder at `path`."""
+        return os.path.exists(path)
+
+    def list(self, path: str) -> list[str]:
+        """Sorted names in a folder, without unfinished writes; empty if there is no such folder."""
+        try:
+            names = os.listdir(path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _explained(error, "list", path) from error
+        return sorted(name for name in names if not name.startswith(_UNFINISHED))
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or a folder with all in it; nothing happens if it is absent."""
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _explained(error, "delete", path) from error
+
+    def local(self, path: str) -> str:
+        """Path on this machine: here the path itself."""
+        return path
+
+
+@contextmanager
+def _finished_file(path: str, data: bytes | bytearray | memoryview) -> Iterator[str]:
+    """Yield a file beside `path` that holds `data` on the disk, to be moved there by the caller."""
+    folder = os.path.dirname(path)
+    unfinished = os.path.join(folder, f"{_UNFINISHED}{uuid.uuid4().hex}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(unfinished, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield unfinished
+        _sync_folder(folder)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise _explained(error, "write", path) from error
+
+
+def _sync_folder(folder: str) -> None:
+    # A rename lives in the folder: without this a power cut could take it back.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _explained(error: OSError, action: str, path: str) -> StoreError:
+    remedy = {
+        errno.ENOENT: "check the path",
+        errno.EACCES: "choose a folder that this user may write, or change its permissions",
+        errno.EPERM: "choose a folder that this user may write, or change its permissions",
+        errno.EROFS: "the file system is read-only: choose another folder",
+        errno.ENOSPC: "the disk is full: free space or choose another disk",
+        errno.EEXIST: "it exists already and may not change: delete it, or use another name",
+        errno.ENOTDIR: "a part of the path is a file: choose another folder",
+    }.get(error.errno or 0, "check the file system")
+    return StoreError(f"can't {action} {path!r}: {error.strerror or error}; {remedy}")

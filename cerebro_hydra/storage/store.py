@@ -1,0 +1,102 @@
+"""The contract of a store: whole files by path, below one prefix."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from cerebro_hydra.errors import StoreError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def checked_name(name: str, what: str) -> str:
+    """Return `name` if it is safe as one path component.
+
+    Raises:
+        StoreError: it holds anything but letters, digits, `.`, `_` and `-`, or starts with a mark.
+    """
+    if not _NAME.fullmatch(name):
+        raise StoreError(
+            f"{what} {name!r} can't be a file name: use letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit"
+        )
+    return name
+
+
+class Store(ABC):
+    """Holds prepared data under `<prefix>/data` and runs under `<prefix>/runs`.
+
+    A file is whole or absent: a reader, in this process or another, never sees part of a `write`,
+    not even after a crash in the middle of one. Two writers of one path leave one of the two
+    contents; of two creators exactly one succeeds. Every method may be called from any thread, and
+    a store holds nothing but its prefix, so that its dictionary rebuilds it in another process.
+    """
+
+    _kinds: ClassVar[dict[str, type[Store]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register the subclass by its name, for `from_dict`."""
+        super().__init_subclass__(**kwargs)
+        Store._kinds[cls.__name__] = cls
+
+    def __init__(self, prefix_path: str) -> None:
+        """Remember where everything lies."""
+        self.prefix = prefix_path
+
+    def data_path(self, fingerprint: str) -> str:
+        """Path of the folder of one prepared data set."""
+        return f"{self.prefix}/data/{checked_name(fingerprint, 'data fingerprint')}"
+
+    def run_path(self, run_id: str) -> str:
+        """Path of the folder of one run."""
+        return f"{self.prefix}/runs/{checked_name(run_id, 'run id')}"
+
+    @abstractmethod
+    def read(self, path: str) -> bytes:
+        """Return the whole content of a file; StoreError if there is none."""
+
+    @abstractmethod
+    def write(self, path: str, data: bytes | bytearray | memoryview) -> None:
+        """Write a file atomically, with the folders above it, over one that may be there."""
+
+    @abstractmethod
+    def create(self, path: str, data: bytes | bytearray | memoryview) -> None:
+        """Write a file atomically; StoreError if it is there already, which is then unchanged."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder at `path`."""
+
+    @abstractmethod
+    def list(self, path: str) -> list[str]:
+        """Sorted names in a folder, without unfinished writes; empty if there is no such folder."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Delete a file, or a folder with all in it; nothing happens if it is absent."""
+
+    @abstractmethod
+    def local(self, path: str) -> str:
+        """Path of the same file or folder on this machine's file system."""
+
+    def to_dict(self) -> dict[str, str]:
+        """Describe the store in JSON, for another process."""
+        return {"type": type(self).__name__, "prefix_path": self.prefix}
+
+    @staticmethod
+    def from_dict(description: Mapping[str, str]) -> Store:
+        """Rebuild a store from `to_dict`.
+
+        Raises:
+            StoreError: no store of that type was imported here.
+        """
+        kind = Store._kinds.get(description["type"])
+        if kind is None:
+            raise StoreError(
+                f"unknown store type {description['type']!r}: known are {sorted(Store._kinds)}; "
+                "import the module that defines it"
+            )
+        return kind(description["prefix_path"])

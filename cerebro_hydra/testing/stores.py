@@ -1,0 +1,130 @@
+"""The conformance suite of stores: inherit `StoreCase` and give it a store to pass it."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cerebro_hydra.errors import StoreError
+from cerebro_hydra.storage import Store
+
+
+class StoreCase(ABC):
+    """What every store promises; a subclass, collected by pytest, implements `make_store`."""
+
+    @abstractmethod
+    def make_store(self, tmp_path: Path) -> Store:
+        """Return an empty store."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        """The store under test."""
+        return self.make_store(tmp_path)
+
+    def test_what_was_written_is_read(self, store: Store) -> None:
+        """Bytes of every kind of buffer, the empty one included, come back as they went."""
+        path = f"{store.run_path('r1')}/deep/er/file"
+        for content in (b"\x00\xff", bytearray(b"abc"), memoryview(b"wxyz")[1:3], b""):
+            store.write(path, content)
+            assert store.read(path) == bytes(content)
+
+    def test_data_and_runs_lie_below_the_prefix(self, store: Store) -> None:
+        """The layout that agents and replay rely upon."""
+        assert store.data_path("abc") == f"{store.prefix}/data/abc"
+        assert store.run_path("run-1") == f"{store.prefix}/runs/run-1"
+
+    @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a\0", "a b"])
+    def test_names_that_leave_the_folder_are_refused(self, store: Store, name: str) -> None:
+        """A fingerprint or run id is one path component."""
+        with pytest.raises(StoreError, match="can't be a file name"):
+            store.data_path(name)
+        with pytest.raises(StoreError, match="can't be a file name"):
+            store.run_path(name)
+
+    def test_reading_what_is_absent_names_it(self, store: Store) -> None:
+        """The error says which file."""
+        path = f"{store.run_path('r1')}/absent.json"
+        with pytest.raises(StoreError, match=r"absent\.json"):
+            store.read(path)
+
+    def test_create_refuses_to_overwrite(self, store: Store) -> None:
+        """A second creation fails and leaves the first content."""
+        path = f"{store.run_path('r1')}/once"
+        store.create(path, b"first")
+        with pytest.raises(StoreError, match="once"):
+            store.create(path, b"second")
+        assert store.read(path) == b"first"
+
+    def test_one_of_many_creators_wins(self, store: Store) -> None:
+        """Concurrent creations of one path: exactly one succeeds, and its content stays."""
+        path = f"{store.run_path('r1')}/contended"
+
+        def create(number: int) -> int | None:
+            try:
+                store.create(path, b"%d" % number)
+            except StoreError:
+                return None
+            return number
+
+        with ThreadPoolExecutor(8) as pool:
+            winners = [n for n in pool.map(create, range(32)) if n is not None]
+        assert len(winners) == 1
+        assert store.read(path) == b"%d" % winners[0]
+
+    def test_concurrent_writes_leave_one_whole_content(self, store: Store) -> None:
+        """Readers and the last state see one writer's bytes, never a mixture."""
+        path = f"{store.run_path('r1')}/rewritten"
+        contents = [bytes([n]) * 100_000 for n in range(8)]
+        store.write(path, contents[0])
+        with ThreadPoolExecutor(8) as pool:
+            writes = [pool.submit(store.write, path, content) for content in contents]
+            reads = [pool.submit(store.read, path) for _ in range(32)]
+            seen = [read.result() for read in reads]
+            for write in writes:
+                write.result()
+        assert {*seen, store.read(path)} <= set(contents)
+        assert store.list(store.run_path("r1")) == ["rewritten"]
+
+    def test_list_is_sorted_and_empty_for_absent_folders(self, store: Store) -> None:
+        """Names only, of files and folders alike."""
+        run = store.run_path("r1")
+        assert store.list(run) == []
+        for name in ("b", "a", "folder/c"):
+            store.write(f"{run}/{name}", b"x")
+        assert store.list(run) == ["a", "b", "folder"]
+
+    def test_delete_takes_files_and_folders_and_may_be_repeated(self, store: Store) -> None:
+        """What is absent afterwards is all that counts."""
+        run = store.run_path("r1")
+        store.write(f"{run}/folder/a", b"x")
+        store.write(f"{run}/b", b"x")
+        store.delete(f"{run}/b")
+        assert not store.exists(f"{run}/b")
+        assert store.exists(f"{run}/folder/a")
+        store.delete(run)
+        store.delete(run)
+        assert not store.exists(run)
+
+    def test_local_path_holds_the_same_bytes(self, store: Store) -> None:
+        """Readers of Parquet open what `local` names."""
+        path = f"{store.data_path('f1')}/part"
+        store.write(path, b"content")
+        assert Path(store.local(path)).read_bytes() == b"content"
+
+    def test_store_survives_a_trip_through_json(self, store: Store) -> None:
+        """Agents rebuild the store of the driver."""
+        path = f"{store.run_path('r1')}/file"
+        store.write(path, b"content")
+        rebuilt = Store.from_dict(json.loads(json.dumps(store.to_dict())))
+        assert type(rebuilt) is type(store)
+        assert rebuilt.read(path) == b"content"
+
+    def test_store_of_an_unknown_type_names_the_known_ones(self, store: Store) -> None:
+        """A description from a program with other stores."""
+        description = {**store.to_dict(), "type": "CarrierPigeonStore"}
+        with pytest.raises(StoreError, match=f"CarrierPigeonStore.*{type(store).__name__}"):
+            Store.from_dict(description)

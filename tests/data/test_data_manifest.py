@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
+from cerebro_hydra.errors import DataError, StoreError
+
+MANIFEST = Manifest(
+    fingerprint="ab12",
+    columns=(ColumnSpec("image", "float32", (8, 8)), ColumnSpec("label", "int64", ())),
+    partitions=(
+        PartitionInfo("train", 0, 10, 2**64 - 1, partition_path("train", 0)),
+        PartitionInfo("train", 1, 9, 2**53 + 1, partition_path("train", 1)),
+        PartitionInfo("val", 0, 3, 0, partition_path("val", 0)),
+        PartitionInfo("val", 1, 2, 7, partition_path("val", 1)),
+    ),
+)
+
+
+def test_manifest_survives_a_trip_through_json() -> None:
+    assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
+
+
+def test_manifest_answers_for_its_partitions() -> None:
+    assert MANIFEST.num_partitions == 2
+    assert MANIFEST.has_validation
+    assert MANIFEST.rows("train", 1) == 9
+    assert MANIFEST.partition("val", 1).path == "val/partition=00001"
+
+
+def test_unknown_partition_is_named_with_the_known_ones() -> None:
+    with pytest.raises(DataError, match=r"train/2.*train/0"):
+        MANIFEST.rows("train", 2)
+
+
+def test_manifest_of_another_version_asks_to_prepare_again() -> None:
+    with pytest.raises(StoreError, match=r"format 99.*prepare the data again"):
+        Manifest.from_json({**MANIFEST.to_json(), "format": 99})
+
+
+@pytest.mark.parametrize("lost", ["fingerprint", "columns", "partitions"])
+def test_damaged_manifest_is_refused(lost: str) -> None:
+    document = MANIFEST.to_json()
+    del document[lost]
+    with pytest.raises(StoreError, match="damaged"):
+        Manifest.from_json(document)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from cerebro_hydra.errors import JournalError, StoreError
+from cerebro_hydra.storage import LocalStore, RunFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(LocalStore(str(tmp_path)), "run-1")
+
+
+def test_run_is_opened_by_its_path_alone(run: RunFolder) -> None:
+    run.write_json("run.json", {"seed": 7, "name": "ü"})
+    opened = RunFolder.open(run.path)
+    assert opened.run_id == "run-1"
+    assert opened.path == run.path
+    assert opened.read_json("run.json") == {"seed": 7, "name": "ü"}
+
+
+def test_opening_an_absent_run_lists_those_that_are_there(run: RunFolder) -> None:
+    run.write_json("run.json", {})
+    with pytest.raises(StoreError, match=r"run-2.*\['run-1'\]"):
+        RunFolder.open(run.path.replace("run-1", "run-2"))
+
+
+def test_opening_a_folder_that_is_no_run_says_what_a_run_is(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="<store>/runs/<run id>"):
+        RunFolder.open(str(tmp_path))
+
+
+def test_segments_come_back_in_order(run: RunFolder) -> None:
+    segments = [[{"n": n, "loss": 0.1 * n}, {"text": "line\nbreak\u2028"}] for n in range(3)]
+    for n, lines in enumerate(segments):
+        run.write_segment(n, lines)
+    run.write_segment(3, [])
+    assert list(run.read_segments()) == [*segments, []]
+
+
+def test_more_segments_than_eight_digits_keep_their_order(run: RunFolder) -> None:
+    run.write_segment(100_000_000, [])
+    with pytest.raises(JournalError, match=r"00000000\.jsonl is missing before 100000000"):
+        list(run.read_segments())
+
+
+def test_segment_is_never_overwritten(run: RunFolder) -> None:
+    run.write_segment(0, [{"event": "first"}])
+    with pytest.raises(StoreError, match=r"00000000\.jsonl"):
+        run.write_segment(0, [{"event": "second"}])
+    assert list(run.read_segments()) == [[{"event": "first"}]]
+
+
+def test_gap_in_the_journal_is_named_after_what_precedes_it(run: RunFolder) -> None:
+    for n in (0, 1, 3):
+        run.write_segment(n, [{"n": n}])
+    segments = run.read_segments()
+    assert [next(segments), next(segments)] == [[{"n": 0}], [{"n": 1}]]
+    with pytest.raises(JournalError, match=r"00000002\.jsonl is missing"):
+        next(segments)
+
+
+def test_torn_line_in_the_journal_is_named(run: RunFolder) -> None:
+    run.write_segment(0, [{"n": 0}, {"n": 1}])
+    path = Path(run.path, "journal", "00000000.jsonl")
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(JournalError, match=r"line 2 of .*00000000\.jsonl"):
+        list(run.read_segments())
+
+
+def test_object_is_kept_once_under_its_digest(run: RunFolder) -> None:
+    assert not run.has_object("ab12")
+    run.write_object("ab12", memoryview(b"tensor bytes"))
+    run.write_object("ab12", b"tensor bytes")
+    assert run.has_object("ab12")
+    assert run.read_object("ab12") == b"tensor bytes"
+    assert Path(run.path, "objects", "ab12.safetensors").is_file()
+
+
+def test_absent_object_and_digest_that_is_a_path_are_refused(run: RunFolder) -> None:
+    with pytest.raises(StoreError, match="ab12"):
+        run.read_object("ab12")
+    with pytest.raises(StoreError, match="digest"):
+        run.has_object("../../secret")
+
+
+def test_states_of_a_trial_are_listed_by_visit(run: RunFolder) -> None:
+    for visit in (0, 12, 3):
+        run.write_state(1, visit, {"visit": visit})
+    run.write_state(2, 5, {"visit": 5})
+    assert run.states(1) == [0, 3, 12]
+    assert run.states(0) == []
+    assert run.read_state(1, 12) == {"visit": 12}
+    assert Path(run.path, "trials", "trial-001", "state-000012.json").is_file()
+
+
+def test_state_that_was_not_written_is_named(run: RunFolder) -> None:
+    with pytest.raises(StoreError, match=r"trial-001/state-000004\.json"):
+        run.read_state(1, 4)
+
+
+def test_document_that_is_not_json_is_named(run: RunFolder) -> None:
+    run.write_json("run.json", {"a": 1})
+    Path(run.path, "run.json").write_text('{"a"')
+    with pytest.raises(StoreError, match=r"run\.json.*not JSON"):
+        run.read_json("run.json")
+
+
+def test_floats_survive_to_the_last_bit(run: RunFolder) -> None:
+    numbers = [0.1 + 0.2, 5e-324, -0.0, math.inf]
+    run.write_segment(0, [{"loss": numbers, "nan": math.nan}])
+    (line,) = next(run.read_segments())
+    assert [x.hex() for x in line["loss"]] == [x.hex() for x in numbers]
+    assert math.isnan(line["nan"])
