@@ -1,0 +1,113 @@
+"""Where searches run: an existing Spark, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.spark import checks
+from cerebro_hydra.spark.launcher import SparkLauncher
+from cerebro_hydra.spark.session import WORKERS_SETTING
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import DataFrame, SparkSession
+
+    from cerebro_hydra.data.manifest import Manifest
+    from cerebro_hydra.storage import Store
+
+
+class SparkBackend:
+    """Prepares data and starts agents on a Spark.
+
+    Args:
+        spark_context: a SparkContext or SparkSession; None takes the active one.
+        num_workers: agents, and partitions of the data. None takes what `local_spark` was asked
+            for, else every task slot.
+        verbose: 0 is silent, 1 shows progress.
+
+    Raises:
+        ConfigurationError: an argument can't be used.
+        SetupError: this Spark can't run agents; lists every setting, version or executor that is
+            in the way, with its remedy.
+    """
+
+    def __init__(
+        self,
+        spark_context: SparkContext | SparkSession | None = None,
+        num_workers: int | None = None,
+        verbose: int = 1,
+    ) -> None:
+        self.spark_context = context_of(spark_context)
+        self.verbose = verbose
+        if num_workers is None:
+            made_for = self.spark_context.getConf().get(WORKERS_SETTING)
+            num_workers = int(made_for) if made_for else checks.slots_of(self.spark_context)
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+            raise ConfigurationError(f"num_workers is {num_workers!r}; it is a whole number from 1")
+        self.num_workers = num_workers
+        checks.check(self.spark_context, num_workers)
+
+    def prepare_data(
+        self,
+        store: Store,
+        df: DataFrame,
+        validation: float | str | None = None,
+        feature_columns: Sequence[str] = ("features",),
+        label_columns: Sequence[str] = ("label",),
+        seed: int = 0,
+    ) -> Manifest:
+        """Write a DataFrame as one folder per partition and split, or find it prepared already.
+
+        Args:
+            store: where to.
+            df: the rows.
+            validation: the share of rows to hold out, or the name of a column that says which.
+            feature_columns: what `forward` takes, in order.
+            label_columns: what the loss takes, in order.
+            seed: of the split.
+
+        Raises:
+            DataError: rows can't be used (null, NaN, ragged); names column and row.
+        """
+        from cerebro_hydra.data.prepare import prepare
+
+        columns = [*feature_columns, *label_columns]
+        return prepare(df, store, self.num_workers, validation, columns, seed)
+
+    def launcher(self) -> SparkLauncher:
+        """What starts and stops the agents of one run."""
+        return SparkLauncher(self.spark_context, self.num_workers)
+
+
+def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:
+    """The SparkContext in what a user gave, or the active one.
+
+    Raises:
+        SetupError: there is none, it has stopped, or it lives behind Spark Connect.
+        ConfigurationError: what was given is no Spark.
+    """
+    from pyspark import SparkContext
+
+    if spark is None:
+        active = SparkContext._active_spark_context
+        if active is None:
+            raise SetupError(
+                "no Spark session is active; make one with cerebro_hydra.local_spark(workers=2), "
+                "or give spark_context"
+            )
+        return active
+    if type(spark).__module__.startswith("pyspark.sql.connect"):
+        raise SetupError(
+            "this session goes through Spark Connect, which has no SparkContext; agents need a "
+            "classic session, such as cerebro_hydra.local_spark(workers=2)"
+        )
+    context = getattr(spark, "sparkContext", spark)
+    if not isinstance(context, SparkContext):
+        raise ConfigurationError(
+            f"spark_context is a {type(spark).__name__}; give a SparkContext or a SparkSession"
+        )
+    if context._jsc is None:
+        raise SetupError("this SparkContext has been stopped; give one that runs")
+    return context

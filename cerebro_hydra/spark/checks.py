@@ -1,0 +1,166 @@
+"""Settings under which agents would hang, die for good, or run twice; found before a run starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from cerebro_hydra.errors import SetupError
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+# The least pyarrow that a Spark version's Arrow paths accept.
+_LEAST_PYARROW = (((4, 2), 18), ((4, 1), 15), ((4, 0), 11), ((3, 5), 4))
+_NEWEST_PYARROW_FOR_PETASTORM = 14
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong: which setting, what it leads to, what to set instead."""
+
+    setting: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.problem}. Remedy: {self.remedy}"
+
+
+class LocalMaster(NamedTuple):
+    """What a `local[...]` master allows: task slots, and failures of a task before its job ends."""
+
+    slots: int
+    max_failures: int
+
+
+def parse_local_master(master: str) -> LocalMaster | None:
+    """Read `local`, `local[N]` and `local[N,F]`, where N may be `*`; None for any other master."""
+    if master == "local":
+        return LocalMaster(1, 1)
+    match = re.fullmatch(r"local\[\s*(\d+|\*)\s*(?:,\s*(\d+)\s*)?\]", master)
+    if match is None:
+        return None
+    slots = (os.cpu_count() or 1) if match[1] == "*" else int(match[1])
+    return LocalMaster(slots, int(match[2] or 1))
+
+
+def settings_findings(settings: Mapping[str, str], slots: int, num_workers: int) -> list[Finding]:
+    """What in Spark's settings agents can't live with.
+
+    Args:
+        settings: Spark's configuration, `spark.master` included.
+        slots: tasks that this Spark runs at the same time.
+        num_workers: agents that shall run; each holds one slot for as long as the run lasts.
+    """
+    master = settings.get("spark.master", "")
+    local = parse_local_master(master)
+    found = []
+    if slots < num_workers:
+        missing = ", ".join(f"worker {k}" for k in range(slots, num_workers))
+        enough = f"local_spark(workers={num_workers}) or local[{num_workers + 1},8]"
+        found.append(
+            Finding(
+                "task slots",
+                f"{num_workers} workers need {num_workers} slots and Spark has {slots}; "
+                f"{missing} would wait for ever",
+                f"give Spark {num_workers} slots ("
+                + (enough if local else "more executors, or spark.executor.cores")
+                + f"), or set num_workers={slots}",
+            )
+        )
+    if local is not None and local.max_failures < 2:
+        found.append(
+            Finding(
+                "spark.master",
+                f"{master!r} ends the whole job when the first agent is lost",
+                f"use 'local[{max(slots, num_workers)},8]': 8 is the failures a task may have",
+            )
+        )
+    if local is None and int(settings.get("spark.task.maxFailures", "4")) < 2:
+        found.append(
+            Finding(
+                "spark.task.maxFailures",
+                "1 ends the whole job when the first agent is lost",
+                "set it to 8",
+            )
+        )
+    for setting, problem in (
+        ("spark.speculation", "Spark would start second copies of agents that run long"),
+        ("spark.dynamicAllocation.enabled", "Spark would take executors away from waiting agents"),
+    ):
+        if settings.get(setting, "false").lower() == "true":
+            found.append(Finding(setting, problem, "set it to false"))
+    return found
+
+
+def version_findings(pyspark: str, pyarrow: str) -> list[Finding]:
+    """Whether this pair of versions can move data between Spark, petastorm and agents."""
+    spark = _numbers(pyspark)
+    arrow = _numbers(pyarrow)[0]
+    found = []
+    for since, least in _LEAST_PYARROW:
+        if spark >= since:
+            if arrow < least:
+                found.append(
+                    Finding(
+                        "pyarrow",
+                        f"version {pyarrow} is too old for pyspark {pyspark}",
+                        f"install pyarrow {least} or later"
+                        if least <= _NEWEST_PYARROW_FOR_PETASTORM
+                        else "install pyspark 3.5.9 and pyarrow 14.0.2, the versions of our lock",
+                    )
+                )
+            break
+    else:
+        found.append(
+            Finding("pyspark", f"version {pyspark} is too old", "install pyspark 3.5.9 or 4.0.x")
+        )
+    if arrow > _NEWEST_PYARROW_FOR_PETASTORM:
+        found.append(
+            Finding(
+                "pyarrow",
+                f"petastorm, which reads the prepared data, fails with version {pyarrow}",
+                "install pyarrow 14.0.2",
+            )
+        )
+    return found
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
+def slots_of(spark_context: SparkContext) -> int:
+    """How many tasks (CPUs and GPUs considered) this Spark can run at the same time, now."""
+    scala_context = spark_context._jsc.sc()
+    profile = scala_context.resourceProfileManager().defaultResourceProfile()
+    return int(scala_context.maxNumConcurrentTasks(profile))
+
+
+def check(spark_context: SparkContext, num_workers: int) -> None:
+    """Refuse a Spark whose settings, versions or executors agents can't live with.
+
+    Raises:
+        SetupError: lists everything that was found, each with its remedy.
+    """
+    found = version_findings(
+        importlib.metadata.version("pyspark"), importlib.metadata.version("pyarrow")
+    )
+    settings = dict(spark_context.getConf().getAll())
+    found += settings_findings(settings, slots_of(spark_context), num_workers)
+    raise_findings(found)
+    from cerebro_hydra.spark.probe import probe
+
+    raise_findings(probe(spark_context, num_workers))
+
+
+def raise_findings(found: Sequence[Finding]) -> None:
+    """Raise them all as one SetupError, if there are any."""
+    if found:
+        raise SetupError("this Spark can't run agents:\n" + "\n".join(f"- {f}" for f in found))

@@ -1,0 +1,41 @@
+"""Spark's Python daemon with the heavy modules loaded, so that a new agent is a fork away.
+
+Set as `spark.python.daemon.module`. Nothing here may run a tensor operation, start a thread pool
+or touch CUDA: a forked process can't use the threads and contexts of its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import warnings
+
+# torch._dynamo is what torch.export, which cuts models, takes longest to load.
+PRELOADED = (
+    "numpy",
+    "pyarrow",
+    "pyarrow.flight",
+    "pyarrow.parquet",
+    "torch",
+    "torch._dynamo",
+    "safetensors.torch",
+    "petastorm.reader",
+)
+
+
+def preload() -> None:
+    """Import the modules that are there; what is missing is reported by the probe of `checks`."""
+    # Spark reads the daemon's port from stdout, so nothing else may be printed there.
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in PRELOADED:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    preload()
+    from pyspark.daemon import manager
+
+    manager()

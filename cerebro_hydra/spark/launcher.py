@@ -1,0 +1,175 @@
+"""Agents as the tasks of one long Spark job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
+from cerebro_hydra.spark.probe import worker_failure
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+Agent = Callable[[int, dict[str, Any], Callable[..., Any]], None]
+OnExit = Callable[[BaseException | None], None]
+
+# Spark ends a cancelled task's Python two seconds later; nobody waits longer than this for it.
+_CANCEL_SECONDS = 10.0
+
+
+def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) -> None:
+    """Be the agent of one worker until the run is over."""
+    from cerebro_hydra.agent.main import run_agent as run
+
+    run(worker, spec, factory)
+
+
+class SparkLauncher:
+    """Starts one agent per worker in Spark tasks, which Spark starts again when they are lost.
+
+    The tasks are one job without barrier, so a lost agent is relaunched (as a new incarnation)
+    while the others train on. `on_exit` is called once per start, on the launcher's own thread.
+
+    Args:
+        spark_context: where the tasks run.
+        num_workers: how many; each holds a task slot until the run is over.
+        agent: what a task runs; the default is the agent itself.
+    """
+
+    def __init__(
+        self, spark_context: SparkContext, num_workers: int, agent: Agent = run_agent
+    ) -> None:
+        self.num_workers = num_workers
+        self._spark_context = spark_context
+        self._agent = agent
+        self._thread: threading.Thread | None = None
+        self._group = ""
+        self._cancelled = threading.Event()
+
+    def start(self, spec: dict[str, Any], factory: Callable[..., Any], on_exit: OnExit) -> None:
+        """Start the job and return at once.
+
+        Each task calls `agent(worker, spec, factory)`, with `spec["scratch"]` (a folder that Spark
+        deletes, if the spec names none) and `spec["resources"]` (addresses by resource name).
+
+        Args:
+            spec: what agents need to know, as JSON.
+            factory: the user's function, pickled into the tasks' closure.
+            on_exit: gets None when all agents returned, else why the job ended.
+
+        Raises:
+            ConfigurationError: the factory or the spec can't travel; says what to change.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            raise ConfigurationError("the agents of this launcher are running; stop them first")
+        from pyspark import InheritableThread
+
+        self._group = f"cerebro-hydra-{uuid.uuid4().hex}"
+        self._cancelled.clear()
+        task = _task(json.dumps(spec), pickle_factory(factory), self._agent, self._group)
+        self._thread = InheritableThread(
+            target=self._run, args=(task, on_exit), name="cerebro-hydra-agents", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Wait until the agents, told by the coordinator, have returned; then cancel their job.
+
+        Args:
+            timeout: seconds to wait before cancelling.
+        """
+        thread = self._thread
+        if thread is None:
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            self._cancelled.set()
+            self._spark_context.cancelJobGroup(self._group)
+            thread.join(_CANCEL_SECONDS)
+
+    def _run(self, task: Callable[..., Iterable[int]], on_exit: OnExit) -> None:
+        context = self._spark_context
+        try:
+            context.setJobGroup(self._group, "cerebro_hydra agents", interruptOnCancel=True)
+            workers = context.parallelize(range(self.num_workers), self.num_workers)
+            workers.mapPartitionsWithIndex(task).collect()
+        except BaseException as error:
+            on_exit(self._reason(error))
+        else:
+            on_exit(None)
+
+    def _reason(self, error: BaseException) -> BaseException:
+        if self._cancelled.is_set():
+            return Cancelled("agents did not end in time, so their Spark job was cancelled")
+        if "No module named" in str(error) or "PYTHON_VERSION_MISMATCH" in str(error):
+            reason = SetupError(f"agents could not start: {worker_failure(str(error))}")
+            reason.__cause__ = error
+            return reason
+        return error
+
+
+def pickle_factory(factory: Callable[..., Any]) -> bytes:
+    """The user's function with what it captures, as Spark's closures are pickled.
+
+    Raises:
+        ConfigurationError: it captures something that can't travel; says what and what to change.
+    """
+    from pyspark.serializers import CloudPickleSerializer
+
+    name = getattr(factory, "__qualname__", repr(factory))
+    try:
+        return bytes(CloudPickleSerializer().dumps(factory))
+    except Exception as error:
+        raise ConfigurationError(
+            f"estimator_gen_fn {name!r} can't be sent to the agents: {error}. It refers to "
+            "something that lives only in this process (a SparkContext, a DataFrame, an open "
+            "file, a lock); create what it needs inside the function, from its params"
+        ) from error
+
+
+def _task(
+    spec: str, factory: bytes, agent: Agent, run: str
+) -> Callable[[int, Iterable[int]], Iterable[int]]:
+    def task(worker: int, rows: Iterable[int]) -> Iterable[int]:
+        # Spark reuses a Python worker only if its input was read to the end.
+        for _ in rows:
+            pass
+        run_task(worker, spec, factory, agent, run)
+        return ()
+
+    return task
+
+
+def run_task(worker: int, spec_text: str, factory: bytes, agent: Agent, run: str) -> None:
+    """What one task does, in Spark's Python worker."""
+    from pyspark import TaskContext
+    from pyspark.serializers import CloudPickleSerializer
+
+    context = TaskContext.get()
+    assert context is not None
+    spec = json.loads(spec_text)
+    spec["resources"] = {name: list(found.addresses) for name, found in context.resources().items()}
+    scratch = None
+    if spec.get("scratch") is None:
+        # The same folder in every incarnation, so that a relaunched agent finds its caches.
+        scratch = Path(spark_folder()) / run / f"worker-{worker}"
+        scratch.mkdir(parents=True, exist_ok=True)
+        spec["scratch"] = str(scratch)
+    agent(worker, spec, CloudPickleSerializer().loads(factory))
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def spark_folder() -> str:
+    """A folder of this executor that Spark deletes when it ends, also after agents were killed."""
+    from pyspark import SparkFiles
+
+    folders = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("SPARK_EXECUTOR_DIRS")
+    return folders.split(",")[0] if folders else SparkFiles.getRootDirectory()

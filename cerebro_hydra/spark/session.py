@@ -1,0 +1,159 @@
+"""A local Spark session whose settings suit agents."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import cerebro_hydra
+from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.spark import checks, java
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# Failures that a task may have before its job ends: each lost agent is one.
+MAX_FAILURES = 8
+
+# How many agents a session was made for; one task slot more is there for other jobs.
+WORKERS_SETTING = "spark.cerebroHydra.workers"
+
+DAEMON_MODULE = "cerebro_hydra.spark.daemon"
+
+_QUIET_LOG = """\
+rootLogger.level = error
+logger.shell.name = org.apache.spark.api.python.PythonGatewayServer
+logger.shell.level = error
+rootLogger.appenderRef.stderr.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n%ex
+"""
+
+
+def local_spark(workers: int = 2, **settings: object) -> SparkSession:
+    """A Spark session on this machine, ready for agents.
+
+    It has one task slot more than workers: agents hold theirs for the whole run, and the spare one
+    keeps other jobs of the session going meanwhile. Uses the pip-installed Java if no other suits.
+    An active session is reused if it suits.
+
+    Args:
+        workers: how many agents shall run.
+        settings: further Spark settings, such as `**{"spark.driver.memory": "4g"}`; they win over
+            ours.
+
+    Raises:
+        ConfigurationError: workers is not a whole number from 1.
+        SetupError: there is no Java that this Spark runs on, or the active session does not suit;
+            the message says which setting and what to do.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigurationError(f"workers is {workers!r}; it is a whole number from 1")
+    asked = {name: _setting(value) for name, value in settings.items()}
+    for name in asked:
+        if not name.startswith("spark."):
+            raise ConfigurationError(f"{name!r} is no Spark setting; their names start with spark.")
+
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    active = SparkContext._active_spark_context
+    if active is not None:
+        _require_suitable(active, workers, asked)
+        return SparkSession.builder.getOrCreate()
+    builder = SparkSession.builder
+    # Java is one per process and outlives a stopped session.
+    with _start_environment(os.environ, needs_java=SparkContext._gateway is None) as log_option:
+        for name, value in (defaults(workers) | asked).items():
+            builder = builder.config(name, value)
+        if log_option:
+            own = asked.get("spark.driver.extraJavaOptions", "")
+            builder = builder.config("spark.driver.extraJavaOptions", f"{log_option} {own}".strip())
+        session = builder.getOrCreate()
+    session.sparkContext.setLogLevel(asked.get("spark.log.level", "ERROR"))
+    return session
+
+
+def defaults(workers: int) -> dict[str, str]:
+    """The settings of a local session for so many agents."""
+    return {
+        "spark.master": f"local[{workers + 1},{MAX_FAILURES}]",
+        "spark.app.name": "cerebro_hydra",
+        WORKERS_SETTING: str(workers),
+        "spark.task.maxFailures": str(MAX_FAILURES),
+        "spark.speculation": "false",
+        "spark.dynamicAllocation.enabled": "false",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.sql.shuffle.partitions": str(workers),
+        "spark.sql.execution.arrow.pyspark.enabled": "true",
+        "spark.python.daemon.module": DAEMON_MODULE,
+        "spark.executorEnv.PYTHONPATH": _python_path(),
+    }
+
+
+def _python_path() -> str:
+    """What the driver can import, Python workers can: they run on this machine."""
+    root = str(Path(cerebro_hydra.__file__).resolve().parents[1])
+    folders = [root, *(str(Path(entry or ".").resolve()) for entry in sys.path)]
+    return os.pathsep.join(dict.fromkeys(f for f in folders if os.path.isdir(f)))
+
+
+def _setting(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@contextlib.contextmanager
+def _start_environment(environ: os._Environ[str], needs_java: bool) -> Iterator[str]:
+    """Set what Spark reads from the environment while it starts, and put everything back after.
+
+    This is the one place where the process environment changes: spark-submit takes JAVA_HOME from
+    it, a SparkContext takes the Python of its workers. Gives the JVM option for quiet logs, or "".
+    """
+    import pyspark
+
+    wanted = {"PYSPARK_PYTHON": environ.get("PYSPARK_PYTHON", sys.executable)}
+    if needs_java:
+        wanted["JAVA_HOME"] = str(java.java_home(environ, pyspark.__version__))
+    before = {name: environ.get(name) for name in wanted}
+    with tempfile.TemporaryDirectory(prefix="cerebro-hydra-log-") as folder:
+        log_file = Path(folder) / "log4j2.properties"
+        log_file.write_text(_QUIET_LOG)
+        environ.update(wanted)
+        try:
+            yield f"-Dlog4j2.configurationFile={log_file.as_uri()}" if needs_java else ""
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    environ.pop(name, None)
+                else:
+                    environ[name] = value
+
+
+def _require_suitable(spark_context: object, workers: int, asked: Mapping[str, str]) -> None:
+    settings = dict(spark_context.getConf().getAll())  # type: ignore[attr-defined]
+    slots = checks.slots_of(spark_context)  # type: ignore[arg-type]
+    found = checks.settings_findings(settings, slots, workers)
+    found += [
+        checks.Finding(
+            name, f"it is {settings.get(name)!r} and {value!r} was asked for", f"set it to {value}"
+        )
+        for name, value in asked.items()
+        if settings.get(name) != value
+    ]
+    if found:
+        listed = "\n".join(f"- {finding}" for finding in found)
+        raise SetupError(
+            "a Spark session is active already and does not suit; stop it (spark.stop()) and call "
+            f"local_spark again, or:\n{listed}"
+        )
