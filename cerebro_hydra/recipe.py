@@ -281,3 +281,13 @@ class RandomKey:
 
 def trial_seed(seed: int, trial: int) -> int:
     return seed_of(seed, "trial", trial)
+
+
+def numeric_fingerprint() -> dict[str, Any]:
+    """What the bits of a run depend on beside its code and data; replay warns where it differs."""
+    return {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "optimizer": "cpu",
+    }

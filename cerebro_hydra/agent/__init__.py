@@ -1,1 +1,1 @@
-"""WHO TRAINS: the process in a worker, a thin shell around data, wire and shards."""
+"""Who trains: the process in a worker, a thin shell around data, wire and shards."""

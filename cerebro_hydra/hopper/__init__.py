@@ -1,1 +1,1 @@
-"""WHO GOES WHERE: the coordinator, a thin shell around plan/, and the only writer of the journal."""
+"""Who goes where: the coordinator, a thin shell around plan/; only it writes the journal."""

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 RUN_FILE = "run.json"
+NUMERIC_FILE = "numeric.json"
+"""What the bits depend on, as each worker found it."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""States on their way to this agent: started once each, whoever asks first."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+
+from cerebro_hydra.agent.fetch import Connect, Fetch, HopMeter, Wanted
+from cerebro_hydra.agent.shelf import Shelf
+from cerebro_hydra.plan.events import Hop
+from cerebro_hydra.storage.run_folder import RunFolder
+
+
+class Arrivals:
+    """Starts and ends fetches. Thread-safe.
+
+    Args:
+        incarnation: this agent; its own states need no fetch.
+        on_whole: called with (trial, visit) when a fetched state is here whole.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        shelf: Shelf,
+        folder: RunFolder,
+        connect: Connect,
+        on_whole: Callable[[int, int], None],
+    ) -> None:
+        self._incarnation = incarnation
+        self._shelf = shelf
+        self._folder = folder
+        self._connect = connect
+        self._on_whole = on_whole
+        self._lock = threading.Lock()
+        self._fetches: dict[tuple[int, int], Fetch] = {}
+        self._meters: dict[int, HopMeter] = defaultdict(HopMeter)
+
+    def bring(self, wanted: Wanted) -> None:
+        """See to it that a state comes here, unless it is here, on its way, or made here."""
+        key = (wanted.trial, wanted.visit)
+        with self._lock:
+            if wanted.incarnation == self._incarnation or self._shelf.whole(*key):
+                return
+            under_way = self._fetches.get(key)
+            if under_way is not None:
+                usable = under_way.error is None and not under_way.cancelled
+                if usable and under_way.wanted.incarnation == wanted.incarnation:
+                    return
+                under_way.cancel()
+            self._fetches[key] = Fetch(
+                wanted,
+                self._shelf,
+                self._folder,
+                self._connect,
+                self._meters[wanted.trial],
+                self._on_whole,
+            ).start()
+
+    def error(self, trial: int, visit: int) -> str | None:
+        """Why a state could not be brought, if so."""
+        with self._lock:
+            fetch = self._fetches.get((trial, visit))
+            return None if fetch is None else fetch.error
+
+    def take_hop(self, trial: int) -> Hop:
+        """What was moved for a trial since this was last asked."""
+        with self._lock:
+            return self._meters[trial].take()
+
+    def drop(self, trial: int, visit: int) -> None:
+        """Forget a state, and end its fetch."""
+        with self._lock:
+            fetch = self._fetches.pop((trial, visit), None)
+            if fetch is not None:
+                fetch.cancel()
+            self._shelf.withdraw(trial, visit)
+
+    def close(self) -> None:
+        """End every fetch."""
+        with self._lock:
+            for fetch in self._fetches.values():
+                fetch.cancel()

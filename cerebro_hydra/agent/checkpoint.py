@@ -1,0 +1,18 @@
+"""Writing a whole state to the run folder, by digest, beside training."""
+
+from __future__ import annotations
+
+from cerebro_hydra.agent.shelf import Shelf
+from cerebro_hydra.storage.run_folder import RunFolder
+
+
+def write_checkpoint(folder: RunFolder, shelf: Shelf, trial: int, visit: int, shards: int) -> None:
+    """Write the segments that the folder lacks, then the document that names them all."""
+    entries = []
+    for number in range(shards):
+        shard = shelf.wait(trial, visit, number)
+        for digest, buffer in shard.segments.values():
+            folder.write_object(digest, memoryview(buffer))
+        frozen, trainable = shard.digests
+        entries.append({"frozen": frozen, "trainable": trainable, "cursor": dict(shard.cursor)})
+    folder.write_state(trial, visit, {"trial": trial, "visit": visit, "shards": entries})

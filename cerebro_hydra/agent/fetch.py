@@ -1,0 +1,160 @@
+"""Bringing one state to this agent, shard by shard, from a peer or from the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cerebro_hydra.agent.shelf import Bytes, Shard, Shelf
+from cerebro_hydra.errors import StoreError, TransferFailed
+from cerebro_hydra.plan.events import Hop
+from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.wire.messages import ShardKey
+from cerebro_hydra.wire.shard_client import ShardClient
+
+Connect = Callable[[str], ShardClient]
+
+TRIES = 3
+RETRY_SECONDS = 1.0
+"""Between tries; together they outlast the time in which a dead owner is noticed."""
+
+
+class HopMeter:
+    """Bytes moved and saved, and seconds of transfer, since they were last taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total = Hop(0, 0, 0.0)
+
+    def add(self, moved: int, saved: int, seconds: float) -> None:
+        with self._lock:
+            total = self._total
+            self._total = Hop(
+                total.bytes_moved + moved, total.bytes_saved + saved, total.seconds + seconds
+            )
+
+    def take(self) -> Hop:
+        """What came since the last `take`, so that no byte is told twice."""
+        with self._lock:
+            total, self._total = self._total, Hop(0, 0, 0.0)
+            return total
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A state and where it is: at a peer's address, or in the store (no address)."""
+
+    trial: int
+    visit: int
+    shards: int
+    incarnation: str | None
+    uri: str | None
+
+
+@dataclass
+class Fetch:
+    """One state on its way here; runs on a thread of its own, its shards appear on the shelf.
+
+    A fetch that fails withdraws the state, which ends the waits for it; `error` says why.
+    """
+
+    wanted: Wanted
+    shelf: Shelf
+    folder: RunFolder
+    connect: Connect
+    meter: HopMeter
+    on_whole: Callable[[int, int], None]
+    error: str | None = None
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+    _client: ShardClient | None = None
+
+    def start(self) -> Fetch:
+        self.shelf.expect(self.wanted.trial, self.wanted.visit, self.wanted.shards)
+        name = f"fetch-{self.wanted.trial}-{self.wanted.visit}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        return self
+
+    def cancel(self) -> None:
+        """End it; the shards that are here already stay until the state is dropped."""
+        self._cancelled.set()
+        if self._client is not None:
+            self._client.cancel()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def _run(self) -> None:
+        wanted = self.wanted
+        try:
+            for number in range(wanted.shards):
+                shard = self._from_store(number) if wanted.uri is None else self._retry(number)
+                self.shelf.put(wanted.trial, wanted.visit, number, shard)
+        except Exception as error:
+            self.error = str(error) or type(error).__name__
+            self.shelf.withdraw(wanted.trial, wanted.visit)
+            return
+        finally:
+            if self._client is not None:
+                self._client.cancel()
+        self.on_whole(wanted.trial, wanted.visit)
+
+    def _retry(self, number: int) -> Shard:
+        """Ask the owner, a few times: a transfer may break while both ends live."""
+        for left in reversed(range(TRIES)):
+            try:
+                return self._from_peer(number)
+            except TransferFailed:
+                if not left or self._cancelled.wait(RETRY_SECONDS):
+                    raise
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def _from_peer(self, number: int) -> Shard:
+        wanted = self.wanted
+        assert wanted.uri is not None and wanted.incarnation is not None
+        if self._client is None:
+            self._client = self.connect(wanted.uri)
+        if self.cancelled:
+            raise TransferFailed("cancelled")
+        key = ShardKey(wanted.trial, wanted.visit, number, wanted.incarnation)
+        fetched = self._client.fetch(key, self.shelf.digests(), _allocate)
+        self.meter.add(fetched.bytes_moved, fetched.bytes_saved, fetched.seconds)
+        segments = {}
+        for name, segment in fetched.segments.items():
+            buffer = segment.buffer
+            if buffer is None:
+                buffer = self.shelf.segment(segment.digest)
+            if buffer is None:
+                raise TransferFailed(f"segment {segment.digest} was dropped here meanwhile")
+            segments[name] = (segment.digest, buffer)
+        return Shard(segments, fetched.cursor)
+
+    def _from_store(self, number: int) -> Shard:
+        wanted = self.wanted
+        try:
+            entry = self.folder.read_state(wanted.trial, wanted.visit)["shards"][number]
+            segments = {name: self._object(entry[name]) for name in ("frozen", "trainable")}
+        except StoreError as error:
+            raise TransferFailed(str(error)) from error
+        return Shard(segments, entry["cursor"] or {})
+
+    def _object(self, name: str) -> tuple[str, Bytes]:
+        held = self.shelf.segment(name)
+        if held is not None:
+            self.meter.add(0, held.nbytes, 0.0)
+            return name, held
+        begun = time.perf_counter()
+        buffer = np.frombuffer(self.folder.read_object(name), np.uint8)
+        if (found := digest(buffer)) != name:
+            raise TransferFailed(f"object {name} of the run folder is damaged: it has {found}")
+        self.meter.add(buffer.nbytes, 0, time.perf_counter() - begun)
+        return name, buffer
+
+
+def _allocate(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)

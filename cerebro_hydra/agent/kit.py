@@ -1,0 +1,91 @@
+"""What an agent needs to train one trial: recipe, cut, layout and engine, made once each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from cerebro_hydra.data.batches import Batch, batches, row_order
+from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.recipe import Recipe, build_recipe
+from cerebro_hydra.shards.admission import StateTemplate
+from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.shards.engine import Engine
+from cerebro_hydra.shards.layout import TrialLayout
+from cerebro_hydra.shards.structure import StructureCache
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+
+EXAMPLE_ROWS = 4
+"""Rows in the batch that a model is traced with; the batch dimension is dynamic."""
+
+
+@dataclass(frozen=True)
+class Kit:
+    """One trial, ready to train on this agent."""
+
+    spec: TrialSpec
+    recipe: Recipe
+    engine: Engine
+    num_shards: int
+
+
+class Kits:
+    """Builds trials with the user's factory; equal structures are exported and cut once."""
+
+    def __init__(
+        self,
+        document: RunDocument,
+        factory: Callable[..., Any],
+        training: dict[int, CachedPartition],
+        validation: dict[int, CachedPartition],
+    ) -> None:
+        self._document = document
+        self._factory = factory
+        self._training = training
+        self._validation = validation
+        self._structures = StructureCache()
+        self._kits: dict[int, Kit] = {}
+
+    def num_shards(self, trial: int) -> int:
+        """How many shards a trial has, without building it."""
+        return len(self._document.trials[trial].shards)
+
+    def get(self, trial: int) -> Kit:
+        """The kit of a trial; runs the user's factory the first time."""
+        if trial not in self._kits:
+            self._kits[trial] = self._build(self._document.trials[trial])
+        return self._kits[trial]
+
+    def _build(self, spec: TrialSpec) -> Kit:
+        recipe = build_recipe(self._factory, spec.params, self._document.seed)
+        part = next(iter(self._training.values()))
+        example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
+        structure = self._structures.get(
+            recipe.model, CutSpec.from_json(spec.cut), example.features
+        )
+        layout = TrialLayout.make(recipe, structure, StateTemplate.from_json(spec.template))
+        engine = Engine(structure, layout, recipe, spec.seed, spec.steps_per_epoch)
+        return Kit(spec, recipe, engine, structure.num_shards)
+
+    def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
+        """The batches of a sub-epoch in its seeded order, a window per optimizer step."""
+        spec = self._document.trials[trial]
+        part = self._training[partition]
+        order = row_order(part.rows, self._document.seed, epoch, partition)
+        stream = self._batches(part, spec.batch_size, order)
+        while window := list(islice(stream, spec.accumulate)):
+            yield window
+
+    def rows(self, partition: int) -> int:
+        return self._training[partition].rows
+
+    def validation(self, trial: int, partition: int) -> Iterator[Batch]:
+        """The validation rows of a partition, in stored order."""
+        spec = self._document.trials[trial]
+        return self._batches(self._validation[partition], spec.batch_size, None)
+
+    def _batches(self, part: CachedPartition, batch_size: int, order: Any) -> Iterator[Batch]:
+        document = self._document
+        return batches(part, document.feature_columns, document.label_columns, batch_size, order)

@@ -1,0 +1,199 @@
+"""The life of one agent: decode its partitions, join, carry out instructions, leave."""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import shutil
+import socket
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cerebro_hydra.agent import watchdog
+from cerebro_hydra.agent.arrivals import Arrivals
+from cerebro_hydra.agent.checkpoint import write_checkpoint
+from cerebro_hydra.agent.kit import Kits
+from cerebro_hydra.agent.logs import forwarded
+from cerebro_hydra.agent.shelf import Shelf
+from cerebro_hydra.agent.trainer import Task, Trainer
+from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.codec import from_json, to_json
+from cerebro_hydra.plan.instructions import (
+    Cancel,
+    Checkpoint,
+    Drop,
+    Evaluate,
+    FetchShards,
+    Instruction,
+    StartSubEpoch,
+)
+from cerebro_hydra.recipe import numeric_fingerprint
+from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.wire.control import ControlClient
+from cerebro_hydra.wire.shard_client import ShardClient
+from cerebro_hydra.wire.shard_server import ShardServer
+
+Partitions = dict[int, CachedPartition]
+
+
+def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) -> None:
+    """Be the agent of one worker until the coordinator says stop.
+
+    The process ends itself (`os._exit`) when its parent or the coordinator is gone.
+
+    Args:
+        worker: slot number; partitions p with p % num_workers == worker are its own.
+        spec: JSON of the coordinator: where it is, the secret, the run folder, the data.
+        factory: the user's `estimator_gen_fn`.
+
+    Raises:
+        DataError: the rows read differ from those that were prepared.
+    """
+    released = watchdog.watch_parent()
+    try:
+        with _scratch(spec) as scratch:
+            training, validation = _partitions(worker, spec, scratch)
+            _Agent(worker, spec, factory, training, validation).run()
+    finally:
+        released.set()
+
+
+@contextmanager
+def _scratch(spec: dict[str, Any]) -> Iterator[str]:
+    """The launcher's folder, which outlives this process, or one of our own."""
+    if spec.get("scratch") is not None:
+        yield spec["scratch"]
+        return
+    folder = tempfile.mkdtemp(prefix="cerebro-hydra-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _partitions(worker: int, spec: dict[str, Any], scratch: str) -> tuple[Partitions, Partitions]:
+    manifest = Manifest.from_json(spec["manifest"])
+    splits: dict[str, Partitions] = {"train": {}, "val": {}}
+    for info in manifest.partitions:
+        if info.index % spec["num_workers"] == worker:
+            cached = CachedPartition.build(info, manifest, spec["data_path"], scratch)
+            splits[info.split][info.index] = cached
+    return splits["train"], splits["val"]
+
+
+class _Agent:
+    """Wires the rooms together; instructions come on the wire's thread, tasks run on the main."""
+
+    def __init__(
+        self,
+        worker: int,
+        spec: dict[str, Any],
+        factory: Callable[..., Any],
+        training: Partitions,
+        validation: Partitions,
+    ) -> None:
+        self._incarnation = uuid.uuid4().hex
+        self._folder = RunFolder.open(spec["run_path"])
+        self._shelf = Shelf()
+        self._tasks: queue.SimpleQueue[tuple[Task, str | None] | None] = queue.SimpleQueue()
+        self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._stopping = threading.Event()
+        self._ready = threading.Event()
+        self._server = ShardServer(
+            spec["host"],
+            spec["secret"],
+            lambda key: self._shelf.wait(key.trial, key.visit, key.shard),
+        )
+        self._arrivals = Arrivals(
+            self._incarnation,
+            self._shelf,
+            self._folder,
+            lambda uri: ShardClient(uri, spec["secret"], digest),
+            lambda trial, visit: self._report(
+                events.StateReceived(trial, visit, self._incarnation)
+            ),
+        )
+        hello = {
+            "incarnation": self._incarnation,
+            "worker": worker,
+            "partitions": sorted(training),
+            "uri": self._server.uri,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "python": platform.python_version(),
+        }
+        self._control = ControlClient(
+            spec["control"], spec["secret"], hello, self._on_message, self._on_closed
+        )
+        document = RunDocument.from_json(self._control.welcome["document"])
+        torch.set_num_threads(document.threads)
+        self._kits = Kits(document, factory, training, validation)
+        self._trainer = Trainer(
+            self._incarnation,
+            self._kits,
+            self._shelf,
+            self._arrivals,
+            self._report,
+            self._control.send,
+        )
+        self._control.send({"kind": "agent", "numeric": numeric_fingerprint()})
+        self._ready.set()
+
+    def run(self) -> None:
+        """Carry out tasks until told to stop."""
+        with forwarded(self._control.send):
+            while (item := self._tasks.get()) is not None:
+                self._trainer.perform(*item)
+        self._arrivals.close()
+        self._io.shutdown(wait=True)
+        self._control.close()
+        self._server.close()
+
+    def _report(self, event: events.Event) -> None:
+        self._control.send({"event": to_json(event)})
+
+    def _on_closed(self, reason: str) -> None:
+        if not self._stopping.is_set():
+            watchdog.end(watchdog.DRIVER_LOST)
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        self._ready.wait()  # the first instruction may come before the constructor is through
+        if message["do"] == "stop":
+            self._stopping.set()
+            self._tasks.put(None)
+        else:
+            self._obey(from_json(message["do"]), message["uri"])
+
+    def _obey(self, instruction: Instruction, uri: str | None) -> None:
+        match instruction:
+            case StartSubEpoch() | Evaluate():
+                self._tasks.put((instruction, uri))
+            case FetchShards():
+                self._trainer.bring(instruction, uri)
+            case Cancel():
+                self._trainer.cancel(instruction.attempt)
+            case Drop():
+                self._arrivals.drop(instruction.trial, instruction.visit)
+            case Checkpoint():
+                self._io.submit(self._checkpoint, instruction.trial, instruction.visit)
+
+    def _checkpoint(self, trial: int, visit: int) -> None:
+        try:
+            shards = self._kits.num_shards(trial)
+            write_checkpoint(self._folder, self._shelf, trial, visit, shards)
+        except Exception as error:
+            self._control.send({"kind": "fatal", "error": f"checkpoint of trial {trial}: {error}"})
+        else:
+            self._report(events.Checkpointed(trial, visit, self._incarnation))

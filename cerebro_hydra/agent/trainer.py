@@ -1,0 +1,216 @@
+"""Carries out sub-epochs and evaluations, one at a time, on the agent's main thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from cerebro_hydra.agent.arrivals import Arrivals
+from cerebro_hydra.agent.fetch import Wanted
+from cerebro_hydra.agent.kit import Kits
+from cerebro_hydra.agent.logs import current_trial
+from cerebro_hydra.agent.shelf import Bytes, Shard, Shelf
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.errors import Cancelled, DataError, TransferFailed
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
+from cerebro_hydra.shards.digest import digest
+
+PROGRESS_SECONDS = 0.5
+
+Task = StartSubEpoch | Evaluate
+Send = Callable[[dict[str, Any]], object]
+Report = Callable[[events.Event], None]
+
+
+class Trainer:
+    """Trains and evaluates; what it holds and publishes is on the shelf.
+
+    Args:
+        incarnation: this agent.
+        report: takes an event for the coordinator.
+        send: takes a progress record for it.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        kits: Kits,
+        shelf: Shelf,
+        arrivals: Arrivals,
+        report: Report,
+        send: Send,
+    ) -> None:
+        self._incarnation = incarnation
+        self._kits = kits
+        self._shelf = shelf
+        self._arrivals = arrivals
+        self._report = report
+        self._send = send
+        self._lock = threading.Lock()
+        self._cancelled: set[int] = set()
+
+    def cancel(self, attempt: int) -> None:
+        """Take an attempt back, running or not; called from any thread."""
+        with self._lock:
+            self._cancelled.add(attempt)
+        self._shelf.wake()
+
+    def bring(self, task: Task | FetchShards, uri: str | None) -> None:
+        """Start fetching the state that a task begins with."""
+        shards = self._kits.num_shards(task.trial)
+        source = task.source
+        self._arrivals.bring(Wanted(task.trial, source.visit, shards, source.incarnation, uri))
+
+    def perform(self, task: Task, uri: str | None) -> None:
+        """Do one task and report how it ended; never raises for what a trial did."""
+        with current_trial(task.trial):
+            try:
+                self._check_cancelled(task.attempt)
+                self.bring(task, uri)
+                self._train(task) if isinstance(task, StartSubEpoch) else self._evaluate(task)
+            except Exception as error:
+                if isinstance(task, StartSubEpoch):
+                    self._shelf.withdraw(task.trial, task.visit)
+                self._report_failure(task, error)
+
+    def _report_failure(self, task: Task, error: Exception) -> None:
+        if isinstance(error, Cancelled) or self._is_cancelled(task.attempt):
+            return
+        if isinstance(error, TransferFailed):
+            why = self._arrivals.error(task.trial, task.source.visit) or str(error)
+            self._report(events.TransferFailed(task.attempt, self._incarnation, why))
+        else:
+            why = "".join(traceback.format_exception(error))
+            self._report(events.TaskFailed(task.attempt, self._incarnation, why))
+
+    # ------------------------------------------------------------------ training
+
+    def _train(self, task: StartSubEpoch) -> None:
+        kit = self._kits.get(task.trial)
+        self._shelf.expect(task.trial, task.visit, kit.num_shards)
+        inputs: dict[int, Shard] = {}
+        digests: dict[int, tuple[str, str]] = {}
+        nbytes = 0
+
+        def shard(number: int) -> Shard:
+            if number not in inputs:
+                inputs[number] = self._wait(task, number)
+            return inputs[number]
+
+        def need(number: int) -> tuple[dict[str, Bytes], dict[str, Any] | None]:
+            # The state before is kept: training writes into a copy of the trainable segment.
+            given = shard(number)
+            trainable = given.buffers["trainable"].copy()
+            cursor = dict(given.cursor) or None
+            return {"frozen": given.buffers["frozen"], "trainable": trainable}, cursor
+
+        def publish(number: int, segments: dict[str, Bytes], cursor: dict[str, Any]) -> None:
+            nonlocal nbytes
+            frozen = inputs[number].segments["frozen"]
+            trainable = segments["trainable"]
+            ready = Shard({"frozen": frozen, "trainable": (digest(trainable), trainable)}, cursor)
+            digests[number] = ready.digests
+            nbytes += sum(buffer.nbytes for buffer in ready.buffers.values())
+            self._shelf.put(task.trial, task.visit, number, ready)
+
+        start_step = int(shard(0).cursor.get("step", 0))
+        begun = time.perf_counter()
+        totals = kit.engine.train(
+            self._windows(task, kit.spec.steps[task.partition]),
+            start_step,
+            need,
+            publish,
+            self._progress(task, kit.spec.steps[task.partition], start_step),
+        )
+        seconds = time.perf_counter() - begun
+        self._check_rows(task, totals.rows)
+        self._report(
+            events.SubEpochDone(
+                attempt=task.attempt,
+                incarnation=self._incarnation,
+                rows=totals.rows,
+                loss_sum=totals.loss_sum,
+                digests=tuple(digests[number] for number in range(kit.num_shards)),
+                nbytes=nbytes,
+                seconds=seconds,
+                hop=self._arrivals.take_hop(task.trial),
+            )
+        )
+
+    def _windows(self, task: StartSubEpoch, steps: int) -> Iterator[Sequence[Batch]]:
+        windows = self._kits.windows(task.trial, task.epoch, task.partition)
+        for number, window in enumerate(windows, start=1):
+            self._check_cancelled(task.attempt)
+            if number == steps:
+                self._report(events.SubEpochEnding(task.attempt, self._incarnation))
+            yield window
+
+    def _check_rows(self, task: StartSubEpoch, rows: int) -> None:
+        expected = self._kits.rows(task.partition)
+        if rows != expected:
+            raise DataError(
+                f"epoch {task.epoch} trained on {rows} rows of partition {task.partition}, "
+                f"which has {expected}"
+            )
+
+    def _progress(
+        self, task: StartSubEpoch, steps: int, start_step: int
+    ) -> Callable[[int, float], None]:
+        next_time = time.monotonic() + PROGRESS_SECONDS
+
+        def on_step(step: int, loss: float) -> None:
+            nonlocal next_time
+            if time.monotonic() < next_time:
+                return
+            next_time = time.monotonic() + PROGRESS_SECONDS
+            self._send(
+                {
+                    "kind": "progress",
+                    "trial": task.trial,
+                    "epoch": task.epoch,
+                    "partition": task.partition,
+                    "step": step - start_step + 1,
+                    "steps": steps,
+                    "loss": loss,
+                }
+            )
+
+        return on_step
+
+    # ------------------------------------------------------------------ evaluation
+
+    def _evaluate(self, task: Evaluate) -> None:
+        kit = self._kits.get(task.trial)
+
+        def need(number: int) -> tuple[dict[str, Bytes], dict[str, Any] | None]:
+            given = self._wait(task, number)
+            return given.buffers, dict(given.cursor) or None
+
+        begun = time.perf_counter()
+        sums = kit.engine.evaluate(self._watched(task), need)
+        seconds = time.perf_counter() - begun
+        self._report(events.EvaluationDone(task.attempt, self._incarnation, sums, seconds))
+
+    def _watched(self, task: Evaluate) -> Iterator[Batch]:
+        for batch in self._kits.validation(task.trial, task.partition):
+            self._check_cancelled(task.attempt)
+            yield batch
+
+    # ------------------------------------------------------------------ both
+
+    def _wait(self, task: Task, number: int) -> Shard:
+        return self._shelf.wait(
+            task.trial, task.source.visit, number, lambda: self._is_cancelled(task.attempt)
+        )
+
+    def _is_cancelled(self, attempt: int) -> bool:
+        with self._lock:
+            return attempt in self._cancelled
+
+    def _check_cancelled(self, attempt: int) -> None:
+        if self._is_cancelled(attempt):
+            raise Cancelled(f"attempt {attempt} was taken back")

@@ -1,0 +1,235 @@
+"""The shell around `plan.hop_state`: turns messages into events and instructions into messages."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.errors import SetupError, StoreError
+from cerebro_hydra.hopper.journal import Journal
+from cerebro_hydra.hopper.launcher import Launcher
+from cerebro_hydra.hopper.roster import Roster
+from cerebro_hydra.observe.observer import Observer, Observers
+from cerebro_hydra.plan.codec import from_json, to_json
+from cerebro_hydra.plan.events import Event, WorkerLost
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.instructions import (
+    Cancel,
+    Checkpoint,
+    Drop,
+    Evaluate,
+    FetchShards,
+    FinishRun,
+    Instruction,
+    StartSubEpoch,
+)
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, RunDocument
+from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.wire.control import ControlServer
+from cerebro_hydra.wire.secret import new_secret
+
+FOR_AGENTS = (StartSubEpoch, FetchShards, Evaluate, Cancel, Checkpoint, Drop)
+
+STOP_SECONDS = 20.0
+"""How long agents may take to end by themselves after the run is over."""
+
+
+@dataclass(frozen=True)
+class _Exit:
+    """No agent will be started any more."""
+
+    error: BaseException | None
+
+
+_Item = Event | dict[str, Any] | _Exit
+
+
+class Coordinator:
+    """Runs all trials of a document to their end.
+
+    One thread, the caller's, takes every decision: callbacks of the wire only fill its queue. A
+    decision is journalled before it is carried out.
+
+    Args:
+        folder: the run's files; its journal must not exist yet.
+        document: what is to be run.
+        launcher: starts the agents and replaces dead ones.
+        factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
+        manifest: the prepared data.
+        data_path: folder of the prepared data, as agents see it.
+        observers: see every record, in order.
+        host: address to listen on, for the driver and for agents.
+        join_timeout: seconds without any progress that missing workers may take to come.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        document: RunDocument,
+        launcher: Launcher,
+        factory: Callable[..., Any],
+        *,
+        manifest: Manifest,
+        data_path: str,
+        observers: Sequence[Observer] = (),
+        host: str = "127.0.0.1",
+        join_timeout: float = 120.0,
+    ) -> None:
+        self._folder = folder
+        self._document = document
+        self._launcher = launcher
+        self._factory = factory
+        self._manifest = manifest
+        self._data_path = data_path
+        self._observers = Observers(observers)
+        self._host = host
+        self._join_timeout = join_timeout
+        self._config = hop_config(document, manifest)
+        self._state = HopState(self._config)
+        self._roster = Roster(launcher.num_workers)
+        self._numeric: dict[str, Any] = {}
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+
+    def run(self) -> HopState:
+        """Train until every trial is over; return the final state.
+
+        Raises:
+            SetupError: workers are missing, or no agent can be started any more.
+            StoreError: an agent can't write to the run folder.
+        """
+        begun = time.monotonic()
+        secret = new_secret()
+        self._observers.on_record({"kind": "start", "document": self._document.to_json()})
+        self._journal = Journal(self._folder, self._config)
+        self._control = ControlServer(
+            self._host, secret, self._on_hello, self._on_message, self._on_closed
+        )
+        try:
+            self._launcher.start(
+                self._agent_spec(secret), self._factory, lambda error: self._inbox.put(_Exit(error))
+            )
+            self._decide_until_over()
+        finally:
+            # An interrupt ends here too: whatever happened, no agent is left behind.
+            for incarnation in list(self._roster.live):
+                self._control.send(incarnation, {"do": "stop"})
+            self._control.close()
+            self._launcher.stop(STOP_SECONDS)
+            seconds = time.monotonic() - begun
+            self._observers.on_record({"kind": "finish", "seconds": seconds})
+        return self._state
+
+    def _agent_spec(self, secret: str) -> dict[str, Any]:
+        return {
+            "control": self._control.uri,
+            "secret": secret,
+            "host": self._host,
+            "num_workers": self._launcher.num_workers,
+            "run_path": self._folder.path,
+            "data_path": self._data_path,
+            "manifest": self._manifest.to_json(),
+        }
+
+    # ------------------------------------------------------------------ callbacks of the wire
+
+    def _on_hello(self, hello: dict[str, Any]) -> dict[str, Any]:
+        self._inbox.put({"hello": hello})
+        return {"document": self._document.to_json()}
+
+    def _on_message(self, incarnation: str, message: dict[str, Any]) -> None:
+        if "event" in message:
+            self._inbox.put(from_json(message["event"]))
+        else:
+            self._inbox.put({**message, "incarnation": incarnation})
+
+    def _on_closed(self, incarnation: str, reason: str) -> None:
+        self._inbox.put(WorkerLost(incarnation, reason))
+
+    # ------------------------------------------------------------------ the loop
+
+    def _decide_until_over(self) -> None:
+        while not self._state.finished:
+            events = self._next_events()
+            decided = [(event, self._state.handle(event)) for event in events]
+            records = [self._journal.record(time.time(), *decision) for decision in decided]
+            if records:
+                self._journal.append(records)
+            for record, (_, instructions) in zip(records, decided, strict=True):
+                self._carry_out(instructions)
+                self._observers.on_record({"kind": "journal", **record})
+
+    def _next_events(self) -> list[Event]:
+        """Wait for something to happen, then take all that has happened."""
+        try:
+            timeout = self._join_timeout if self._roster.missing else None
+            items = [self._inbox.get(timeout=timeout)]
+        except queue.Empty:
+            raise self._missing_workers() from None
+        while not self._inbox.empty():
+            items.append(self._inbox.get())
+        return [event for item in items if (event := self._event_of(item)) is not None]
+
+    def _event_of(self, item: _Item) -> Event | None:
+        if isinstance(item, _Exit):
+            raise SetupError(
+                f"the agents' job ended before the run did: {item.error or 'no reason was given'}"
+            ) from item.error
+        if isinstance(item, WorkerLost):
+            self._roster.leave(item.incarnation)
+            return item
+        if not isinstance(item, dict):
+            return item
+        if "hello" in item:
+            return self._roster.admit(item["hello"]).joined
+        worker = self._roster.worker(item.pop("incarnation"))
+        if item["kind"] == "fatal":
+            raise StoreError(f"worker {worker} can't write to the run folder: {item['error']}")
+        if item["kind"] == "agent":
+            self._numeric[str(worker)] = item["numeric"]
+            self._folder.write_json(NUMERIC_FILE, self._numeric)
+        self._observers.on_record({**item, "worker": worker})
+        return None
+
+    def _missing_workers(self) -> SetupError:
+        missing = self._roster.missing
+        return SetupError(
+            f"{len(missing)} of {self._roster.num_workers} workers did not come within "
+            f"{self._join_timeout:.0f} s: {missing}; the cluster has too few free slots for them, "
+            "or their agents fail at start (see the executors' logs)"
+        )
+
+    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, FOR_AGENTS):
+                source = getattr(instruction, "source", None)
+                uri = self._roster.uri(source.incarnation) if source is not None else None
+                message = {"do": to_json(instruction), "uri": uri}
+                self._control.send(instruction.incarnation, message)
+            elif isinstance(instruction, FinishRun):
+                return
+
+
+def hop_config(document: RunDocument, manifest: Manifest) -> HopConfig:
+    """The decisions' view of a run: the work of a sub-epoch is steps times the trial's bytes."""
+    trials = tuple(
+        TrialConfig(
+            trial=spec.trial,
+            cost=float(max(1, sum(spec.steps) * spec.batch_size * spec.accumulate * spec.nbytes)),
+            nbytes=spec.nbytes,
+            initial_digests=spec.shards,
+        )
+        for spec in document.trials
+    )
+    return HopConfig(
+        trials=trials,
+        partitions=manifest.num_partitions,
+        epochs=document.num_epochs,
+        order=document.order,
+        seed=document.seed,
+        evaluate=manifest.has_validation,
+    )

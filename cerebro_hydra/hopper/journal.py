@@ -1,0 +1,68 @@
+"""The journal of a run: numbered immutable segments, and the state that is their fold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cerebro_hydra.errors import JournalError
+from cerebro_hydra.plan.codec import from_json, to_json
+from cerebro_hydra.plan.events import Event
+from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.instructions import Instruction
+from cerebro_hydra.plan.journal import fold
+from cerebro_hydra.storage.run_folder import RunFolder
+
+
+class Journal:
+    """Writes what was decided, before it is done.
+
+    The first line of segment 0 is the run's configuration, every further line one event with the
+    instructions that it led to. A segment is written whole or not at all, and never changes.
+    """
+
+    def __init__(self, folder: RunFolder, config: HopConfig) -> None:
+        self._folder = folder
+        self._segments = 1
+        self._records = 0
+        folder.write_segment(0, [{"config": to_json(config)}])
+
+    def record(
+        self, time: float, event: Event, instructions: Sequence[Instruction]
+    ) -> dict[str, Any]:
+        """One decision as JSON; `time` (seconds since 1970) is for readers, never for the fold."""
+        line = {
+            "seq": self._records,
+            "time": time,
+            "event": to_json(event),
+            "instructions": [to_json(instruction) for instruction in instructions],
+        }
+        self._records += 1
+        return line
+
+    def append(self, records: Sequence[dict[str, Any]]) -> None:
+        """Write the next segment."""
+        self._folder.write_segment(self._segments, list(records))
+        self._segments += 1
+
+
+def read(folder: RunFolder) -> tuple[HopConfig, list[dict[str, Any]]]:
+    """The configuration and all records of a run.
+
+    Raises:
+        JournalError: the journal is empty, has a gap or holds something else.
+    """
+    lines = [line for segment in folder.read_segments() for line in segment]
+    if not lines or "config" not in lines[0]:
+        raise JournalError(
+            f"the journal in {folder.path} doesn't begin with a configuration; "
+            "restore its first segment from a copy of the run"
+        )
+    return from_json(lines[0]["config"]), lines[1:]
+
+
+def restore(folder: RunFolder) -> HopState:
+    """The state of a run as of its last journalled event."""
+    config, records = read(folder)
+    return fold(config, records)

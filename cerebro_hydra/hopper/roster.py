@@ -1,0 +1,68 @@
+"""Who has joined: agents by incarnation, with the addresses where they serve shards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from cerebro_hydra.plan.events import WorkerJoined
+
+
+@dataclass(frozen=True)
+class Member:
+    """One live agent as it introduced itself."""
+
+    worker: int
+    incarnation: str
+    uri: str
+    host: str
+    partitions: tuple[int, ...]
+
+    @property
+    def joined(self) -> WorkerJoined:
+        return WorkerJoined(self.worker, self.incarnation, self.partitions)
+
+
+class Roster:
+    """Every agent that ever joined; addresses of the dead stay, for messages under way."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._members: dict[str, Member] = {}
+        self._live: dict[int, str] = {}
+
+    def admit(self, hello: dict[str, Any]) -> Member:
+        """Take in an agent; a newer incarnation of a worker replaces the older one."""
+        member = Member(
+            worker=int(hello["worker"]),
+            incarnation=str(hello["incarnation"]),
+            uri=str(hello["uri"]),
+            host=str(hello["host"]),
+            partitions=tuple(int(p) for p in hello["partitions"]),
+        )
+        self._members[member.incarnation] = member
+        self._live[member.worker] = member.incarnation
+        return member
+
+    def leave(self, incarnation: str) -> None:
+        """Note that an agent is gone, unless a newer one has its place already."""
+        member = self._members.get(incarnation)
+        if member is not None and self._live.get(member.worker) == incarnation:
+            del self._live[member.worker]
+
+    def uri(self, incarnation: str | None) -> str | None:
+        """Where an agent serves shards; None for the store."""
+        return None if incarnation is None else self._members[incarnation].uri
+
+    def worker(self, incarnation: str) -> int:
+        return self._members[incarnation].worker
+
+    @property
+    def live(self) -> Collection[str]:
+        return self._live.values()
+
+    @property
+    def missing(self) -> list[int]:
+        """Workers without a live agent."""
+        return [worker for worker in range(self.num_workers) if worker not in self._live]

@@ -1,0 +1,147 @@
+"""Bit by bit: what a run left behind against what its replay computed."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cerebro_hydra.errors import StoreError
+from cerebro_hydra.recipe import Recipe, numeric_fingerprint
+from cerebro_hydra.replay.record import final_visit, read_trial
+from cerebro_hydra.replay.run_data import RunData
+from cerebro_hydra.replay.states import SavedState, current_state, read_saved
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, TrialSpec
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """The verdict on one trial.
+
+    `identical` is true if the visit log obeys its rule and every bit of parameters, buffers,
+    optimizer state, learning rates and metrics agrees; `first_difference` says what doesn't.
+    `warnings` name what differs between the run's surroundings and these.
+    """
+
+    trial_id: str
+    identical: bool
+    first_difference: str | None = None
+    warnings: tuple[str, ...] = ()
+    visits: int = 0
+
+    def __str__(self) -> str:
+        verdict = "identical" if self.identical else f"DIFFERS: {self.first_difference}"
+        return "\n".join(
+            [f"{self.trial_id}: {verdict}", *(f"  warning: {w}" for w in self.warnings)]
+        )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a run says that its trial became."""
+
+    trial_id: str
+    visit_log: list[tuple[int, int]]
+    problem: str | None
+    metrics: Mapping[int, dict[str, float]]
+    saved: SavedState = field(repr=False)
+
+
+def expectations(run: RunData, spec: TrialSpec) -> Expected:
+    """Read a trial's visit log, metrics and final state.
+
+    Raises:
+        ReplayError: the trial has no final state.
+    """
+    record = read_trial(run.folder, spec.trial)
+    visit = final_visit(run.folder, spec.trial)
+    problem = record.problem(len(run.training))
+    if problem is None and len(record.visit_log) != visit:
+        problem = f"the journal has {len(record.visit_log)} visits, the final state {visit}"
+    saved = read_saved(run.folder, spec.trial, visit)
+    return Expected(spec.trial_id, record.visit_log, problem, record.metrics, saved)
+
+
+def compare(
+    recipe: Recipe, history: Sequence[dict[str, float]], expected: Expected, run: RunData
+) -> ReplayReport:
+    """Hold a replayed trial against what its run left behind."""
+    differences = _differences(recipe, history, expected)
+    first = expected.problem or next(differences, None)
+    return ReplayReport(
+        trial_id=expected.trial_id,
+        identical=first is None,
+        first_difference=first,
+        warnings=tuple(_warnings(run)),
+        visits=len(expected.visit_log),
+    )
+
+
+def _differences(
+    recipe: Recipe, history: Sequence[dict[str, float]], expected: Expected
+) -> Iterator[str]:
+    replayed = current_state(recipe.model, recipe.optimizer)
+    saved = expected.saved.tensors
+    for name in sorted(saved.keys() | replayed.keys()):
+        if name.startswith("buffer:") and name not in saved:
+            continue  # not persistent: the factory makes it, no checkpoint holds it
+        if name not in saved or name not in replayed:
+            yield f"{name} exists only in the {'run' if name in saved else 'replay'}"
+        elif (difference := tensor_difference(saved[name], replayed[name])) is not None:
+            yield f"{name}{difference}"
+    yield from _group_differences(expected.saved.groups, recipe.optimizer.param_groups)
+    for epoch, measured in enumerate(history):
+        for name in sorted(measured.keys() | expected.metrics.get(epoch, {}).keys()):
+            here, there = measured.get(name), expected.metrics.get(epoch, {}).get(name)
+            if here is None or there is None or not _same_float(here, there):
+                yield f"{name} of epoch {epoch}: the run has {there!r}, the replay {here!r}"
+
+
+def tensor_difference(run: Tensor, replay: Tensor) -> str | None:
+    """Where two tensors first differ in a bit, or None."""
+    if run.dtype != replay.dtype or run.shape != replay.shape:
+        return (
+            f": the run has {run.dtype} {tuple(run.shape)}, "
+            f"the replay {replay.dtype} {tuple(replay.shape)}"
+        )
+    ours, theirs = _bytes_of(run), _bytes_of(replay)
+    if torch.equal(ours, theirs):
+        return None
+    index = int((ours != theirs).any(dim=1).nonzero()[0])
+    place = [int(i) for i in torch.unravel_index(torch.tensor(index), run.shape)]
+    run_value, replay_value = run.flatten()[index].item(), replay.flatten()[index].item()
+    return f"{place}: the run has {run_value!r}, the replay {replay_value!r}"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().flatten()
+    return flat.view(torch.uint8).reshape(flat.numel(), tensor.element_size())
+
+
+def _same_float(a: float, b: float) -> bool:
+    return struct.pack("<d", a) == struct.pack("<d", b)
+
+
+def _group_differences(
+    saved: list[dict[str, Any]] | None, replayed: list[dict[str, Any]]
+) -> Iterator[str]:
+    for number, (run, replay) in enumerate(zip(saved or [], replayed, strict=False)):
+        if "lr" in run and float(run["lr"]) != float(replay["lr"]):
+            yield f"lr of param group {number}: the run has {run['lr']}, the replay {replay['lr']}"
+
+
+def _warnings(run: RunData) -> Iterator[str]:
+    try:
+        recorded = run.folder.read_json(NUMERIC_FILE)
+    except StoreError:
+        yield "the run did not record its numeric fingerprint"
+        return
+    here = numeric_fingerprint() | {"threads": run.document.threads}
+    for worker, there in sorted(recorded.items()):
+        for name, value in there.items():
+            if here.get(name) != value:
+                yield f"{name} was {value} on worker {worker}, here it is {here.get(name)}"

@@ -1,0 +1,76 @@
+"""What a run says of one trial: where it began, where it went, where it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.storage.run_folder import RunFolder
+
+
+@dataclass
+class TrialRecord:
+    """A trial in the journal: visits that were not taken back, and the measured epochs."""
+
+    visits: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Visit → (epoch, partition)."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Epoch → measured values."""
+    status: str = "unfinished"
+
+    @property
+    def visit_log(self) -> list[tuple[int, int]]:
+        return [self.visits[visit] for visit in sorted(self.visits)]
+
+    def problem(self, num_partitions: int) -> str | None:
+        """How the visit log breaks the rule of one visit per epoch and partition, if it does."""
+        seen: set[tuple[int, int]] = set()
+        for epoch, partition in self.visit_log:
+            if (epoch, partition) in seen:
+                return f"partition {partition} was visited twice in epoch {epoch}"
+            seen.add((epoch, partition))
+        for number, (epoch, partition) in enumerate(self.visit_log):
+            if epoch != number // num_partitions:
+                return f"visit {number + 1} belongs to epoch {epoch}, partition {partition}"
+        return None
+
+
+def read_trial(folder: RunFolder, trial: int) -> TrialRecord:
+    """Read one trial's record from the journal."""
+    record = TrialRecord()
+    for segment in folder.read_segments():
+        for line in segment:
+            for instruction in line.get("instructions", ()):
+                if instruction.get("trial") == trial:
+                    _apply(record, instruction)
+    return record
+
+
+def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
+    match instruction["type"]:
+        case "Commit":
+            place = (instruction["epoch"], instruction["partition"])
+            record.visits[instruction["visit"]] = place
+        case "Redo":
+            for visit in instruction["visits"]:
+                record.visits.pop(visit, None)
+        case "EndEpoch":
+            record.metrics[instruction["epoch"]] = instruction["metrics"]
+        case "FinishTrial":
+            record.status = instruction["status"]
+
+
+def final_visit(folder: RunFolder, trial: int) -> int:
+    """The last state of a trial that the run folder holds, beside its initial one.
+
+    Raises:
+        ReplayError: there is none: the trial failed, or the run did not end.
+    """
+    visit = max(folder.states(trial), default=0)
+    if visit == 0:
+        raise ReplayError(
+            f"trial {trial} of {folder.path} has no final state to compare with: "
+            "it failed, or its run did not end"
+        )
+    return visit

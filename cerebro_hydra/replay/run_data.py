@@ -1,0 +1,73 @@
+"""A run's documents and its prepared data, opened again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cerebro_hydra.data.batches import Batch, batches
+from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.manifest import MANIFEST_NAME, Manifest
+from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec
+from cerebro_hydra.storage.run_folder import RunFolder
+
+
+@dataclass
+class RunData:
+    """What a replay reads."""
+
+    folder: RunFolder
+    document: RunDocument
+    training: dict[int, CachedPartition]
+    validation: dict[int, CachedPartition]
+
+    @classmethod
+    def open(cls, run_path: str, scratch: str) -> RunData:
+        """Read a run, decoding its partitions into `scratch`."""
+        folder = RunFolder.open(run_path)
+        document = RunDocument.from_json(folder.read_json(RUN_FILE))
+        data_path = folder.store.data_path(document.fingerprint)
+        manifest = Manifest.from_json(json.loads(folder.store.read(f"{data_path}/{MANIFEST_NAME}")))
+        parts: dict[str, dict[int, CachedPartition]] = {"train": {}, "val": {}}
+        for info in sorted(manifest.partitions, key=lambda info: info.index):
+            cached = CachedPartition.build(info, manifest, data_path, scratch)
+            parts[info.split][info.index] = cached
+        return cls(folder, document, parts["train"], parts["val"])
+
+    @property
+    def seed(self) -> int:
+        return self.document.seed
+
+    def trial(self, trial_id: str) -> TrialSpec:
+        """The trial of that name.
+
+        Raises:
+            ReplayError: the run has none, or it never started.
+        """
+        for spec in self.document.trials:
+            if spec.trial_id == trial_id:
+                return spec
+        known = [spec.trial_id for spec in self.document.trials]
+        raise ReplayError(f"run {self.folder.path} trained no trial {trial_id!r}; it has {known}")
+
+    def batches(self, part: CachedPartition, batch_size: int, order: Any) -> Iterator[Batch]:
+        """The batches of a partition, in an order or as stored."""
+        document = self.document
+        return batches(part, document.feature_columns, document.label_columns, batch_size, order)
+
+
+@contextmanager
+def with_threads(threads: int) -> Iterator[None]:
+    """Compute with as many threads as the run did: another number gives other bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,84 @@
+"""Checkpoints of a run as plain tensors, read with safetensors alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.storage.run_folder import RunFolder
+
+
+@dataclass
+class SavedState:
+    """Everything that a checkpoint holds of a trial, by name."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """`param:NAME`, `buffer:NAME` and `optim:NAME:KEY`, existing optimizer state only."""
+    groups: list[dict[str, Any]] | None = None
+
+
+def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
+    """Read a trial's state after a visit; 0 is the initial one.
+
+    Raises:
+        StoreError: a document or an object of it is missing.
+        ReplayError: an object is damaged.
+    """
+    saved = SavedState()
+    for shard in folder.read_state(trial, visit)["shards"]:
+        for digest in (shard["frozen"], shard["trainable"]):
+            content = folder.read_object(digest)
+            try:
+                tensors = safetensors.torch.load(content)
+            except safetensors.SafetensorError as error:
+                raise ReplayError(
+                    f"object {digest} of {folder.path} is damaged: {error}"
+                ) from error
+            marks = tensors.pop("exists", torch.empty(0, dtype=torch.uint8)).tolist()
+            absent = {
+                name for name, mark in zip(_optim_names(content), marks, strict=True) if not mark
+            }
+            saved.tensors.update(
+                (name, tensor)
+                for name, tensor in tensors.items()
+                if ":" in name and name not in absent
+            )
+        if shard["cursor"]:
+            saved.groups = shard["cursor"]["groups"]
+    return saved
+
+
+def _optim_names(content: bytes) -> list[str]:
+    """Names of optimizer state in file order, to which the bytes of `exists` belong."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    names = [name for name in header if name.startswith("optim:")]
+    return sorted(names, key=lambda name: header[name]["data_offsets"])
+
+
+def load_model(model: nn.Module, saved: SavedState) -> None:
+    """Copy saved parameters and buffers into a model, in place."""
+    targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
+    targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}
+    with torch.no_grad():
+        for name, tensor in saved.tensors.items():
+            if name in targets:
+                targets[name].copy_(tensor)
+
+
+def current_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The same names as a checkpoint's, from a live model and optimizer."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor] = {f"param:{n}": p.detach() for n, p in model.named_parameters()}
+    found |= {f"buffer:{n}": b for n, b in model.named_buffers()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                found[f"optim:{names[parameter]}:{key}"] = value.detach()
+    return found

@@ -1,0 +1,86 @@
+"""Agents as plain local processes: real processes, sockets and kills, no Java."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from cerebro_hydra.agent.main import run_agent
+from cerebro_hydra.errors import SetupError
+
+
+class LocalLauncher:
+    """Starts each agent as a spawned process, and a dead one again, as Spark does.
+
+    The factory travels by name: it is a module's function, or a `functools.partial` of one.
+
+    Args:
+        num_workers: how many agents.
+        max_failures: deaths of one worker after which the launcher gives up.
+    """
+
+    def __init__(self, num_workers: int, max_failures: int = 8) -> None:
+        self.num_workers = num_workers
+        self._max_failures = max_failures
+        self._context = multiprocessing.get_context("spawn")
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._processes: dict[int, BaseProcess] = {}
+        self._running = num_workers
+        self._lock = threading.Lock()
+
+    def start(
+        self,
+        spec: dict[str, Any],
+        factory: Callable[..., Any],
+        on_exit: Callable[[BaseException | None], None],
+    ) -> None:
+        for worker in range(self.num_workers):
+            thread = threading.Thread(
+                target=self._keep_up, args=(worker, spec, factory, on_exit), daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self, timeout: float) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(timeout)
+        for process in self._processes.values():
+            if process.is_alive():
+                process.kill()
+
+    def pid(self, worker: int) -> int:
+        """Process id of a worker's present agent, for tests that kill it."""
+        pid = self._processes[worker].pid
+        assert pid is not None
+        return pid
+
+    def _keep_up(
+        self,
+        worker: int,
+        spec: dict[str, Any],
+        factory: Callable[..., Any],
+        on_exit: Callable[[BaseException | None], None],
+    ) -> None:
+        for _ in range(self._max_failures):
+            process = self._context.Process(target=run_agent, args=(worker, spec, factory))
+            self._processes[worker] = process
+            process.start()
+            process.join()
+            if process.exitcode == 0 or self._stopping.is_set():
+                self._leave(None, on_exit)
+                return
+        self._leave(SetupError(f"worker {worker} died {self._max_failures} times"), on_exit)
+
+    def _leave(
+        self, error: BaseException | None, on_exit: Callable[[BaseException | None], None]
+    ) -> None:
+        with self._lock:
+            self._running -= 1
+            last = self._running == 0
+        if last or error is not None:
+            on_exit(error)

@@ -1,0 +1,103 @@
+"""What an agent holds: waits end as they should, and equal bytes are kept once."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from cerebro_hydra.agent.shelf import Shard, Shelf
+from cerebro_hydra.errors import TransferFailed
+
+
+def shard(frozen: str, trainable: str, size: int = 8) -> Shard:
+    buffers = {name: np.zeros(size, np.uint8) for name in ("frozen", "trainable")}
+    digests = {"frozen": frozen, "trainable": trainable}
+    segments = {name: (digests[name], buffer) for name, buffer in buffers.items()}
+    return Shard(segments, {"step": 1})
+
+
+class Waiter(threading.Thread):
+    """Waits for a shard on a thread, as a peer's request does."""
+
+    def __init__(self, shelf: Shelf, *key: int, given_up=lambda: False) -> None:
+        super().__init__(daemon=True)
+        self.result: object = None
+        self._wait = lambda: shelf.wait(*key, given_up)
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._wait()
+        except TransferFailed as error:
+            self.result = error
+
+    def outcome(self) -> object:
+        self.join(20)
+        assert not self.is_alive(), "the wait did not end"
+        return self.result
+
+
+def test_a_wait_that_comes_before_the_announcement_gets_the_shard() -> None:
+    shelf = Shelf()
+    waiter = Waiter(shelf, 0, 3, 1)
+    shelf.expect(0, 3, shards=2)
+    shelf.put(0, 3, 0, shard("f0", "t0"))
+    assert not shelf.whole(0, 3)
+    shelf.put(0, 3, 1, shard("f1", "t1"))
+    assert shelf.whole(0, 3)
+    assert waiter.outcome().digests == ("f1", "t1")
+
+
+def test_withdrawing_a_state_ends_waits_for_it() -> None:
+    shelf = Shelf()
+    shelf.expect(0, 3, shards=1)
+    looked = threading.Event()
+    waiter = Waiter(shelf, 0, 3, 0, given_up=lambda: looked.set() or False)
+    assert looked.wait(20)  # it has seen the announced state, and holds the lock until it waits
+    shelf.withdraw(0, 3)
+    assert "withdrawn" in str(waiter.outcome())
+
+
+def test_a_wait_can_be_given_up() -> None:
+    shelf = Shelf()
+    cancelled = threading.Event()
+    waiter = Waiter(shelf, 0, 1, 0, given_up=cancelled.is_set)
+    cancelled.set()
+    shelf.wake()
+    assert "given up" in str(waiter.outcome())
+
+
+def test_equal_segments_are_kept_once_for_all_trials() -> None:
+    shelf = Shelf()
+    for trial in range(3):
+        shelf.expect(trial, 0, shards=1)
+        shelf.put(trial, 0, 0, shard("backbone", f"head-{trial}"))
+    buffers = [shelf.wait(trial, 0, 0).buffers["frozen"] for trial in range(3)]
+    assert buffers[0] is buffers[1] is buffers[2]
+    assert sorted(shelf.digests()) == ["backbone", "head-0", "head-1", "head-2"]
+
+
+def test_dropping_a_state_keeps_what_others_name_and_what_is_frozen() -> None:
+    shelf = Shelf()
+    for visit in (1, 2):
+        shelf.expect(0, visit, shards=2)
+        shelf.put(0, visit, 0, shard("f0", "unchanged"))
+        shelf.put(0, visit, 1, shard("f1", f"changed-{visit}"))
+    shelf.withdraw(0, 1)
+    assert sorted(shelf.digests()) == ["changed-2", "f0", "f1", "unchanged"]
+    shelf.withdraw(0, 2)
+    assert sorted(shelf.digests()) == ["f0", "f1"]
+
+
+def test_a_shard_of_a_withdrawn_state_is_not_published() -> None:
+    shelf = Shelf()
+    shelf.put(0, 5, 0, shard("f", "t"))
+    assert not shelf.knows(0, 5)
+    assert list(shelf.digests()) == []
+
+
+def test_giving_up_needs_no_announcement() -> None:
+    with pytest.raises(TransferFailed, match="given up"):
+        Shelf().wait(1, 2, 0, lambda: True)
