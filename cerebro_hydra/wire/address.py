@@ -1,0 +1,65 @@
+"""Where a server listens and how a client reaches it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.wire.secret import SecretRequired, SecretSent
+
+_WILDCARDS = ("", "*", "0.0.0.0", "::", "[::]")
+_CHANNEL_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),  # peers are reached directly, whatever the environment says
+    ("grpc.use_local_subchannel_pool", 1),  # a retry must not inherit a dead peer's back-off
+]
+
+Server = TypeVar("Server", bound=fl.FlightServerBase)
+
+
+def listen(kind: type[Server], host: str, secret: str, *arguments: Any) -> tuple[Server, str]:
+    """Start a Flight server on a free port of `host`; return it with its real URI.
+
+    Raises:
+        ConfigurationError: if `host` means all addresses, or the secret is empty.
+        SetupError: if `host` isn't an address of this machine.
+    """
+    if host in _WILDCARDS:
+        raise ConfigurationError(
+            f"host={host!r} would listen on all addresses; give the one address that peers use"
+        )
+    if not secret:
+        raise ConfigurationError("the run's secret is empty; make one with wire.secret.new_secret")
+    name = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    try:
+        server = kind(
+            *arguments,
+            location=f"grpc://{name}:0",
+            middleware={"secret": SecretRequired(secret)},
+        )
+    except (pa.ArrowException, OSError) as error:
+        raise SetupError(
+            f"can't listen on host={host!r}: {brief(error)}; give an address of this machine"
+        ) from error
+    return server, f"grpc://{name}:{server.port}"
+
+
+def connect(uri: str, secret: str) -> fl.FlightClient:
+    """Return a client that sends the secret with every call; nothing is dialled yet."""
+    return fl.FlightClient(uri, middleware=[SecretSent(secret)], generic_options=_CHANNEL_OPTIONS)
+
+
+def shut_down(server: fl.FlightServerBase, grace: float) -> None:
+    """Stop a server, waiting at most `grace` seconds for calls of peers that hang."""
+    stopping = threading.Thread(target=server.shutdown, name="wire-shutdown", daemon=True)
+    stopping.start()
+    stopping.join(grace)
+
+
+def brief(error: BaseException) -> str:
+    """Return the first, readable part of a Flight error's text."""
+    text = str(error).split(" gRPC client debug context")[0].split(". Detail:")[0]
+    return text.split(", with message: ")[-1].strip() or type(error).__name__

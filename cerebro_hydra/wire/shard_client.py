@@ -1,0 +1,181 @@
+"""The receiver's end of a hop: pulls one shard at a time from its owner."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from cerebro_hydra.errors import Cancelled, TransferFailed
+from cerebro_hydra.wire.address import brief, connect
+from cerebro_hydra.wire.cancellation import Cancellation
+from cerebro_hydra.wire.messages import (
+    Bytes,
+    FetchedSegment,
+    FetchedShard,
+    ShardKey,
+    ticket_to_bytes,
+)
+
+
+class ShardClient:
+    """Fetches shards from one owner; several threads may fetch at once.
+
+    With `digest`, a function from received bytes to their digest, each received segment is
+    checked against the digest that the owner announced.
+    """
+
+    def __init__(self, uri: str, secret: str, digest: Callable[[Bytes], str] | None = None) -> None:
+        self._uri = uri
+        self._digest = digest
+        self._client = connect(uri, secret)
+        self._all = Cancellation()
+
+    def fetch(
+        self,
+        key: ShardKey,
+        have: Collection[str],
+        allocate: Callable[[int], Bytes],
+        cancellation: Cancellation | None = None,
+    ) -> FetchedShard:
+        """Wait until the owner has published the shard, and receive what isn't in `have`.
+
+        `have` lists digests of segments that the receiver holds. `allocate(nbytes)` is called in
+        the order of the segments for each one that comes; it returns the memory to fill, a
+        writable uint8 array of shape [nbytes].
+
+        Raises:
+            TransferFailed: the owner refused (with its words), died, or sent other bytes than it
+                announced. What `allocate` returned may be partly filled.
+            Cancelled: `cancel()` of this client or of `cancellation` was called, before or during.
+        """
+        call = _Call()
+        try:
+            with (
+                self._all.ending(call.cancel),
+                (cancellation or Cancellation()).ending(call.cancel),
+            ):
+                reader = call.open(self._client, ticket_to_bytes(key, have))
+                return self._receive(reader, allocate)
+        except (pa.ArrowException, OSError, TransferFailed) as error:
+            if call.cancelled:
+                raise Cancelled(f"the fetch of {key} from {self._uri} was cancelled") from None
+            words = str(error) if isinstance(error, TransferFailed) else brief(error)
+            raise TransferFailed(f"{key} from {self._uri}: {words}") from error
+        finally:
+            call.cancel()  # a stream that was left early must not keep the owner sending
+
+    def cancel(self) -> None:
+        """End all fetches of this client, now and later, with Cancelled."""
+        self._all.cancel()
+
+    def _receive(
+        self, reader: fl.FlightStreamReader, allocate: Callable[[int], Bytes]
+    ) -> FetchedShard:
+        header = _header(reader)
+        begun = time.perf_counter()
+        segments: dict[str, FetchedSegment] = {}
+        moved = saved = 0
+        for entry in header["segments"]:
+            nbytes = entry["nbytes"]
+            buffer = None
+            if entry["sent"]:
+                buffer = allocate(nbytes)
+                _fill(buffer, nbytes, reader)
+                moved += nbytes
+            else:
+                saved += nbytes
+            segments[entry["name"]] = FetchedSegment(entry["digest"], nbytes, buffer)
+        if next(reader, None) is not None:
+            raise TransferFailed("the owner sent more bytes than it announced")
+        seconds = time.perf_counter() - begun
+        for name, segment in segments.items():
+            self._check(name, segment)
+        return FetchedShard(segments, header["cursor"], moved, saved, seconds)
+
+    def _check(self, name: str, segment: FetchedSegment) -> None:
+        if self._digest is None or segment.buffer is None:
+            return
+        found = self._digest(segment.buffer)
+        if found != segment.digest:
+            raise TransferFailed(
+                f"segment {name!r} arrived with digest {found}, announced was {segment.digest}"
+            )
+
+
+class _Call:
+    """One request, which another thread can cancel at any moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reader: fl.FlightStreamReader | None = None
+        self._opened: SimpleQueue[fl.FlightStreamReader | Exception] = SimpleQueue()
+        self.cancelled = False
+
+    def open(self, client: fl.FlightClient, ticket: bytes) -> fl.FlightStreamReader:
+        """Start the request; `do_get` waits for a hung owner, so it has a thread to wait on."""
+        if not self.cancelled:
+            threading.Thread(
+                target=self._do_get, args=(client, ticket), name="wire-fetch", daemon=True
+            ).start()
+        opened = self._opened.get()
+        if isinstance(opened, Exception):
+            raise opened
+        return opened
+
+    def cancel(self) -> None:
+        """End the request, whatever it waits for."""
+        with self._lock:
+            self.cancelled = True
+            reader = self._reader
+        self._opened.put(TransferFailed("cancelled"))
+        if reader is not None:
+            reader.cancel()
+
+    def _do_get(self, client: fl.FlightClient, ticket: bytes) -> None:
+        try:
+            reader = client.do_get(fl.Ticket(ticket))
+        except Exception as error:
+            self._opened.put(error)
+            return
+        with self._lock:
+            self._reader = reader
+            cancelled = self.cancelled
+        if cancelled:
+            reader.cancel()
+        self._opened.put(reader)
+
+
+def _header(reader: fl.FlightStreamReader) -> dict[str, Any]:
+    try:
+        chunk = reader.read_chunk()
+    except StopIteration:
+        raise TransferFailed("the owner sent no answer") from None
+    header: dict[str, Any] = json.loads(chunk.app_metadata.to_pybytes())
+    if "error" in header:
+        raise TransferFailed(header["error"])
+    return header
+
+
+def _fill(buffer: Bytes, nbytes: int, reader: fl.FlightStreamReader) -> None:
+    """Copy the next `nbytes` of the stream into `buffer`."""
+    if buffer.dtype != np.uint8 or buffer.shape != (nbytes,):
+        raise ValueError(
+            f"allocate({nbytes}) returned {buffer.dtype} {buffer.shape}, not uint8 ({nbytes},)"
+        )
+    filled = 0
+    while filled < nbytes:
+        try:
+            column = reader.read_chunk().data.column(0)
+        except StopIteration:
+            raise TransferFailed(f"the bytes ended at {filled} of {nbytes}") from None
+        received = np.frombuffer(column.buffers()[1], np.uint8, count=len(column))
+        buffer[filled : filled + len(received)] = received
+        filled += len(received)

@@ -1,0 +1,144 @@
+"""The owner's end of a hop: gives its published shards to whoever asks with the secret."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from cerebro_hydra.errors import TransferFailed
+from cerebro_hydra.wire.address import listen, shut_down
+from cerebro_hydra.wire.messages import Publication, ShardKey, ticket_from_bytes
+
+BATCH_BYTES = 2 << 20
+SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
+
+_GRACE = 5.0  # seconds that close() waits for transfers under way
+_LOOK = 1.0  # seconds after which a waiting call looks whether its caller still exists
+
+_Batch = tuple[pa.RecordBatch, bytes] | pa.RecordBatch
+
+
+class ShardServer:
+    """Serves shards by `lookup(key)`, which may wait until the shard is published.
+
+    `lookup` runs on a thread of its own for each request. What it raises reaches the receiver as
+    the message of its TransferFailed. If the receiver cancels or dies, or the server closes,
+    `lookup`'s result is dropped; the owner should end its own waits when it drops a state. The
+    bytes are sent from the publication's own memory, without a copy.
+
+    Raises:
+        ConfigurationError: if `host` means all addresses.
+        SetupError: if `host` can't be listened on.
+    """
+
+    def __init__(self, host: str, secret: str, lookup: Callable[[ShardKey], Publication]) -> None:
+        self._lookup = lookup
+        self._lock = threading.Lock()
+        self._waiting: set[SimpleQueue[Publication | Exception]] = set()
+        self._closed = False
+        self._flight, self.uri = listen(_ShardFlight, host, secret, self._reply)
+        atexit.register(self.close)  # the interpreter can't end while a call is being served
+
+    def close(self) -> None:
+        """End waiting requests with an error and stop; transfers under way have some seconds."""
+        atexit.unregister(self.close)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for answer in self._waiting:
+                answer.put(TransferFailed("the owner has closed"))
+        shut_down(self._flight, _GRACE)
+
+    def _reply(self, context: fl.ServerCallContext, ticket: bytes) -> Iterator[_Batch]:
+        """Yield the header when the shard is published, then the bytes that are asked for."""
+        try:
+            key, have = ticket_from_bytes(ticket)
+            publication = self._wait(key, context)
+            if publication is None:
+                return
+            buffers = {
+                name: (digest, pa.py_buffer(buffer))
+                for name, (digest, buffer) in publication.segments.items()
+            }
+            header = {
+                "segments": [
+                    {
+                        "name": name,
+                        "digest": digest,
+                        "nbytes": buffer.size,
+                        "sent": digest not in have,
+                    }
+                    for name, (digest, buffer) in buffers.items()
+                ],
+                "cursor": dict(publication.cursor),
+            }
+            encoded = json.dumps(header).encode()
+        except Exception as error:
+            # In band, so that the receiver gets the owner's words and not a debug trace.
+            yield _batch(pa.py_buffer(b"")), json.dumps({"error": _words(error)}).encode()
+            return
+        yield _batch(pa.py_buffer(b"")), encoded
+        for digest, buffer in buffers.values():
+            if digest not in have:
+                for start in range(0, buffer.size, BATCH_BYTES):
+                    yield _batch(buffer.slice(start, min(BATCH_BYTES, buffer.size - start)))
+
+    def _wait(self, key: ShardKey, context: fl.ServerCallContext) -> Publication | None:
+        """Return what `lookup` finds; None if the caller has gone meanwhile."""
+        answer: SimpleQueue[Publication | Exception] = SimpleQueue()
+
+        def look_up() -> None:
+            try:
+                answer.put(self._lookup(key))
+            except Exception as error:
+                answer.put(error)
+
+        with self._lock:
+            if self._closed:
+                raise TransferFailed("the owner has closed")
+            self._waiting.add(answer)
+        try:
+            threading.Thread(target=look_up, name=f"lookup {key}", daemon=True).start()
+            while not context.is_cancelled():
+                try:
+                    found = answer.get(timeout=_LOOK)
+                except Empty:
+                    continue  # only frees this thread when its caller has gone
+                if isinstance(found, Exception):
+                    raise found
+                return found
+            return None
+        finally:
+            with self._lock:
+                self._waiting.discard(answer)
+
+
+def _batch(buffer: pa.Buffer) -> pa.RecordBatch:
+    array = pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])
+    return pa.RecordBatch.from_arrays([array], schema=SCHEMA)
+
+
+def _words(error: Exception) -> str:
+    """Return an exception's message; a KeyError's text would be quoted."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return text or type(error).__name__
+
+
+class _ShardFlight(fl.FlightServerBase):
+    """The Flight service of a ShardServer: DoGet, and nothing else."""
+
+    def __init__(self, reply: Callable[..., Iterator[_Batch]], **options: Any) -> None:
+        self._reply = reply
+        super().__init__(**options)
+
+    def do_get(self, context: fl.ServerCallContext, ticket: fl.Ticket) -> fl.FlightDataStream:
+        """Answer a ticket; the schema goes out at once, so that the caller can cancel its wait."""
+        return fl.GeneratorStream(SCHEMA, self._reply(context, ticket.ticket))

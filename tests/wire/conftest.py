@@ -1,0 +1,62 @@
+"""Other processes for wire tests; all are killed when their test ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+class Peer:
+    """A running `wire_peer.py`."""
+
+    def __init__(self, role: str, *arguments: str) -> None:
+        root = str(HERE.parents[1])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "wire_peer.py"), role, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def hear(self) -> Any:
+        """The next value that the peer says; an empty line means that it has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended with {self.process.wait()} instead of speaking"
+        return json.loads(line)
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[..., Peer]]:
+    """Start a peer: `peer(role, *arguments)`."""
+    started: list[Peer] = []
+
+    def start(role: str, *arguments: str) -> Peer:
+        started.append(Peer(role, *arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.communicate()

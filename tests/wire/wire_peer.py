@@ -1,0 +1,111 @@
+"""The other process of a wire test: one role per run, spoken to by lines of JSON.
+
+Started by `conftest.py` as `python wire_peer.py ROLE ARGUMENTS`; every line that it prints is a
+JSON value, and it acts on lines of its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cerebro_hydra.wire.control import ControlClient, ControlServer
+from cerebro_hydra.wire.messages import ShardKey
+from cerebro_hydra.wire.shard_client import ShardClient
+from cerebro_hydra.wire.shard_server import ShardServer
+
+
+@dataclass(frozen=True)
+class Published:
+    segments: dict[str, tuple[str, Any]]
+    cursor: dict[str, Any]
+
+
+def say(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def noise(nbytes: int) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def agent(uri: str, secret: str, incarnation: str) -> None:
+    """Connect; answer {"send": n} from the driver with n numbered messages; echo what comes."""
+    lost = threading.Event()
+
+    def on_message(message: dict[str, Any]) -> None:
+        if "send" in message:
+            for number in range(message["send"]):
+                client.send({"number": number})
+        else:
+            say(message)
+
+    def on_closed(reason: str) -> None:
+        say({"closed": reason})
+        lost.set()
+
+    client = ControlClient(uri, secret, {"incarnation": incarnation}, on_message, on_closed)
+    say({"welcome": client.welcome})
+    for line in sys.stdin:
+        if line.strip() == "close":
+            client.send({"last": "word"})
+            client.close()
+            say({"left": True})
+            return
+    lost.wait()
+
+
+def driver(secret: str) -> None:
+    """Serve agents until the standard input says to close, or this process is killed."""
+    server = ControlServer(
+        "127.0.0.1",
+        secret,
+        lambda hello: {"hello": hello["incarnation"]},
+        lambda incarnation, message: say(message),
+        lambda incarnation, reason: say({"closed": reason}),
+    )
+    say({"uri": server.uri})
+    sys.stdin.readline()
+    server.close()
+    say({"closed": "by itself"})
+
+
+def owner(secret: str, nbytes: str) -> None:
+    """Publish shard 0; any other shard when a line comes; shard 9 never."""
+    data = noise(int(nbytes))
+    published = threading.Event()
+
+    def lookup(key: ShardKey) -> Published:
+        if key.shard:
+            say({"waiting": key.shard})
+            (threading.Event() if key.shard == 9 else published).wait()
+        return Published({"trainable": ("t", data)}, {"step": 3})
+
+    server = ShardServer("127.0.0.1", secret, lookup)
+    say({"uri": server.uri})
+    for line in sys.stdin:
+        if line.strip() == "publish":
+            published.set()
+        else:
+            server.close()
+            say({"closed": True})
+            return
+
+
+def receiver(uri: str, secret: str) -> None:
+    """Ask for shard 1 and wait for it."""
+    say({"asking": True})
+    ShardClient(uri, secret).fetch(
+        ShardKey(0, 1, 1, "owner"), (), lambda n: np.empty(n, dtype=np.uint8)
+    )
+
+
+if __name__ == "__main__":
+    roles = {"agent": agent, "driver": driver, "owner": owner, "receiver": receiver}
+    roles[sys.argv[1]](*sys.argv[2:])
