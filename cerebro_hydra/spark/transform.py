@@ -1,0 +1,223 @@
+"""Batch inference of a trained model over a Spark DataFrame."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.data.manifest import ColumnSpec
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import build_recipe
+from cerebro_hydra.spark import arrow_columns
+from cerebro_hydra.spark.launcher import pickle_factory
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark import Broadcast
+    from pyspark.sql import DataFrame
+
+# The model of the last transform that ran in this Python worker, by the transform's name.
+_built: dict[str, nn.Module] = {}
+
+
+def transform(
+    df: DataFrame,
+    *,
+    factory: Callable[[Any], Any],
+    params: Mapping[str, Any],
+    seed: int,
+    state: Mapping[str, bytes],
+    columns: Sequence[ColumnSpec],
+    feature_columns: Sequence[str],
+    output_columns: Sequence[str],
+    batch_size: int | None = None,
+) -> DataFrame:
+    """Add what a model's `forward` gives as columns; all other columns stay as they are.
+
+    The output is raw, as the network gives it: logits stay logits. One value per row becomes a
+    double, more become an array (nested as the output is). Weights are broadcast once and the
+    model is built once per Python worker.
+
+    Args:
+        df: rows with the feature columns.
+        factory: the `estimator_gen_fn` that built the model.
+        params: what it is called with.
+        seed: of the search.
+        state: safetensors files whose tensors are named as in the model's `state_dict`; together
+            they hold all of it, tied tensors once or more.
+        columns: types and shapes that the model was trained with.
+        feature_columns: what `forward` takes, in order.
+        output_columns: one name per tensor that `forward` gives.
+        batch_size: rows per forward pass; None takes the recipe's.
+
+    Raises:
+        ConfigurationError: an output column is there already, or the model's output or weights
+            do not fit.
+        DataError: a feature column is missing or has another type than in training; while rows are
+            computed: null, NaN or another shape.
+    """
+    _check_output_names(df, output_columns)
+    specs = _specs(columns, feature_columns)
+    with torch.random.fork_rng(devices=[]):
+        recipe = build_recipe(factory, params, seed)
+    model = _ready(recipe.model, state)
+    rows_per_pass = recipe.batch_size if batch_size is None else batch_size
+    with torch.no_grad():
+        sample = _forward(model, [_zeros(spec) for spec in specs], len(output_columns))
+
+    from pyspark.sql import types
+
+    prefix = f"__{uuid.uuid4().hex}_"
+    inputs = [f"{prefix}{i}" for i in range(len(specs))]
+    features = [
+        arrow_columns.feature(df, spec).alias(name)
+        for name, spec in zip(inputs, specs, strict=True)
+    ]
+    fields = [
+        types.StructField(name, arrow_columns.output_type(output))
+        for name, output in zip(output_columns, sample, strict=True)
+    ]
+    payload = df.sparkSession.sparkContext.broadcast(
+        (pickle_factory(factory), dict(params), seed, dict(state))
+    )
+
+    def predict(record_batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        return _predict(
+            record_batches, prefix, payload, inputs, specs, list(output_columns), rows_per_pass
+        )
+
+    schema = types.StructType([*df.schema.fields, *fields])
+    return df.select("*", *features).mapInArrow(predict, schema)
+
+
+def load_state(model: nn.Module, files: Iterable[bytes]) -> None:
+    """Put the tensors of safetensors files into a model; every tensor of it must be covered.
+
+    Raises:
+        ConfigurationError: names are missing or unknown, or a shape differs.
+    """
+    import safetensors.torch
+
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(safetensors.torch.load(bytes(file)))
+    own = model.state_dict(keep_vars=True)
+    unknown = sorted(set(tensors) - set(own))
+    covered = {id(own[name]) for name in tensors if name in own}
+    missing = sorted(name for name, tensor in own.items() if id(tensor) not in covered)
+    if unknown or missing:
+        raise ConfigurationError(
+            f"the saved weights are not this model's: missing {missing}, unknown {unknown}; give "
+            "the factory and params that they were trained with"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
+                raise ConfigurationError(
+                    f"saved {name} is {tensor.dtype} {tuple(tensor.shape)} and the model's is "
+                    f"{own[name].dtype} {tuple(own[name].shape)}; give the factory and params "
+                    "that it was trained with"
+                )
+            own[name].copy_(tensor)
+
+
+def _check_output_names(df: DataFrame, output_columns: Sequence[str]) -> None:
+    if not output_columns or len(set(output_columns)) != len(output_columns):
+        raise ConfigurationError(
+            f"output_columns is {list(output_columns)}; give one name per output, all different"
+        )
+    taken = [name for name in output_columns if name in df.columns]
+    if taken:
+        raise ConfigurationError(
+            f"output column {taken[0]!r} is in the DataFrame already; drop it there, or choose "
+            "another name with set_output_columns([...])"
+        )
+
+
+def _specs(columns: Sequence[ColumnSpec], feature_columns: Sequence[str]) -> list[ColumnSpec]:
+    by_name = {spec.name: spec for spec in columns}
+    absent = [name for name in feature_columns if name not in by_name]
+    if absent:
+        raise ConfigurationError(
+            f"feature column {absent[0]!r} was not trained with; there were {sorted(by_name)}"
+        )
+    return [by_name[name] for name in feature_columns]
+
+
+def _ready(model: nn.Module, state: Mapping[str, bytes]) -> nn.Module:
+    load_state(model, state.values())
+    return model.eval()
+
+
+def _zeros(spec: ColumnSpec) -> Tensor:
+    # Two rows: with one, a model that squeezes its output would hide its row dimension.
+    return torch.zeros((2, *spec.shape), dtype=getattr(torch, spec.dtype))
+
+
+def _forward(model: nn.Module, features: Sequence[Tensor], outputs: int) -> list[Tensor]:
+    given = model(*features)
+    tensors = [given] if isinstance(given, Tensor) else given
+    if not isinstance(tensors, list | tuple) or not all(isinstance(t, Tensor) for t in tensors):
+        raise ConfigurationError(
+            f"forward gave a {type(given).__name__}; transform needs a tensor or a tuple of them"
+        )
+    if len(tensors) != outputs:
+        raise ConfigurationError(
+            f"forward gives {len(tensors)} tensors and there are {outputs} output columns; name "
+            "each with set_output_columns([...])"
+        )
+    rows = len(features[0])
+    for tensor in tensors:
+        if tensor.dim() == 0 or len(tensor) != rows:
+            raise ConfigurationError(
+                f"forward gave shape {tuple(tensor.shape)} for {rows} rows; transform needs one "
+                "entry per row, rows first"
+            )
+    return list(tensors)
+
+
+def _predict(
+    record_batches: Iterable[pa.RecordBatch],
+    name: str,
+    payload: Broadcast[tuple[bytes, dict[str, Any], int, dict[str, bytes]]],
+    inputs: Sequence[str],
+    specs: Sequence[ColumnSpec],
+    outputs: Sequence[str],
+    rows_per_pass: int,
+) -> Iterator[pa.RecordBatch]:
+    """Run in Spark's Python worker, over the record batches of one partition."""
+    import pyarrow as pa
+
+    for batch in record_batches:
+        model = _model(name, payload)
+        kept = [column for column in batch.schema.names if column not in inputs]
+        # One record batch per pass: an output can be far larger than its row.
+        for start in range(0, batch.num_rows, rows_per_pass):
+            rows = batch.slice(start, rows_per_pass)
+            features = [
+                arrow_columns.to_tensor(rows.column(column), spec)
+                for column, spec in zip(inputs, specs, strict=True)
+            ]
+            with torch.no_grad():
+                tensors = _forward(model, features, len(outputs))
+            yield pa.RecordBatch.from_arrays(
+                [*map(rows.column, kept), *map(arrow_columns.from_tensor, tensors)],
+                names=[*kept, *outputs],
+            )
+
+
+def _model(
+    name: str, payload: Broadcast[tuple[bytes, dict[str, Any], int, dict[str, bytes]]]
+) -> nn.Module:
+    if name not in _built:
+        from pyspark.serializers import CloudPickleSerializer
+
+        factory, params, seed, state = payload.value
+        recipe = build_recipe(CloudPickleSerializer().loads(factory), params, seed)
+        _built.clear()
+        _built[name] = _ready(recipe.model, state)
+    return _built[name]

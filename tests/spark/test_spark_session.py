@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import cerebro_hydra
+from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.spark import SparkBackend, checks
+from cerebro_hydra.spark.probe import probe
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+
+ROOT = str(Path(cerebro_hydra.__file__).parents[1])
+
+
+def test_a_suitable_session_is_reused(spark: SparkSession) -> None:
+    assert cerebro_hydra.local_spark(workers=3).sparkContext is spark.sparkContext
+    assert cerebro_hydra.local_spark(workers=2).sparkContext is spark.sparkContext
+
+
+def test_an_unsuitable_session_is_refused_by_setting(spark: SparkSession) -> None:
+    with pytest.raises(SetupError, match=r"task slots: 9 workers need 9 slots and Spark has 4"):
+        cerebro_hydra.local_spark(workers=9)
+    with pytest.raises(SetupError, match=r"spark\.speculation: it is 'false' and 'true' was asked"):
+        cerebro_hydra.local_spark(workers=2, **{"spark.speculation": True})
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])
+def test_a_number_of_workers_that_is_none_is_refused(workers: object) -> None:
+    with pytest.raises(ConfigurationError, match="workers is"):
+        cerebro_hydra.local_spark(workers=workers)  # type: ignore[arg-type]
+
+
+def test_a_name_that_is_no_spark_setting_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'driver_memory' is no Spark setting"):
+        cerebro_hydra.local_spark(workers=2, driver_memory="4g")
+
+
+def test_there_is_one_slot_more_than_workers(spark: SparkSession) -> None:
+    assert checks.slots_of(spark.sparkContext) == 4
+    assert SparkBackend(spark).num_workers == 3
+
+
+def test_workers_start_with_the_heavy_modules_and_an_untouched_cuda(spark: SparkSession) -> None:
+    def look(rows: object) -> list[tuple[bool, bool]]:
+        import sys
+
+        loaded = {"torch", "pyarrow.flight", "petastorm.reader"} <= set(sys.modules)
+        return [(loaded, sys.modules["torch"].cuda.is_initialized())]
+
+    job = spark.sparkContext.parallelize(range(2), 2).mapPartitions(look)
+    assert job.collect() == [(True, False)] * 2
+
+
+def test_the_probe_names_host_and_module(spark: SparkSession) -> None:
+    found = probe(spark.sparkContext, 2, ["torch", "no_such_module"])
+    assert len(found) == 1
+    assert found[0].setting.startswith("executor on ")
+    assert "can't import no_such_module: ModuleNotFoundError" in found[0].problem
+
+
+def test_the_backend_lists_everything_that_is_missing_before_it_starts(spark: SparkSession) -> None:
+    with pytest.raises(SetupError, match=r"worker 4, worker 5 would wait for ever.*num_workers=4"):
+        SparkBackend(spark.sparkContext, num_workers=6)
+
+
+@pytest.mark.parametrize("workers", [0, 2.0, True])
+def test_the_backend_refuses_a_number_of_workers_that_is_none(
+    spark: SparkSession, workers: object
+) -> None:
+    with pytest.raises(ConfigurationError, match="num_workers is"):
+        SparkBackend(spark, num_workers=workers)  # type: ignore[arg-type]
+
+
+def test_the_backend_takes_a_context_a_session_or_the_active_one(spark: SparkSession) -> None:
+    for given in (spark, spark.sparkContext, None):
+        assert SparkBackend(given, num_workers=1).spark_context is spark.sparkContext
+    with pytest.raises(ConfigurationError, match="spark_context is a str"):
+        SparkBackend("local[2]")  # type: ignore[arg-type]
+
+
+def run_python(program: str, **environ: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": ROOT} | environ,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_room_starts_nothing() -> None:
+    told = run_python(
+        "import sys, cerebro_hydra.spark\n"
+        "print([m for m in ('pyspark', 'torch', 'pyarrow') if m in sys.modules])"
+    )
+    assert told == "[]\n"
+
+
+def test_no_session_at_all_is_explained() -> None:
+    told = run_python(
+        "from cerebro_hydra.spark import SparkBackend\n"
+        "try: SparkBackend()\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    assert told.startswith("SetupError no Spark session is active") and "local_spark" in told
+
+
+@pytest.mark.slow
+def test_executors_without_the_package_are_named() -> None:
+    bare = getattr(sys, "_base_executable", sys.executable)
+    told = run_python(
+        "from pyspark.sql import SparkSession\n"
+        "from cerebro_hydra.spark import SparkBackend, java\n"
+        "import os, pyspark, sys\n"
+        f"sys.path.insert(0, {ROOT!r})\n"
+        "os.environ['JAVA_HOME'] = str(java.java_home(os.environ, pyspark.__version__))\n"
+        "spark = (SparkSession.builder.master('local[1,8]').config('spark.ui.enabled', 'false')\n"
+        "    .config('spark.executorEnv.PYTHONPATH', '').getOrCreate())\n"
+        "try: SparkBackend(spark)\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+        "spark.stop()",
+        PYSPARK_PYTHON=bare,
+    )
+    assert told.startswith("SetupError this Spark can't run agents")
+    assert "executor on " in told and "can't import torch" in told
