@@ -1,0 +1,102 @@
+"""Agents that speak the real protocol over real sockets but pretend to train."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.codec import from_json, to_json
+from cerebro_hydra.plan.instructions import Checkpoint, Evaluate, StartSubEpoch
+from cerebro_hydra.wire.control import ControlClient
+
+
+class ScriptedAgent:
+    """Answers every task at once; `script(instruction)` may answer with another event."""
+
+    def __init__(
+        self, worker: int, spec: dict[str, Any], script: Callable[[Any, str], Any] | None = None
+    ) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self._script = script
+        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        hello = {
+            "incarnation": self.incarnation,
+            "worker": worker,
+            "partitions": [worker],
+            "uri": f"grpc://127.0.0.1:{worker + 1}",
+            "host": "here",
+        }
+        self._control = ControlClient(
+            spec["control"], spec["secret"], hello, self._inbox.put, lambda reason: self.stop()
+        )
+
+    def stop(self) -> None:
+        self._inbox.put({"do": "stop"})
+
+    def run(self) -> bool:
+        """Work until told to stop; False if the script let it die before."""
+        stopped = True
+        while (message := self._inbox.get())["do"] != "stop":
+            instruction = from_json(message["do"])
+            answer = self._script(instruction, self.incarnation) if self._script else None
+            if answer == "die":
+                stopped = False
+                break
+            for event in [answer] if answer is not None else self._answers(instruction):
+                self._control.send({"event": to_json(event)})
+        self._control.close()
+        return stopped
+
+    def _answers(self, instruction: Any) -> list[events.Event]:
+        me = self.incarnation
+        match instruction:
+            case StartSubEpoch(attempt, trial, visit, _, partition):
+                digests = ((f"frozen-{trial}", f"trained-{trial}-{visit}"),)
+                hop = events.Hop(10, 20, 0.001)
+                return [
+                    events.StateReceived(trial, visit - 1, me),
+                    events.SubEpochEnding(attempt, me),
+                    events.SubEpochDone(attempt, me, 5, 0.5 + partition, digests, 30, 0.01, hop),
+                ]
+            case Evaluate(attempt, trial, _, visit):
+                sums = {"loss": (2.0, 4), "accuracy": (float(trial), 4)}
+                return [
+                    events.StateReceived(trial, visit, me),
+                    events.EvaluationDone(attempt, me, sums, 0.01),
+                ]
+            case Checkpoint(trial, visit):
+                return [events.Checkpointed(trial, visit, me)]
+        return []
+
+
+class ScriptedLauncher:
+    """Runs scripted agents on threads, and a dead one again."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        present: int | None = None,
+        script: Callable[[Any, str], Any] | None = None,
+    ) -> None:
+        self.num_workers = num_workers
+        self._present = num_workers if present is None else present
+        self._script = script
+        self._threads: list[threading.Thread] = []
+
+    def start(self, spec: dict[str, Any], factory: Any, on_exit: Any) -> None:
+        def keep_up(worker: int) -> None:
+            while not ScriptedAgent(worker, spec, self._script).run():
+                pass
+
+        for worker in range(self._present):
+            thread = threading.Thread(target=keep_up, args=(worker,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self, timeout: float) -> None:
+        for thread in self._threads:
+            thread.join(timeout)

@@ -1,0 +1,145 @@
+"""The coordinator over real sockets: decisions are journalled, and every trial ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cerebro_hydra.plan.journal import fold, snapshot
+
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
+from cerebro_hydra.errors import SetupError
+from cerebro_hydra.hopper.coordinator import Coordinator
+from cerebro_hydra.hopper.journal import read, restore
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.replay.record import read_trial
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from cerebro_hydra.storage.run_folder import RunFolder
+from tests.hopper.scripted_agents import ScriptedLauncher
+
+
+def manifest(partitions: int) -> Manifest:
+    infos = [
+        PartitionInfo(split, index, 5, 0, f"{split}/partition={index:05d}")
+        for split in ("train", "val")
+        for index in range(partitions)
+    ]
+    return Manifest("f" * 8, (ColumnSpec("x", "float32", (2,)),), tuple(infos))
+
+
+def document(trials: int, partitions: int, epochs: int, order: str = "dynamic") -> RunDocument:
+    specs = tuple(
+        TrialSpec(
+            trial=t,
+            trial_id=f"trial-{t:03d}",
+            params={},
+            seed=t,
+            cut={},
+            template={},
+            nbytes=30,
+            batch_size=5,
+            accumulate=1,
+            steps=(1,) * partitions,
+            shards=((f"frozen-{t}", f"trained-{t}-0"),),
+        )
+        for t in range(trials)
+    )
+    return RunDocument(
+        run_id="run",
+        factory=None,
+        seed=0,
+        order=order,
+        num_epochs=epochs,
+        num_partitions=partitions,
+        evaluation_metric="loss",
+        metrics={"loss": "min"},
+        feature_columns=("x",),
+        label_columns=("y",),
+        store={},
+        fingerprint="f" * 8,
+        validated=True,
+        threads=1,
+        trials=specs,
+    )
+
+
+class Tape:
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def on_record(self, record: Any) -> None:
+        self.records.append(dict(record))
+
+
+def run(
+    tmp_path: Any, launcher: ScriptedLauncher, doc: RunDocument, **options: Any
+) -> tuple[RunFolder, Any, Tape]:
+    folder = RunFolder(LocalStore(str(tmp_path)), doc.run_id)
+    tape = Tape()
+    data = manifest(doc.num_partitions)
+    coordinator = Coordinator(
+        folder, doc, launcher, None, manifest=data, data_path="", observers=[tape], **options
+    )
+    return folder, coordinator.run(), tape
+
+
+def test_every_trial_visits_every_partition_once_per_epoch(tmp_path: Any) -> None:
+    folder, state, tape = run(tmp_path, ScriptedLauncher(3), document(5, 3, 2))
+    for trial in range(5):
+        record = read_trial(folder, trial)
+        assert record.status == "finished"
+        assert record.problem(3) is None
+        assert len(record.visit_log) == 6
+    state.validate()
+    assert [r["kind"] for r in tape.records[:1] + tape.records[-1:]] == ["start", "finish"]
+
+
+def test_the_fold_of_every_prefix_of_the_journal_is_the_state_at_that_time(tmp_path: Any) -> None:
+    folder, state, _ = run(tmp_path, ScriptedLauncher(2), document(3, 2, 2))
+    config, records = read(folder)
+    for length in range(len(records) + 1):
+        fold(config, records[:length]).validate()
+    assert snapshot(restore(folder)) == snapshot(state)
+
+
+def test_a_trial_that_fails_fails_alone_with_its_traceback(tmp_path: Any) -> None:
+    def script(instruction: Any, incarnation: str) -> Any:
+        if isinstance(instruction, StartSubEpoch) and instruction.trial == 1:
+            return events.TaskFailed(instruction.attempt, incarnation, "Traceback: boom")
+        return None
+
+    folder, _, _ = run(tmp_path, ScriptedLauncher(2, script=script), document(3, 2, 1))
+    assert [read_trial(folder, t).status for t in range(3)] == ["finished", "failed", "finished"]
+
+
+def test_an_agent_that_dies_is_replaced_and_its_work_done_again(tmp_path: Any) -> None:
+    died: list[str] = []
+
+    def script(instruction: Any, incarnation: str) -> Any:
+        if isinstance(instruction, StartSubEpoch) and instruction.epoch == 1 and not died:
+            died.append(incarnation)
+            return "die"
+        return None
+
+    folder, _, _ = run(tmp_path, ScriptedLauncher(2, script=script), document(3, 2, 3))
+    assert died
+    for trial in range(3):
+        record = read_trial(folder, trial)
+        assert (record.status, record.problem(2)) == ("finished", None)
+        assert len(record.visit_log) == 6
+
+
+def test_seeded_orders_are_the_same_in_every_run(tmp_path: Any) -> None:
+    logs = []
+    for name in ("a", "b"):
+        folder, _, _ = run(tmp_path / name, ScriptedLauncher(3), document(4, 3, 2, order="seeded"))
+        logs.append([read_trial(folder, trial).visit_log for trial in range(4)])
+    assert logs[0] == logs[1]
+
+
+def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
+    launcher = ScriptedLauncher(3, present=2, script=lambda *_: None)
+    with pytest.raises(SetupError, match=r"1 of 3 workers did not come.*\[2\]"):
+        run(tmp_path, launcher, document(1, 3, 1), join_timeout=1.0)
