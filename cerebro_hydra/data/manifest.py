@@ -142,4 +142,4 @@ def stored_name(position: int) -> str:
 
 def partition_path(split: str, index: int) -> str:
     """Folder of a partition, relative to the data's folder."""
-    return f"{split}/partition={index:05d}"
+    return f"split={split}/partition={index:05d}"

@@ -27,7 +27,7 @@ def test_manifest_answers_for_its_partitions() -> None:
     assert MANIFEST.num_partitions == 2
     assert MANIFEST.has_validation
     assert MANIFEST.rows("train", 1) == 9
-    assert MANIFEST.partition("val", 1).path == "val/partition=00001"
+    assert MANIFEST.partition("val", 1).path == "split=val/partition=00001"
 
 
 def test_unknown_partition_is_named_with_the_known_ones() -> None:

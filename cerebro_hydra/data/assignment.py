@@ -1,0 +1,89 @@
+"""Which row goes to which partition: a seeded bijection, balanced to within one row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cerebro_hydra.data.manifest import PartitionInfo, partition_path
+from cerebro_hydra.data.row_ids import checksum, mixed_key
+from cerebro_hydra.errors import DataError
+
+
+@dataclass(frozen=True)
+class Affine:
+    """The bijection `rank -> (multiplier * rank + offset) mod rows` of [0, rows).
+
+    Plain arithmetic within 63 bits, so that Spark, numpy and Python compute the same.
+    """
+
+    rows: int
+    multiplier: int
+    offset: int
+
+    def __call__(self, rank: int) -> int:
+        """Map one rank."""
+        return (self.multiplier * rank + self.offset) % self.rows
+
+    @staticmethod
+    def drawn(rows: int, *key: int) -> Affine:
+        """Draw one of the bijections of [0, rows) by a key."""
+        limit = max(1, min(rows, (1 << 62) // max(1, rows)))
+        draw = mixed_key(*key)
+        while True:
+            draw = mixed_key(draw)
+            multiplier = 1 + draw % limit
+            if math.gcd(multiplier, rows) == 1:
+                return Affine(rows, multiplier, mixed_key(draw) % max(1, rows))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where each row id lies: the ids of validation come first, and each split is dealt in turn.
+
+    ```
+    row id      0   1   2 | 3   4   5   6   7      3 validation rows of 8, two partitions
+    split          val    |       train
+    partition   0   1   0 | 0   1   0   1   0
+    ```
+
+    Raises:
+        DataError: a split has fewer rows than there are partitions.
+    """
+
+    rows: int
+    validation_rows: int
+    num_partitions: int
+    has_validation: bool
+
+    def __post_init__(self) -> None:
+        """Refuse partitions without rows."""
+        train_rows = self.rows - self.validation_rows
+        if train_rows < self.num_partitions:
+            raise DataError(
+                f"{train_rows} training rows are fewer than {self.num_partitions} partitions: "
+                "use fewer workers, more rows or a smaller validation part"
+            )
+        if self.has_validation and self.validation_rows < self.num_partitions:
+            raise DataError(
+                f"{self.validation_rows} validation rows are fewer than {self.num_partitions} "
+                "partitions: use fewer workers, more rows or a larger validation part"
+            )
+
+    def ids(self, split: str, index: int) -> range:
+        """Row ids of one partition, ascending as they are stored."""
+        start, stop = {
+            "val": (0, self.validation_rows),
+            "train": (self.validation_rows, self.rows),
+        }[split]
+        return range(start + index, stop, self.num_partitions)
+
+    def partitions(self) -> tuple[PartitionInfo, ...]:
+        """Describe every partition; its checksum is known before a row is written."""
+        splits = ("train", "val") if self.has_validation else ("train",)
+        return tuple(
+            PartitionInfo(split, index, len(ids), checksum(ids), partition_path(split, index))
+            for split in splits
+            for index in range(self.num_partitions)
+            for ids in (self.ids(split, index),)
+        )

@@ -1,0 +1,148 @@
+"""One partition, decoded once into memory-mapped arrays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cerebro_hydra.data.manifest import (
+    ROW_ID,
+    ColumnSpec,
+    Manifest,
+    PartitionInfo,
+    stored_name,
+)
+from cerebro_hydra.data.prepared import footer_rows
+from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.data.row_ids import checksum
+from cerebro_hydra.errors import DataError
+
+
+@dataclass(frozen=True)
+class CachedPartition:
+    """Columns of one partition as read-only memory maps of shape (rows, *shape of the column)."""
+
+    rows: int
+    columns: Mapping[str, NDArray[Any]]
+
+    @classmethod
+    def build(
+        cls, info: PartitionInfo, manifest: Manifest, data_path: str, cache_dir: str
+    ) -> CachedPartition:
+        """Open the partition's cache, decoding its files first if nobody has yet.
+
+        A cache appears whole, by a rename, or not at all; of several processes that build the
+        same one, the first wins and the others use it.
+
+        Raises:
+            DataError: the rows are not those of the manifest, by count, by row ids or by type.
+        """
+        folder = Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            building = tempfile.mkdtemp(prefix=".building-", dir=folder.parent)
+            try:
+                _decode(info, manifest, os.path.join(data_path, info.path), building)
+                _publish(building, folder)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+        columns = {
+            spec.name: _opened(folder / f"{stored_name(i)}.npy", spec, info)
+            for i, spec in enumerate(manifest.columns)
+        }
+        return cls(info.rows, columns)
+
+
+def _publish(building: str, folder: Path) -> None:
+    try:
+        os.rename(building, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _decode(info: PartitionInfo, manifest: Manifest, source: str, target: str) -> None:
+    what = f"{info.split} partition {info.index} in {source!r}"
+    promised = footer_rows(source)
+    if promised != info.rows:
+        raise DataError(
+            f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "
+            "delete the data and prepare it again"
+        )
+    ids = np.empty(info.rows, np.int64)
+    maps = [
+        np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
+            os.path.join(target, f"{stored_name(i)}.npy"),
+            mode="w+",
+            dtype=np.dtype(spec.dtype),
+            shape=(info.rows, *spec.shape),
+        )
+        for i, spec in enumerate(manifest.columns)
+    ]
+    names = [stored_name(i) for i in range(len(maps))]
+    start = 0
+    for group in read_columns(source, [ROW_ID, *names]):
+        stop = start + len(group[ROW_ID])
+        if stop > info.rows:
+            raise DataError(
+                f"{what}: the reader gave more rows than the {info.rows} in the footers"
+            )
+        ids[start:stop] = group[ROW_ID]
+        for name, spec, mapped in zip(names, manifest.columns, maps, strict=True):
+            mapped[start:stop] = _shaped(group[name], spec, what)
+        start = stop
+    if start != info.rows:
+        raise DataError(f"{what}: the reader gave {start} rows, the footers promise {info.rows}")
+    _check_ids(ids, info, what)
+    for mapped in maps:
+        mapped.flush()
+
+
+def _shaped(values: NDArray[Any], spec: ColumnSpec, what: str) -> NDArray[Any]:
+    size = int(np.prod(spec.shape, dtype=np.int64))
+    if values.dtype != np.dtype(spec.dtype) or values.size != len(values) * size:
+        raise DataError(
+            f"{what}: column {spec.name!r} holds {values.dtype} of shape {values.shape[1:]}, the "
+            f"manifest says {spec.dtype} of {spec.shape}; delete the data and prepare it again"
+        )
+    return values.reshape(len(values), *spec.shape)
+
+
+def _check_ids(ids: NDArray[np.int64], info: PartitionInfo, what: str) -> None:
+    found = checksum(ids)
+    if found != info.checksum:
+        raise DataError(
+            f"{what}: the checksum of its {info.rows} row ids is {found:016x}, the manifest says "
+            f"{info.checksum:016x}, so that rows were lost, repeated or exchanged; delete the "
+            "data and prepare it again"
+        )
+    out_of_order = np.flatnonzero(np.diff(ids) <= 0)
+    if out_of_order.size:
+        raise DataError(
+            f"{what}: row ids are not ascending after row {int(out_of_order[0])}; delete the data "
+            "and prepare it again"
+        )
+
+
+def _opened(path: Path, spec: ColumnSpec, info: PartitionInfo) -> NDArray[Any]:
+    try:
+        mapped: NDArray[Any] = np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the cache {str(path)!r} is damaged ({error}): delete its folder"
+        ) from error
+    if mapped.shape != (info.rows, *spec.shape) or mapped.dtype != np.dtype(spec.dtype):
+        raise DataError(
+            f"the cache {str(path)!r} holds {mapped.dtype} of shape {mapped.shape}, not "
+            f"{spec.dtype} of {(info.rows, *spec.shape)}: delete its folder"
+        )
+    return mapped

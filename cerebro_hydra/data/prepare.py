@@ -1,0 +1,386 @@
+"""Spark writes a DataFrame as prepared data: checked first, then dealt to balanced partitions.
+
+```
+DataFrame -> converted, persisted -> one aggregate: faults, shapes, content, rows per bucket
+          -> rank of each row by content -> row id by a seeded bijection -> split, partition
+          -> one write, a folder per split and partition, rows sorted by id
+```
+
+Rows are numbered by a hash of their content, so that the result does not depend on how Spark
+had them partitioned, nor on the size of the cluster.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from pyspark.ml.functions import vector_to_array
+from pyspark.sql import Column, DataFrame, Row, Window
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from cerebro_hydra.data.assignment import Affine, Assignment
+from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
+from cerebro_hydra.data.prepared import find_or_clear, fingerprint_of, finish
+from cerebro_hydra.errors import ConfigurationError, DataError
+from cerebro_hydra.storage import Store
+
+_BUCKETS = 256  # a constant, because ranks depend on it
+_FLAG, _HASH, _HASH_2, _BUCKET = "is_validation", "hash", "hash_2", "bucket"
+_HALF = 0xFFFFFFFF
+_ROWS_PER_TASK = 50_000
+_ROW_GROUP_BYTES = 32 << 20  # row groups are read whole, so their size bounds a reader's memory
+_SPARK_TYPES = {"int64": "bigint", "float32": "float", "bool": "boolean"}
+
+
+def prepare(
+    df: DataFrame,
+    store: Store,
+    num_partitions: int,
+    validation: float | str | None,
+    columns: Sequence[str],
+    seed: int = 0,
+) -> Manifest:
+    """Write the columns of a DataFrame to the store, or find them there from an earlier time.
+
+    `validation` is the fraction of rows to hold back, or the name of a boolean (or 0/1) column
+    that marks them. Integers are kept as int64, floats and decimals as float32, booleans as bool;
+    arrays, nested arrays and Spark ML vectors must have one shape in all rows.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+        DataError: a column can't be used as it is, or there are too few rows.
+        StoreError: the store can't be written, or holds files that contradict their manifest.
+    """
+    _check_arguments(df, num_partitions, validation, columns)
+    plans = [_Plan.of(df, name, stored_name(i)) for i, name in enumerate(columns)]
+    by_flag = isinstance(validation, str)
+    flag = _flag(df, str(validation)) if by_flag else F.lit(False)
+    rows = df.select(*(plan.converted.alias(plan.stored) for plan in plans), flag.alias(_FLAG))
+    rows.persist()  # so that what is checked is what is written, even if the query is random
+    try:
+        content = _Content.of(rows, plans)
+        _refuse_faults(df, plans, content, validation)
+        specs = tuple(
+            ColumnSpec(plan.name, plan.dtype, _shape(df, plan, content)) for plan in plans
+        )
+        marked = sum(content.buckets[True]) if by_flag else None
+        held_back = round(content.rows * float(validation or 0)) if marked is None else marked
+        assignment = Assignment(content.rows, held_back, num_partitions, validation is not None)
+        fingerprint = fingerprint_of(specs, content.sums, num_partitions, validation, seed)
+        found = find_or_clear(store, fingerprint)
+        if found is not None:
+            return found
+        numbered = _with_row_ids(rows, plans, content, marked, seed)
+        _write(numbered, plans, assignment, store.local(store.data_path(fingerprint)))
+        return finish(store, Manifest(fingerprint, specs, assignment.partitions()))
+    finally:
+        rows.unpersist()
+
+
+def _check_arguments(
+    df: DataFrame, num_partitions: int, validation: float | str | None, columns: Sequence[str]
+) -> None:
+    if isinstance(num_partitions, bool) or not isinstance(num_partitions, int):
+        raise ConfigurationError(f"num_partitions is {num_partitions!r}: it must be an integer")
+    if num_partitions < 1:
+        raise ConfigurationError(f"num_partitions is {num_partitions}: it must be at least 1")
+    if isinstance(columns, str) or not columns:
+        raise ConfigurationError(f"columns is {columns!r}: it must be a list of column names")
+    for name in columns:
+        if list(columns).count(name) > 1:
+            raise ConfigurationError(f"column {name!r} is named twice in {list(columns)}")
+        _check_present(df, name, "column")
+    if isinstance(validation, str):
+        _check_present(df, validation, "validation column")
+    elif validation is not None and (
+        isinstance(validation, bool)
+        or not isinstance(validation, int | float)
+        or not 0 < validation < 1
+    ):
+        raise ConfigurationError(
+            f"validation is {validation!r}: it must be None, a fraction between 0 and 1, or the "
+            "name of a boolean column"
+        )
+
+
+def _check_present(df: DataFrame, name: str, what: str) -> None:
+    count = df.columns.count(name)
+    if count == 1:
+        return
+    if count > 1:
+        raise ConfigurationError(f"the DataFrame has {count} columns {name!r}: rename them")
+    near = difflib.get_close_matches(name, df.columns, n=1, cutoff=0.4)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ConfigurationError(
+        f"{what} {name!r} is not in the DataFrame{hint}, which has the columns {df.columns}"
+    )
+
+
+def _column(name: str) -> Column:
+    escaped = name.replace("`", "``")
+    return F.col(f"`{escaped}`")
+
+
+def _flag(df: DataFrame, name: str) -> Column:
+    kind = df.schema[name].dataType
+    if not isinstance(kind, T.BooleanType | T.NumericType):
+        raise DataError(
+            f"validation column {name!r} is {kind.simpleString()}: it must be boolean, or hold 0 "
+            "and 1"
+        )
+    column = _column(name)
+    if isinstance(kind, T.NumericType):
+        # Anything else becomes null, which is refused with its row.
+        column = F.when(column == 1, F.lit(True)).when(column == 0, F.lit(False))
+    return column
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How one column is converted; `depth` is its number of array dimensions."""
+
+    name: str
+    stored: str
+    dtype: str
+    depth: int
+    converted: Column
+
+    @staticmethod
+    def of(df: DataFrame, name: str, stored: str) -> _Plan:
+        kind = df.schema[name].dataType
+        if kind.typeName() == "vector":
+            return _Plan(name, stored, "float32", 1, vector_to_array(_column(name), "float32"))
+        depth = 0
+        element = kind
+        while isinstance(element, T.ArrayType):
+            element = element.elementType
+            depth += 1
+        if isinstance(element, T.BooleanType):
+            dtype = "bool"
+        elif isinstance(element, T.IntegralType):
+            dtype = "int64"
+        elif isinstance(element, T.NumericType):
+            dtype = "float32"
+        else:
+            remedy = "drop it, or turn it into numbers first"
+            if isinstance(element, T.StringType):
+                remedy = "turn text into numbers first, with StringIndexer or a tokenizer"
+            raise DataError(
+                f"column {name!r} is {kind.simpleString()}: columns are numbers, booleans, arrays "
+                f"of them, or Spark ML vectors; {remedy}"
+            )
+        target = "array<" * depth + _SPARK_TYPES[dtype] + ">" * depth
+        return _Plan(name, stored, dtype, depth, _column(name).cast(target))
+
+    def levels(self) -> list[Column]:
+        """The array with its outermost 0, 1, ... dimensions joined; the last one is flat."""
+        levels = [F.col(self.stored)]
+        for _ in range(self.depth - 1):
+            levels.append(F.flatten(levels[-1]))
+        return levels
+
+    def flat(self) -> Column:
+        return self.levels()[-1]
+
+    def faults(self) -> dict[str, Column]:
+        """Whether a row has a fault, by what it is called."""
+        levels = self.levels()
+        null = levels[0].isNull()
+        if self.depth:
+            for level in levels:
+                null = null | F.coalesce(F.exists(level, lambda x: x.isNull()), F.lit(False))
+        faults = {"is null, or holds null": null}
+        if self.dtype == "float32":
+            # Spark orders NaN above infinity, so that the extremes show every fault.
+            low, high = levels[-1], levels[-1]
+            if self.depth:
+                low, high = F.array_min(low), F.array_max(high)
+            infinity = F.lit(float("inf")).cast("float")
+            infinite = F.isnan(high) | (high == infinity) | (low == -infinity)
+            faults["holds NaN, infinity, or a number beyond float32"] = F.coalesce(
+                infinite, F.lit(False)
+            )
+        return faults
+
+    def lengths(self) -> list[tuple[Column, Column]]:
+        """Shortest and longest length in a row, for each dimension."""
+        if not self.depth:
+            return []
+        outer = F.size(self.levels()[0])
+        inner = [F.transform(level, lambda x: F.size(x)) for level in self.levels()[:-1]]
+        return [(outer, outer), *((F.array_min(sizes), F.array_max(sizes)) for sizes in inner)]
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What one pass over the converted rows says about them."""
+
+    rows: int
+    sums: Mapping[str, int]
+    buckets: Mapping[bool, Sequence[int]]
+    faults: Mapping[tuple[str, str], int]
+    extremes: Mapping[str, Sequence[tuple[int, int]]]
+    unflagged: int
+
+    @staticmethod
+    def of(rows: DataFrame, plans: Sequence[_Plan]) -> _Content:
+        aggregates = [F.count(F.lit(1)).alias("rows")]
+        for half, hashed in enumerate((F.col(_HASH), F.col(_HASH_2))):
+            # Halves, because a sum of whole hashes overflows, which is an error in ANSI mode.
+            low = F.sum(hashed.bitwiseAND(F.lit(_HALF)))
+            high = F.sum(F.shiftrightunsigned(hashed, 32))
+            aggregates += [low.alias(f"low_{half}"), high.alias(f"high_{half}")]
+        for plan in plans:
+            for i, fault in enumerate(plan.faults().values()):
+                aggregates.append(F.sum(fault.cast("bigint")).alias(f"{plan.stored}_fault_{i}"))
+            for i, (low, high) in enumerate(plan.lengths()):
+                aggregates.append(F.min(low).alias(f"{plan.stored}_low_{i}"))
+                aggregates.append(F.max(high).alias(f"{plan.stored}_high_{i}"))
+        groups = _hashed(rows, plans).groupBy(_FLAG, _BUCKET).agg(*aggregates).collect()
+        buckets: dict[bool | None, list[int]] = {
+            flag: [0] * _BUCKETS for flag in (False, True, None)
+        }
+        for group in groups:
+            buckets[group[_FLAG]][group[_BUCKET]] = group["rows"]
+        sums = {
+            name: sum(group[name] for group in groups)
+            for name in ("rows", "low_0", "high_0", "low_1", "high_1")
+        }
+        faults = {
+            (plan.name, fault): sum(group[f"{plan.stored}_fault_{i}"] for group in groups)
+            for plan in plans
+            for i, fault in enumerate(plan.faults())
+        }
+        extremes = {
+            plan.name: [
+                (
+                    min(_known(groups, f"{plan.stored}_low_{i}"), default=0),
+                    max(_known(groups, f"{plan.stored}_high_{i}"), default=0),
+                )
+                for i in range(plan.depth)
+            ]
+            for plan in plans
+        }
+        unflagged = sum(buckets[None])
+        flagged = {flag: counts for flag, counts in buckets.items() if flag is not None}
+        return _Content(sums["rows"], sums, flagged, faults, extremes, unflagged)
+
+
+def _known(groups: Sequence[Row], name: str) -> list[int]:
+    return [group[name] for group in groups if group[name] is not None]
+
+
+def _hashed(rows: DataFrame, plans: Sequence[_Plan]) -> DataFrame:
+    """Add 128 bits of hash over each row, and the bucket that the row is ranked in."""
+    parts = [*(plan.flat() for plan in plans), F.col(_FLAG)]
+    hashed = rows.withColumns(
+        {_HASH: F.xxhash64(*parts), _HASH_2: F.xxhash64(F.lit(_BUCKETS), *parts)}
+    )
+    return hashed.withColumn(_BUCKET, F.col(_HASH).bitwiseAND(F.lit(_BUCKETS - 1)).cast("int"))
+
+
+def _refuse_faults(
+    df: DataFrame, plans: Sequence[_Plan], content: _Content, validation: float | str | None
+) -> None:
+    if not content.rows:
+        raise DataError("the DataFrame is empty: there are no rows to prepare")
+    for plan in plans:
+        for fault, condition in plan.faults().items():
+            count = content.faults[plan.name, fault]
+            if count:
+                raise DataError(
+                    f"column {plan.name!r} {fault} in {count} of {content.rows} rows, as in "
+                    f"{_example(df, plan, condition)}: fill or drop such rows"
+                )
+    if content.unflagged:
+        row = df.where(_flag(df, str(validation)).isNull()).first()
+        raise DataError(
+            f"validation column {validation!r} is neither true nor false in {content.unflagged} "
+            f"of {content.rows} rows, as in {_shown(row)}: fill it with true or false"
+        )
+
+
+def _shape(df: DataFrame, plan: _Plan, content: _Content) -> tuple[int, ...]:
+    """Shape of one row, the same in all of them."""
+    for dimension, (shortest, longest) in enumerate(content.extremes[plan.name]):
+        if shortest != longest:
+            short = plan.lengths()[dimension][0] == shortest
+            raise DataError(
+                f"column {plan.name!r} has arrays of different lengths, from {shortest} to "
+                f"{longest} in dimension {dimension}; one of {shortest} is in "
+                f"{_example(df, plan, short)}: pad or cut them to one length"
+            )
+        if longest == 0:
+            raise DataError(f"column {plan.name!r} holds empty arrays: drop the column")
+    return tuple(longest for _, longest in content.extremes[plan.name])
+
+
+def _example(df: DataFrame, plan: _Plan, condition: Column) -> str:
+    row = df.withColumn(plan.stored, plan.converted).where(condition).drop(plan.stored).first()
+    return _shown(row)
+
+
+def _shown(row: Row | None) -> str:
+    if row is None:
+        return "a row that a second look did not find"
+    values = (f"{name}={reprlib.repr(value)}" for name, value in row.asDict().items())
+    return f"Row({', '.join(values)})"
+
+
+def _with_row_ids(
+    rows: DataFrame, plans: Sequence[_Plan], content: _Content, held_back: int | None, seed: int
+) -> DataFrame:
+    """Add the row id: a seeded bijection of the row's rank by content.
+
+    `held_back` is None where the rows to hold back are not marked: all are ranked together then,
+    else validation and training apart, with the validation rows' ids first.
+    """
+    in_bucket = Window.partitionBy(_BUCKET, _FLAG).orderBy(_HASH, _HASH_2)
+    rank = F.row_number().over(in_bucket).cast("bigint") - 1
+    row_id = _row_id(rank, content.buckets[False], held_back or 0, seed)
+    if held_back is not None:
+        marked = _row_id(rank, content.buckets[True], 0, seed)
+        row_id = F.when(F.col(_FLAG), marked).otherwise(row_id)
+    # The number of tasks is free: ranks are counted in buckets.
+    tasks = min(_BUCKETS, max(1, content.rows // _ROWS_PER_TASK))
+    return _hashed(rows, plans).repartition(tasks, _BUCKET, _FLAG).withColumn(ROW_ID, row_id)
+
+
+def _row_id(rank: Column, counts: Sequence[int], first: int, seed: int) -> Column:
+    """Row id by the rank in a bucket, where `counts` are the rows in the buckets."""
+    below = ",".join(f"{before}L" for before in accumulate(counts, initial=0))
+    affine = Affine.drawn(sum(counts), seed)
+    in_all = rank + F.expr(f"array({below})")[F.col(_BUCKET)]
+    scattered = (in_all * affine.multiplier + affine.offset) % max(1, affine.rows)
+    return scattered + first
+
+
+def _write(
+    numbered: DataFrame, plans: Sequence[_Plan], assignment: Assignment, folder: str
+) -> None:
+    held_back, count = assignment.validation_rows, assignment.num_partitions
+    row_id = F.col(ROW_ID)
+    split = F.when(row_id < held_back, "val").otherwise("train")
+    dealt = F.when(row_id < held_back, row_id).otherwise(row_id - held_back) % count
+    out = numbered.select(
+        *(plan.flat().alias(plan.stored) for plan in plans),
+        ROW_ID,
+        split.alias("split"),
+        F.format_string("%05d", dealt).alias("partition"),
+    )
+    folders = count * (2 if assignment.has_validation else 1)
+    (
+        out.repartition(folders, "split", "partition")
+        .sortWithinPartitions("split", "partition", ROW_ID)
+        .write.partitionBy("split", "partition")
+        .option("compression", "snappy")
+        .option("parquet.block.size", _ROW_GROUP_BYTES)
+        .option("maxRecordsPerFile", 0)
+        .mode("append")
+        .parquet(f"file://{folder}")
+    )

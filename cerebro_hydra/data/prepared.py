@@ -1,0 +1,129 @@
+"""Prepared data in a store: named by a fingerprint, finished by its manifest, checked on reuse."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest
+from cerebro_hydra.errors import DataError, StoreError
+from cerebro_hydra.storage import Store
+
+
+def fingerprint_of(
+    columns: Sequence[ColumnSpec],
+    content: Mapping[str, int],
+    num_partitions: int,
+    validation: float | str | None,
+    seed: int,
+) -> str:
+    """Name data by all that decides its files; `content` is an order-free sum over the rows."""
+    described = {
+        "format": FORMAT,
+        "columns": [[spec.name, spec.dtype, list(spec.shape)] for spec in columns],
+        "content": dict(content),
+        "num_partitions": num_partitions,
+        "validation": validation,
+        "seed": seed,
+    }
+    text = json.dumps(described, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def find_prepared(store: Store, fingerprint: str) -> Manifest | None:
+    """Return the manifest of data that is whole in the store; None if it is not.
+
+    Raises:
+        StoreError: the files are not those of the manifest.
+    """
+    folder = store.data_path(fingerprint)
+    path = f"{folder}/{MANIFEST_NAME}"
+    if not store.exists(path):
+        return None
+    try:
+        document: dict[str, Any] = json.loads(store.read(path))
+    except ValueError as error:
+        raise StoreError(
+            f"{path!r} is not JSON ({error}): delete {folder!r} and prepare the data again"
+        ) from error
+    manifest = Manifest.from_json(document)
+    _check_files(manifest, store.local(folder))
+    return manifest
+
+
+def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
+    """As `find_prepared`, but clear away what a preparation left that did not finish."""
+    manifest = find_prepared(store, fingerprint)
+    if manifest is None:
+        store.delete(store.data_path(fingerprint))
+    return manifest
+
+
+def finish(store: Store, manifest: Manifest) -> Manifest:
+    """Check what was written and write the manifest, which makes the data visible.
+
+    Raises:
+        StoreError: the files do not hold the rows of the manifest.
+    """
+    folder = store.data_path(manifest.fingerprint)
+    _check_files(manifest, store.local(folder))
+    content = json.dumps(manifest.to_json(), indent=1).encode()
+    store.write(f"{folder}/{MANIFEST_NAME}", content)
+    return manifest
+
+
+def load_manifest(store: Store, fingerprint: str) -> Manifest:
+    """Return the manifest of data that must be there.
+
+    Raises:
+        StoreError: it was never prepared in this store, or is damaged.
+    """
+    manifest = find_prepared(store, fingerprint)
+    if manifest is None:
+        raise StoreError(
+            f"there is no prepared data {fingerprint!r} in {store.prefix!r}: prepare it again, "
+            "or name the store that holds it"
+        )
+    return manifest
+
+
+def footer_rows(folder: str) -> int:
+    """Rows that the footers of a partition's Parquet files promise.
+
+    Raises:
+        DataError: there is no file, or one can't be read.
+    """
+    files = sorted(Path(folder).glob("*.parquet"))
+    if not files:
+        raise DataError(f"there are no Parquet files in {folder!r}")
+    rows = 0
+    for file in files:
+        try:
+            rows += pq.read_metadata(file).num_rows
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{str(file)!r} is not a whole Parquet file ({error})") from error
+    return rows
+
+
+def _check_files(manifest: Manifest, folder: str) -> None:
+    for info in manifest.partitions:
+        path = os.path.join(folder, info.path)
+        remedy = f"delete {folder!r} and prepare the data again"
+        try:
+            rows = footer_rows(path)
+        except DataError as error:
+            raise StoreError(
+                f"prepared data doesn't match its manifest: {error}; {remedy}"
+            ) from error
+        if rows != info.rows:
+            raise StoreError(
+                f"prepared data doesn't match its manifest: {path!r} holds {rows} rows, the "
+                f"manifest says {info.rows}; {remedy}"
+            )
