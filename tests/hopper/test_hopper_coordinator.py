@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cerebro_hydra.plan.journal import fold, snapshot
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.errors import SetupError
@@ -13,6 +12,7 @@ from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.journal import read, restore
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.plan.journal import fold, snapshot
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
