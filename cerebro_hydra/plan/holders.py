@@ -62,7 +62,7 @@ class Holders:
 
     def forget_state(self, trial: int, visit: int) -> None:
         """The state is void or dropped everywhere; nothing may refer to it again."""
-        del self._segments[trial, visit]
+        self._segments.pop((trial, visit), None)
 
     def holds(self, trial: int, visit: int, where: str) -> bool:
         """Whether the state is known and whole there."""

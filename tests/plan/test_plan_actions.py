@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cerebro_hydra.plan.actions import (
+    Action,
+    ActionKind,
+    format_program,
+    parse_action,
+    parse_program,
+)
+from cerebro_hydra.plan.schedules.sequential import sequential
+
+GOLDEN = Path(__file__).parent / "golden"
+PROGRAMS = {
+    "sequential_3x2": sequential(3, 3, 2, barrier=False),
+    "sequential_3x2_barrier": sequential(3, 3, 2, barrier=True),
+    "sequential_3x1_send": sequential(0, 3, 1, barrier=False, send=True),
+    "sequential_2x2_barrier_send": sequential(0, 2, 2, barrier=True, send=True),
+    "sequential_3x1_tied_owner_behind": sequential(0, 3, 1, barrier=False, tied=[(2, 0)]),
+}
+
+numbers = st.integers(0, 10**6)
+computing = st.builds(
+    Action, numbers, numbers, st.sampled_from(list("FBU")).map(ActionKind), numbers
+)
+moving = st.builds(
+    Action, numbers, numbers, st.sampled_from(["LOAD", "SPILL", "SEND"]).map(ActionKind)
+)
+
+
+@given(st.lists(computing | moving))
+def test_a_program_round_trips_through_text(program: list[Action]) -> None:
+    assert parse_program(format_program(program)) == program
+
+
+@given(computing | moving)
+def test_an_action_round_trips_through_text(action: Action) -> None:
+    assert parse_action(str(action)) == action
+
+
+def test_text_is_what_people_write() -> None:
+    assert str(Action(3, 1, ActionKind.F, 0)) == "t3s1F0"
+    assert parse_action("t3s1LOAD") == Action(3, 1, ActionKind.LOAD)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "t3s1", "t3s1F", "t3s1LOAD0", "t03s1F0", "s1F0", "t3s1X0", "t٣s1F0"]
+)
+def test_other_text_is_refused_with_what_it_should_look_like(text: str) -> None:
+    with pytest.raises(ValueError, match="t3s1F0"):
+        parse_action(text)
+
+
+def test_a_wrong_word_is_named_with_its_line() -> None:
+    with pytest.raises(ValueError, match="line 2: 'oops'"):
+        parse_program("t0s0F0  # fine\nt0s0B0 oops\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatch"), [(ActionKind.F, None), (ActionKind.SEND, 0), (ActionKind.B, -1)]
+)
+def test_an_action_without_text_cannot_be_made(kind: ActionKind, microbatch: int | None) -> None:
+    with pytest.raises(ValueError, match="microbatch|negative"):
+        Action(0, 0, kind, microbatch)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_schedules_write_their_golden_programs(name: str) -> None:
+    text = (GOLDEN / f"{name}.txt").read_text()
+    assert format_program(PROGRAMS[name]) == text
+    assert parse_program(text) == PROGRAMS[name]
