@@ -17,6 +17,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a retry must not inherit a dead peer's back-off
 ]
 
+_MOMENT = 0.5  # seconds
+
 Server = TypeVar("Server", bound=fl.FlightServerBase)
 
 
@@ -52,11 +54,15 @@ def connect(uri: str, secret: str) -> fl.FlightClient:
     return fl.FlightClient(uri, middleware=[SecretSent(secret)], generic_options=_CHANNEL_OPTIONS)
 
 
-def shut_down(server: fl.FlightServerBase, grace: float) -> None:
-    """Stop a server, waiting at most `grace` seconds for calls of peers that hang."""
+def shut_down(server: fl.FlightServerBase) -> None:
+    """Stop a server that serves no call any more, or only calls of peers that hang.
+
+    Flight's own shutdown waits until every peer has let go of its connection; peers that are
+    idle or hung get a moment, then its thread is left behind and the process may end.
+    """
     stopping = threading.Thread(target=server.shutdown, name="wire-shutdown", daemon=True)
     stopping.start()
-    stopping.join(grace)
+    stopping.join(_MOMENT)
 
 
 def brief(error: BaseException) -> str:

@@ -6,7 +6,6 @@ import atexit
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,7 +72,6 @@ class ControlServer:
     def close(self) -> None:
         """Deliver what was sent, say goodbye to every agent, and stop; a few seconds at most."""
         atexit.unregister(self.close)
-        deadline = time.monotonic() + _GRACE
         with self._changed:
             if self._closing.is_set():
                 return
@@ -81,7 +79,7 @@ class ControlServer:
             for session in self._sessions.values():
                 session.outbox.end({"bye": "the driver closed the connection"})
             self._changed.wait_for(lambda: not self._sessions, _GRACE)
-        shut_down(self._flight, max(0.5, deadline - time.monotonic()))
+        shut_down(self._flight)
 
     def _converse(
         self, hello: Message, reader: fl.MetadataRecordBatchReader, write: Callable[[bytes], None]
@@ -236,4 +234,5 @@ class _ControlFlight(fl.FlightServerBase):
     ) -> None:
         """Serve one agent; its hello is the descriptor's command."""
         hello = json.loads(descriptor.command)
+        reader.read_chunk()  # an answer sent before the first frame was read can get lost
         self._converse(hello, reader, lambda frame: writer.write_metadata(pa.py_buffer(frame)))

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -19,10 +19,10 @@ from cerebro_hydra.wire.messages import Publication, ShardKey, ticket_from_bytes
 BATCH_BYTES = 2 << 20
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 
-_GRACE = 5.0  # seconds that close() waits for transfers under way
+_GRACE = 5.0  # seconds that close() gives to transfers under way
 _LOOK = 1.0  # seconds after which a waiting call looks whether its caller still exists
 
-_Batch = tuple[pa.RecordBatch, bytes] | pa.RecordBatch
+_Batch: TypeAlias = tuple[pa.RecordBatch, bytes] | pa.RecordBatch
 
 
 class ShardServer:
@@ -40,22 +40,34 @@ class ShardServer:
 
     def __init__(self, host: str, secret: str, lookup: Callable[[ShardKey], Publication]) -> None:
         self._lookup = lookup
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._serving = 0
         self._waiting: set[SimpleQueue[Publication | Exception]] = set()
         self._closed = False
-        self._flight, self.uri = listen(_ShardFlight, host, secret, self._reply)
+        self._flight, self.uri = listen(_ShardFlight, host, secret, self._serve)
         atexit.register(self.close)  # the interpreter can't end while a call is being served
 
     def close(self) -> None:
         """End waiting requests with an error and stop; transfers under way have some seconds."""
         atexit.unregister(self.close)
-        with self._lock:
+        with self._changed:
             if self._closed:
                 return
             self._closed = True
             for answer in self._waiting:
                 answer.put(TransferFailed("the owner has closed"))
-        shut_down(self._flight, _GRACE)
+            self._changed.wait_for(lambda: not self._serving, _GRACE)
+        shut_down(self._flight)
+
+    def _serve(self, context: fl.ServerCallContext, ticket: bytes) -> Iterator[_Batch]:
+        with self._changed:
+            self._serving += 1
+        try:
+            yield from self._reply(context, ticket)
+        finally:
+            with self._changed:
+                self._serving -= 1
+                self._changed.notify_all()
 
     def _reply(self, context: fl.ServerCallContext, ticket: bytes) -> Iterator[_Batch]:
         """Yield the header when the shard is published, then the bytes that are asked for."""
@@ -101,7 +113,7 @@ class ShardServer:
             except Exception as error:
                 answer.put(error)
 
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise TransferFailed("the owner has closed")
             self._waiting.add(answer)
@@ -117,7 +129,7 @@ class ShardServer:
                 return found
             return None
         finally:
-            with self._lock:
+            with self._changed:
                 self._waiting.discard(answer)
 
 
@@ -135,10 +147,10 @@ def _words(error: Exception) -> str:
 class _ShardFlight(fl.FlightServerBase):
     """The Flight service of a ShardServer: DoGet, and nothing else."""
 
-    def __init__(self, reply: Callable[..., Iterator[_Batch]], **options: Any) -> None:
-        self._reply = reply
+    def __init__(self, serve: Callable[..., Iterator[_Batch]], **options: Any) -> None:
+        self._serve = serve
         super().__init__(**options)
 
     def do_get(self, context: fl.ServerCallContext, ticket: fl.Ticket) -> fl.FlightDataStream:
         """Answer a ticket; the schema goes out at once, so that the caller can cancel its wait."""
-        return fl.GeneratorStream(SCHEMA, self._reply(context, ticket.ticket))
+        return fl.GeneratorStream(SCHEMA, self._serve(context, ticket.ticket))

@@ -14,6 +14,7 @@ import pytest
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.wire.control import ControlClient, ControlServer
 from cerebro_hydra.wire.messages import ControlFailed
+from cerebro_hydra.wire.outbox import Silence
 from cerebro_hydra.wire.secret import new_secret
 
 GUARD = 60  # seconds; only a hang comes near it
@@ -204,15 +205,32 @@ def test_a_hung_driver_is_noticed_by_its_agent(peer: Callable[..., Any]) -> None
 
 
 def test_heartbeats_keep_an_idle_connection_open() -> None:
-    driver = Driver(interval=0.05, silence=0.5)
-    beats = threading.Event()
-    client = dial(driver.uri, interval=0.05, silence=0.5)
+    driver = Driver(interval=0.1, silence=1.0)
+    client = dial(driver.uri, interval=0.1, silence=1.0)
     driver.next()
-    assert not beats.wait(2.0)  # idle for four times the limit
+    threading.Event().wait(2.0)  # idle for twice the limit
+    assert driver.heard.empty()
     assert client.send({"still": "here"})
     assert driver.next() == ("message", "a", {"still": "here"})
     client.close()
     driver.server.close()
+
+
+def test_a_pause_of_this_process_is_not_taken_for_silence_of_the_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("cerebro_hydra.wire.outbox.time.monotonic", lambda: now)
+    silence = Silence(limit=10.0, interval=0.5)
+    now += 60.0  # a thread held the interpreter
+    assert silence.tick() is False  # counts as two intervals: 1 s
+    told = []
+    for _ in range(18):
+        now += 0.5
+        told.append(silence.tick())
+    assert told == [False] * 17 + [True]
+    silence.heard()
+    assert silence.tick() is False
 
 
 def test_close_does_not_hang_on_a_hung_agent(peer: Callable[..., Any]) -> None:
