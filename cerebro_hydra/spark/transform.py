@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,33 +66,37 @@ def transform(
     with torch.random.fork_rng(devices=[]):
         recipe = build_recipe(factory, params, seed)
     model = _ready(recipe.model, state)
-    rows_per_pass = recipe.batch_size if batch_size is None else batch_size
     with torch.no_grad():
         sample = _forward(model, [_zeros(spec) for spec in specs], len(output_columns))
 
     from pyspark.sql import types
 
-    prefix = f"__{uuid.uuid4().hex}_"
-    inputs = [f"{prefix}{i}" for i in range(len(specs))]
-    features = [
-        arrow_columns.feature(df, spec).alias(name)
-        for name, spec in zip(inputs, specs, strict=True)
-    ]
-    fields = [
+    # By position, because names may have dots or come twice; the names of rows are put back last.
+    features = [arrow_columns.feature(df, spec) for spec in specs]
+    numbered = df.select("*", *features)
+    numbered = numbered.toDF(*(str(i) for i in range(len(numbered.columns))))
+    fields = [*df.schema.fields]
+    fields += [
         types.StructField(name, arrow_columns.output_type(output))
         for name, output in zip(output_columns, sample, strict=True)
     ]
-    payload = df.sparkSession.sparkContext.broadcast(
-        (pickle_factory(factory), dict(params), seed, dict(state))
+    schema = types.StructType(
+        [
+            types.StructField(str(i), field.dataType, field.nullable, field.metadata)
+            for i, field in enumerate(fields)
+        ]
     )
-
-    def predict(record_batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        return _predict(
-            record_batches, prefix, payload, inputs, specs, list(output_columns), rows_per_pass
-        )
-
-    schema = types.StructType([*df.schema.fields, *fields])
-    return df.select("*", *features).mapInArrow(predict, schema)
+    job = _Job(
+        name=uuid.uuid4().hex,
+        payload=df.sparkSession.sparkContext.broadcast(
+            (pickle_factory(factory), dict(params), seed, dict(state))
+        ),
+        specs=specs,
+        kept=len(df.columns),
+        outputs=len(output_columns),
+        batch_size=recipe.batch_size if batch_size is None else batch_size,
+    )
+    return numbered.mapInArrow(job.predict, schema).toDF(*(field.name for field in fields))
 
 
 def load_state(model: nn.Module, files: Iterable[bytes]) -> None:
@@ -180,44 +185,41 @@ def _forward(model: nn.Module, features: Sequence[Tensor], outputs: int) -> list
     return list(tensors)
 
 
-def _predict(
-    record_batches: Iterable[pa.RecordBatch],
-    name: str,
-    payload: Broadcast[tuple[bytes, dict[str, Any], int, dict[str, bytes]]],
-    inputs: Sequence[str],
-    specs: Sequence[ColumnSpec],
-    outputs: Sequence[str],
-    rows_per_pass: int,
-) -> Iterator[pa.RecordBatch]:
-    """Run in Spark's Python worker, over the record batches of one partition."""
-    import pyarrow as pa
+@dataclass(frozen=True)
+class _Job:
+    """What Spark's Python workers need for one transform; it travels in the query's closure."""
 
-    for batch in record_batches:
-        model = _model(name, payload)
-        kept = [column for column in batch.schema.names if column not in inputs]
-        # One record batch per pass: an output can be far larger than its row.
-        for start in range(0, batch.num_rows, rows_per_pass):
-            rows = batch.slice(start, rows_per_pass)
-            features = [
-                arrow_columns.to_tensor(rows.column(column), spec)
-                for column, spec in zip(inputs, specs, strict=True)
-            ]
-            with torch.no_grad():
-                tensors = _forward(model, features, len(outputs))
-            yield pa.RecordBatch.from_arrays(
-                [*map(rows.column, kept), *map(arrow_columns.from_tensor, tensors)],
-                names=[*kept, *outputs],
-            )
+    name: str
+    payload: Broadcast[tuple[bytes, dict[str, Any], int, dict[str, bytes]]]
+    specs: Sequence[ColumnSpec]
+    kept: int
+    outputs: int
+    batch_size: int
 
+    def predict(self, record_batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Compute one Spark partition: kept columns come first, features after them."""
+        import pyarrow as pa
 
-def _model(
-    name: str, payload: Broadcast[tuple[bytes, dict[str, Any], int, dict[str, bytes]]]
-) -> nn.Module:
-    if name not in _built:
-        from pyspark.serializers import CloudPickleSerializer
+        for batch in record_batches:
+            model = self._model()
+            # One record batch per pass: an output can be far larger than its row.
+            for start in range(0, batch.num_rows, self.batch_size):
+                columns = batch.slice(start, self.batch_size).columns
+                features = [
+                    arrow_columns.to_tensor(column, spec)
+                    for column, spec in zip(columns[self.kept :], self.specs, strict=True)
+                ]
+                with torch.no_grad():
+                    tensors = _forward(model, features, self.outputs)
+                arrays = [*columns[: self.kept], *map(arrow_columns.from_tensor, tensors)]
+                yield pa.RecordBatch.from_arrays(arrays, names=[str(i) for i in range(len(arrays))])
 
-        factory, params, seed, state = payload.value
-        recipe = build_recipe(CloudPickleSerializer().loads(factory), params, seed)
-        _built.clear()
-        _built[name] = _ready(recipe.model, state)
-    return _built[name]
+    def _model(self) -> nn.Module:
+        if self.name not in _built:
+            from pyspark.serializers import CloudPickleSerializer
+
+            factory, params, seed, state = self.payload.value
+            recipe = build_recipe(CloudPickleSerializer().loads(factory), params, seed)
+            _built.clear()
+            _built[self.name] = _ready(recipe.model, state)
+        return _built[self.name]

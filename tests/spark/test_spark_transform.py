@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from cerebro_hydra.data.manifest import ColumnSpec
+from cerebro_hydra.errors import ConfigurationError, DataError
+from cerebro_hydra.spark import SparkEstimator
+from cerebro_hydra.spark.transform import load_state, transform
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+FEATURES = [ColumnSpec("features", "float32", (4,))]
+BATCH = 4
+
+
+def net_factory(outputs: int = 3) -> Callable[[dict[str, Any]], Any]:
+    def factory(params: dict[str, Any]) -> Any:
+        model = nn.Sequential(
+            nn.Linear(4, params["width"]),
+            nn.BatchNorm1d(params["width"]),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(params["width"], outputs),
+        )
+        return SparkEstimator(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=nn.CrossEntropyLoss(),
+            batch_size=BATCH,
+        )
+
+    return factory
+
+
+def trained(factory: Callable[[dict[str, Any]], Any], width: int = 8) -> nn.Module:
+    """A model whose weights and statistics are not those that the factory gives."""
+    model: nn.Module = factory({"width": width}).recipe.model
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1)
+    return model.eval()
+
+
+def files(model: nn.Module) -> dict[str, bytes]:
+    """Its state in two safetensors files, as shards would have it."""
+    names = list(model.state_dict())
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    return {
+        f"shard-{i}": safetensors.torch.save({n: model.state_dict()[n] for n in half})
+        for i, half in enumerate(halves)
+    }
+
+
+def predict(df: DataFrame, factory: Any, model: nn.Module, **changes: Any) -> DataFrame:
+    arguments: dict[str, Any] = {
+        "factory": factory,
+        "params": {"width": 8},
+        "seed": 0,
+        "state": files(model),
+        "columns": FEATURES,
+        "feature_columns": ["features"],
+        "output_columns": ["prediction"],
+    }
+    return transform(df, **(arguments | changes))
+
+
+def values(rows: int = 11) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(1).normal(size=(rows, 4))
+
+
+def in_batches(model: nn.Module, features: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(batch) for batch in features.split(BATCH)])
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "array<double>", "array<float>"])
+def test_the_output_is_plain_torchs_bit_for_bit(spark: SparkSession, kind: str) -> None:
+    from pyspark.ml.linalg import DenseVector, SparseVector
+
+    x = values()
+    x[x < -0.5] = 0.0
+    make = {
+        "dense": DenseVector,
+        "sparse": lambda row: SparseVector(4, {int(i): row[i] for i in np.flatnonzero(row)}),
+    }.get(kind, lambda row: row.tolist())
+    df = (
+        spark.createDataFrame(
+            [(i, make(row)) for i, row in enumerate(x)],
+            "id int, features " + ("vector" if kind in ("dense", "sparse") else kind),
+        )
+        if kind.startswith("array")
+        else (
+            spark.createDataFrame([(i, make(row)) for i, row in enumerate(x)], ["id", "features"])
+        )
+    )
+    factory = net_factory()
+    model = trained(factory)
+    got = predict(df.coalesce(1), factory, model).orderBy("id").collect()
+    expected = in_batches(model, torch.from_numpy(x.astype(np.float32)))
+    assert np.array_equal(np.array([r.prediction for r in got], np.float32), expected.numpy())
+
+
+def frame(spark: SparkSession, partitions: int = 2, rows: int = 11) -> DataFrame:
+    data = [(i, row.tolist()) for i, row in enumerate(values(rows))]
+    return spark.createDataFrame(data, "id int, features array<double>").repartition(partitions)
+
+
+def test_one_value_per_row_is_a_double(spark: SparkSession) -> None:
+    factory = net_factory(outputs=1)
+    model = trained(factory)
+    df = predict(frame(spark).coalesce(1), factory, model)
+    assert dict(df.dtypes)["prediction"] == "double"
+    rows = {r.id: r.prediction for r in df.collect()}
+    alone = predict(frame(spark, 1), factory, model).collect()
+    assert set(rows) == {r.id for r in alone} and all(isinstance(v, float) for v in rows.values())
+
+
+def test_other_columns_stay_in_order_and_untouched(spark: SparkSession) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    schema_rows = [
+        (
+            i,
+            Vectors.dense(row),
+            f"name {i}",
+            None if i % 2 else Vectors.sparse(3, {0: 1.0}),
+            {"k": i},
+        )
+        for i, row in enumerate(values(6))
+    ]
+    df = spark.createDataFrame(schema_rows, ["id", "features", "a.b", "other", "map"])
+    factory = net_factory()
+    out = predict(df, factory, trained(factory))
+    assert out.columns == [*df.columns, "prediction"]
+    assert out.schema[:-1] == df.schema[:]
+    kept = [tuple(row[:-1]) for row in out.orderBy("id").collect()]
+    assert kept == [tuple(row) for row in df.orderBy("id").collect()]
+
+
+def test_empty_partitions_and_an_empty_frame_give_no_rows(spark: SparkSession) -> None:
+    factory = net_factory()
+    model = trained(factory)
+    df = frame(spark, partitions=8, rows=2)
+    assert predict(df, factory, model).count() == 2
+    none = predict(df.where("id > 100"), factory, model)
+    assert none.collect() == [] and none.columns == ["id", "features", "prediction"]
+
+
+def test_token_ids_stay_integers_and_nested_outputs_stay_nested(spark: SparkSession) -> None:
+    def factory(params: dict[str, Any]) -> Any:
+        model = nn.Sequential(nn.Embedding(50, 5), nn.Linear(5, 2))
+        return SparkEstimator(model, torch.optim.SGD(model.parameters(), lr=1.0), nn.MSELoss())
+
+    model = factory({}).recipe.model.eval()
+    ids = [[1, 2, 3], [49, 0, 7]]
+    df = spark.createDataFrame([(i, row) for i, row in enumerate(ids)], "id int, t array<int>")
+    out = predict(
+        df.coalesce(1),
+        factory,
+        model,
+        columns=[ColumnSpec("t", "int64", (3,))],
+        feature_columns=["t"],
+        output_columns=["o"],
+    )
+    assert dict(out.dtypes)["o"] == "array<array<float>>"
+    got = torch.tensor([row.o for row in out.orderBy("id").collect()])
+    with torch.no_grad():
+        assert torch.equal(got, model(torch.tensor(ids)))
+
+
+def test_several_features_and_several_outputs(spark: SparkSession) -> None:
+    def factory(params: dict[str, Any]) -> Any:
+        class Two(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+            def forward(self, image: torch.Tensor, flag: torch.Tensor) -> Any:
+                return image.sum((1, 2)) * self.scale, torch.where(flag, 1, 0)
+
+        model = Two()
+        return SparkEstimator(model, torch.optim.SGD(model.parameters(), lr=1.0), nn.MSELoss())
+
+    rows = [([[1.0, 2.0], [3.0, 4.0]], True), ([[0.0, 1.0], [0.0, 0.0]], False)]
+    df = spark.createDataFrame(rows, "image array<array<float>>, flag boolean").coalesce(1)
+    out = predict(
+        df,
+        factory,
+        factory({}).recipe.model,
+        columns=[ColumnSpec("image", "float32", (2, 2)), ColumnSpec("flag", "bool", ())],
+        feature_columns=["image", "flag"],
+        output_columns=["sum", "flagged"],
+    )
+    assert [(r["sum"], r.flagged) for r in out.collect()] == [(20.0, 1), (2.0, 0)]
+    with pytest.raises(ConfigurationError, match=r"gives 2 tensors and there are 1 output columns"):
+        predict(
+            df,
+            factory,
+            factory({}).recipe.model,
+            columns=[ColumnSpec("image", "float32", (2, 2)), ColumnSpec("flag", "bool", ())],
+            feature_columns=["image", "flag"],
+        )
+
+
+def test_an_output_name_that_is_taken_is_refused(spark: SparkSession) -> None:
+    factory = net_factory()
+    with pytest.raises(ConfigurationError, match="output column 'id' is in the DataFrame already"):
+        predict(frame(spark), factory, trained(factory), output_columns=["id"])
+
+
+def test_a_missing_or_mistyped_feature_column_is_refused(spark: SparkSession) -> None:
+    factory = net_factory()
+    model = trained(factory)
+    with pytest.raises(DataError, match="'features' is not in the DataFrame"):
+        predict(frame(spark).drop("features"), factory, model)
+    text = spark.createDataFrame([(["a"],)], "features array<string>")
+    with pytest.raises(DataError, match=r"'features' is array<string>.*float32 of shape \(4,\)"):
+        predict(text, factory, model)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([1.0, 2.0, 3.0], "'features' has rows with .*3.* entries"),
+        ([1.0, 2.0, 3.0, None], "'features' has null"),
+        (None, "'features' has null"),
+        ([1.0, 2.0, 3.0, float("nan")], "'features' has NaN"),
+    ],
+)
+def test_rows_that_the_model_cannot_take_are_named(
+    spark: SparkSession, row: Any, message: str
+) -> None:
+    factory = net_factory()
+    rows = [([1.0, 2.0, 3.0, 4.0],), (row,)]
+    df = spark.createDataFrame(rows, "features array<double>").coalesce(1)
+    with pytest.raises(Exception, match=message):
+        predict(df, factory, trained(factory)).collect()
+
+
+def test_the_drivers_random_numbers_are_left_alone(spark: SparkSession) -> None:
+    factory = net_factory()
+    model = trained(factory)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    predict(frame(spark), factory, model)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_tied_weights_need_to_be_saved_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 3, bias=False)
+            self.b = nn.Linear(3, 3, bias=False)
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    load_state(model, [safetensors.torch.save({"a.weight": torch.ones(3, 3)})])
+    assert torch.equal(model.b.weight, torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"weight": torch.zeros(2, 2)}, r"missing \['bias'\]"),
+        ({"weight": torch.zeros(2, 2), "bias": torch.zeros(2), "x": torch.zeros(1)}, r"\['x'\]"),
+        ({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, r"weight is .*\(3, 2\)"),
+    ],
+)
+def test_weights_of_another_model_are_refused(saved: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        load_state(nn.Linear(2, 2), [safetensors.torch.save(saved)])
