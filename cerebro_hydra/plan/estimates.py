@@ -49,3 +49,12 @@ class Estimates:
     def reach(self, moment: float) -> None:
         """Something was seen to end at this moment."""
         self.now = max(self.now, moment)
+
+    def snapshot(self) -> dict[str, object]:
+        """All that is known, for comparisons."""
+        return {
+            "now": self.now,
+            "cost": {kind: list(costs) for kind, costs in self._cost.items()},
+            "pace": {kind: list(paces) for kind, paces in self._pace.items()},
+            "seen": sorted(self._seen.items()),
+        }

@@ -87,8 +87,7 @@ class HopState:
             case WorkerLost():
                 self._lose(event.incarnation, event.reason)
             case SubEpochEnding():
-                if attempt := self._running(event.attempt, event.incarnation):
-                    attempt.ending = True
+                self._ending(event)
             case SubEpochDone():
                 self._done(event)
             case EvaluationDone():
@@ -192,14 +191,20 @@ class HopState:
 
     # ------------------------------------------------------------------ tasks
 
+    def _ending(self, event: SubEpochEnding) -> None:
+        attempt = self._running(event.attempt, event.incarnation)
+        if attempt is not None and attempt.kind == "train":
+            attempt.ending = True
+            self._has_source(attempt)
+
     def _done(self, event: SubEpochDone) -> None:
         attempt = self._running(event.attempt, event.incarnation)
         if attempt is None or attempt.kind != "train":
             return
         attempt.done = event
+        self._has_source(attempt)
         self._release(attempt)
-        learnt = event.seconds
-        self.estimates.learn("train", attempt.trial, attempt.partition, learnt)
+        self.estimates.learn("train", attempt.trial, attempt.partition, event.seconds)
         self.estimates.reach(attempt.started_at + event.hop.seconds + event.seconds)
         trial = self.trials[attempt.trial]
         while trial.chain and trial.chain[0].done is not None:
@@ -216,9 +221,9 @@ class HopState:
         trial.transfer_failures = 0
         self.holders.define(attempt.trial, visit, done.digests)
         self.holders.add(attempt.trial, visit, where)
-        for successor in trial.chain:
+        for successor in trial.chain:  # it may have the state before the commit is known
             if successor.received:
-                self.holders.add(attempt.trial, visit, successor.incarnation)
+                self._has_source(successor)
         self._log(
             attempt.trial,
             f"visit {visit}: epoch {attempt.epoch}, partition {attempt.partition} "
@@ -242,17 +247,21 @@ class HopState:
         del self.attempts[attempt.number]
 
     def _received(self, event: StateReceived) -> None:
-        agent = self.agent(event.incarnation)
-        if agent is None or self.holders.holds(event.trial, event.visit, event.incarnation):
+        trial, held = self.trials[event.trial], (event.visit, event.incarnation)
+        if self.agent(event.incarnation) is None or self.holders.holds(event.trial, *held):
             return
-        expected = False
-        for attempt in self.trials[event.trial].attempts:
-            if (attempt.incarnation, attempt.source.visit) == (event.incarnation, event.visit):
-                attempt.received = expected = True
-        if not expected:  # of an attempt that is over
+        waiting = [a for a in trial.attempts if (a.source.visit, a.incarnation) == held]
+        if not waiting:  # it was for an attempt that is over
             self._out.append(Drop(event.trial, event.visit, event.incarnation))
-        elif event.visit <= self.trials[event.trial].newest:
-            self.holders.add(event.trial, event.visit, event.incarnation)
+        elif held not in trial.doubtful:
+            for attempt in waiting:
+                self._has_source(attempt)
+
+    def _has_source(self, attempt: Attempt) -> None:
+        """The state that the attempt starts from is whole at its worker."""
+        attempt.received = True
+        if attempt.source.visit <= self.trials[attempt.trial].newest:
+            self.holders.add(attempt.trial, attempt.source.visit, attempt.incarnation)
 
     def _transfer_failed(self, event: TransferFailed) -> None:
         attempt = self._running(event.attempt, event.incarnation)
@@ -478,8 +487,11 @@ class HopState:
                 continue
             if each.started:
                 self._out.append(Cancel(each.number, each.incarnation))
-            if not self.holders.holds(each.trial, each.source.visit, each.incarnation):
-                self._out.append(Drop(each.trial, each.source.visit, each.incarnation))
+            source = (each.source.visit, each.incarnation)
+            shared = any((a.source.visit, a.incarnation) == source for a in trial.attempts)
+            if not shared and not self.holders.holds(each.trial, *source):
+                trial.doubtful.add(source)
+                self._out.append(Drop(each.trial, *source))
 
     def _log(self, trial: int, line: str) -> None:
         self.trials[trial].log.append(f"[{self._events}] {line}")

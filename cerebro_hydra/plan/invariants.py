@@ -2,11 +2,108 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
+
+from cerebro_hydra.plan.holders import STORE
+from cerebro_hydra.plan.visits import Attempt, Trial
 
 if TYPE_CHECKING:
     from cerebro_hydra.plan.hop_state import HopState
 
 
 def check(state: HopState) -> None:
-    """Raise AssertionError for the first broken invariant."""
+    """Raise AssertionError for the first broken invariant, saying which and of what."""
+    _check_agents(state)
+    for index, trial in enumerate(state.trials):
+        _check_visits(state, index, trial)
+        _check_chain(index, trial)
+        _check_states(state, index, trial)
+        for attempt in trial.attempts:
+            _check_attempt(state, trial, attempt)
+    owned = [a.number for trial in state.trials for a in trial.attempts]
+    assert sorted(owned) == sorted(state.attempts), "an attempt belongs to no trial, or to two"
+    over = all(trial.status is not None for trial in state.trials)
+    assert state.finished == over, f"finished is {state.finished}, all trials over is {over}"
+    if not state.attempts and any(agent.open for agent in state.agents.values()):
+        assert not state.choices(), "workers are idle, nothing runs, and yet there is work"
+
+
+def _check_agents(state: HopState) -> None:
+    partitions = Counter(p for agent in state.agents.values() for p in agent.partitions)
+    assert all(n == 1 for n in partitions.values()), f"a partition has two workers: {partitions}"
+    live = {agent.incarnation for agent in state.agents.values()}
+    for holder in state.holders:
+        assert holder.where == STORE or holder.where in live, f"{holder} is not alive"
+    for agent in state.agents.values():
+        for attempt in (agent.running, agent.reserved):
+            if attempt is not None:
+                assert state.attempts.get(attempt.number) is attempt, f"{attempt} is over"
+                assert attempt.incarnation == agent.incarnation, f"{attempt} is elsewhere"
+        assert agent.running is None or agent.running.started, f"{agent.running} was not started"
+        assert agent.reserved is None or not agent.reserved.started, f"{agent.reserved} started"
+        assert agent.running or not agent.reserved, f"{agent.reserved} waits for nothing"
+
+
+def _check_visits(state: HopState, index: int, trial: Trial) -> None:
+    partitions = state.config.partitions
+    seen: set[tuple[int, int]] = set()
+    for place, visit in enumerate(trial.visits):
+        assert visit.epoch == place // partitions, f"trial {index} visit {place + 1}: wrong epoch"
+        key = (visit.epoch, visit.partition)
+        assert key not in seen, f"trial {index} trained twice on (epoch, partition) {key}"
+        seen.add(key)
+    complete, begun = divmod(len(trial.visits), partitions)
+    ended = len(trial.history)
+    assert ended <= complete, f"trial {index} ended epoch {ended - 1} before training it"
+    late = complete - ended
+    assert late == 0 or (late == 1 and begun == 0), f"trial {index} goes on before its evaluation"
+    visited = trial.visited(partitions)
+    assert len(set(visited)) == len(visited), f"trial {index} would visit twice: {visited}"
+
+
+def _check_chain(index: int, trial: Trial) -> None:
+    """Check that a trial has one writer, and at most one that waits for it."""
+    assert len(trial.chain) <= 2, f"trial {index} has {len(trial.chain)} attempts at once"
+    for ahead, attempt in enumerate(trial.chain, start=1):
+        assert attempt.visit == trial.newest + ahead == attempt.source.visit + 1, f"{attempt}"
+    if trial.chain:
+        assert not trial.evaluations, f"trial {index} trains while it is evaluated"
+        assert trial.chain[0].done is None, f"{trial.chain[0]} is done but not committed"
+    if len(trial.chain) == 2:
+        first, second = trial.chain
+        assert first.ending, f"{second} waits for {first}, which is not ending"
+        assert second.source.incarnation == first.incarnation, f"{second} has another source"
+
+
+def _check_states(state: HopState, index: int, trial: Trial) -> None:
+    visits = state.holders.visits(index)
+    if trial.status is not None:
+        assert not trial.attempts, f"trial {index} is over and runs"
+        for visit in visits:
+            places = state.holders.where(index, visit)
+            assert places == [STORE], f"trial {index} is over and held by {places}"
+        return
+    newest = state.holders.where(index, trial.newest)
+    assert newest, f"trial {index}: state {trial.newest} is nowhere"
+    assert max(visits) == trial.newest, f"trial {index}: states {visits} of {trial.newest} visits"
+    for lost in state.agents.values():
+        left = [
+            visit for visit in visits if set(state.holders.where(index, visit)) - {lost.incarnation}
+        ]
+        assert left, f"trial {index} would not outlive worker {lost.worker}"
+
+
+def _check_attempt(state: HopState, trial: Trial, attempt: Attempt) -> None:
+    agent = state.agent(attempt.incarnation)
+    assert agent is not None, f"{attempt} has no live agent"
+    if attempt.done is None:
+        task = agent.running if attempt.started else agent.reserved
+        assert task is attempt, f"{attempt} is not what its agent does"
+    waits_for_writer = trial.chain[1:] == [attempt]
+    if not attempt.received and not waits_for_writer:
+        place = attempt.source.incarnation or STORE
+        held = state.holders.holds(attempt.trial, attempt.source.visit, place)
+        assert held, f"the input of {attempt} is held by nobody"
+    if attempt.kind == "evaluate":
+        assert attempt.visit == attempt.source.visit == trial.newest, f"{attempt} looks elsewhere"

@@ -1,55 +1,60 @@
-"""A run's state as the fold of its journal."""
+"""The run as a fold of its decisions: every event with the instructions that it led to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.plan.codec import from_json, to_json
+from cerebro_hydra.plan.events import Event
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.instructions import Instruction
 
 
-def fold(config: HopConfig, records: Iterable[Mapping[str, Any]]) -> HopState:
-    """Take every journalled event in again; the decisions must come out as they were written.
+def record(seq: int, event: Event, instructions: Sequence[Instruction]) -> dict[str, Any]:
+    """Return the journal's record of one event, ready for ``json``; ``seq`` counts from 0."""
+    return {
+        "seq": seq,
+        "event": to_json(event),
+        "instructions": [to_json(instruction) for instruction in instructions],
+    }
 
-    Args:
-        records: `{"seq": 0.., "event": {...}, "instructions": [...]}` in order.
+
+def fold(config: HopConfig, records: Iterable[dict[str, Any]]) -> HopState:
+    """Rebuild the state by handling every event again.
 
     Raises:
-        JournalError: a record is missing, or decides otherwise than it was journalled.
+        JournalError: a record is missing, can't be read, or today's decisions differ from the
+            journalled ones; names its ``seq``.
     """
     state = HopState(config)
-    for expected, record in enumerate(records):
-        if record["seq"] != expected:
-            raise JournalError(f"record {expected} is missing: found {record['seq']} in its place")
-        decided = [to_json(instruction) for instruction in state.handle(from_json(record["event"]))]
-        if decided != record["instructions"]:
+    for seq, entry in enumerate(records):
+        if entry.get("seq") != seq:
+            raise JournalError(f"record {entry.get('seq')} stands where record {seq} belongs")
+        try:
+            decided = [to_json(each) for each in state.handle(from_json(entry["event"]))]
+            expected = [to_json(from_json(each)) for each in entry["instructions"]]
+        except (JournalError, LookupError, TypeError) as error:
+            raise JournalError(f"record {seq} can't be handled: {error!r}") from error
+        if json.dumps(decided) != json.dumps(expected):  # as text, where NaN equals NaN
             raise JournalError(
-                f"record {expected} ({record['event']['type']}) was journalled with "
-                f"{record['instructions']}, but decides {decided}; "
-                "the journal was changed, or written by another version"
+                f"record {seq} ({entry['event']['type']}): the journal says {expected}, "
+                f"this version decides {decided}; fold the run with the version that wrote it"
             )
     return state
 
 
 def snapshot(state: HopState) -> dict[str, Any]:
-    """What can be compared of a state: trials, live workers, running tasks, and who holds what."""
+    """Return everything that the state's next decisions depend on, as a comparable dict."""
     return {
-        "trials": [
-            (trial.visits, trial.history, trial.sums, trial.status, trial.log)
-            for trial in state.trials
-        ],
-        "agents": {
-            worker: (agent.incarnation, agent.running, agent.reserved)
-            for worker, agent in state.agents.items()
-        },
-        "attempts": dict(state.attempts),
-        "held": [
-            (index, visit, state.holders.where(index, visit))
-            for index in range(len(state.trials))
-            for visit in state.holders.visits(index)
-        ],
+        "trials": [asdict(trial) for trial in state.trials],
+        "agents": {worker: asdict(agent) for worker, agent in state.agents.items()},
+        "attempts": sorted(state.attempts),
+        "holders": [asdict(holder) for holder in state.holders],
+        "estimates": state.estimates.snapshot(),
         "finished": state.finished,
     }

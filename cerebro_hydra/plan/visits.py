@@ -71,6 +71,8 @@ class Trial:
     evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
     sums: dict[int, Sums] = field(default_factory=dict)  # evaluated partitions of this epoch
     transfer_failures: int = 0  # in a row, since the last thing that worked
+    # (visit, incarnation) whose fetch was given up: a receipt may be late and speak of that one
+    doubtful: set[tuple[int, str]] = field(default_factory=set)
     saving: tuple[int, str] | None = None  # the checkpoint under way: visit, incarnation
     stop: str | None = None  # why it was stopped, once it was
     status: str | None = None  # how it ended, once it has
