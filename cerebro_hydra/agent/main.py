@@ -148,7 +148,7 @@ class _Agent:
             self._report,
             self._control.send,
         )
-        self._control.send({"kind": "agent", "numeric": numeric_fingerprint()})
+        self._control.send({"kind": "agent", "pid": os.getpid(), "numeric": numeric_fingerprint()})
         self._ready.set()
 
     def run(self) -> None:

@@ -186,7 +186,7 @@ class Coordinator:
             return item
         if "hello" in item:
             return self._roster.admit(item["hello"]).joined
-        worker = self._roster.worker(item.pop("incarnation"))
+        worker = self._roster.worker(item["incarnation"])
         if item["kind"] == "fatal":
             raise StoreError(f"worker {worker} can't write to the run folder: {item['error']}")
         if item["kind"] == "agent":
