@@ -37,14 +37,12 @@ notebook: $(STAMP)
 	@$(BIN)/jupyter execute --inplace notebooks/*.ipynb
 
 venv: $(STAMP)
+	@echo "The environment in $(VENV) is ready."
 
 # The package is installed by link, so that only a change of the pins needs a new installation.
 $(STAMP): requirements.lock pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { \
-	  echo "$(PYTHON) is not on the PATH. Install Python 3.11, or name yours: make PYTHON=/path/to/python3.11 ..."; \
-	  exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
-	  echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); cerebro_hydra needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.11 ..."; \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null || { \
+	  echo "$(PYTHON) is not a Python 3.11 or 3.12. Install Python 3.11, or name yours: make PYTHON=/path/to/python3.11 ..."; \
 	  exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "$(PYTHON) can't make a virtual environment. On Debian and Ubuntu: apt install python3.11-venv"; \

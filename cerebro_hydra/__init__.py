@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cerebro_hydra.replay import replay
+    from cerebro_hydra.replay.reference import replay
     from cerebro_hydra.spark import SparkBackend, SparkEstimator, local_spark
     from cerebro_hydra.storage import LocalStore
     from cerebro_hydra.tune import GridSearch, hp_choice
