@@ -1,0 +1,34 @@
+"""Which view suits where a run is watched from."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Protocol
+
+from rich.console import Console
+
+from cerebro_hydra.observe.lines import LogLines, PlainLines
+from cerebro_hydra.observe.observer import Observer
+from cerebro_hydra.observe.table import LiveTable
+
+
+class ConsoleObserver(Observer, Protocol):
+    """An observer that may hold the screen."""
+
+    def close(self) -> None:
+        """Give the screen back, also in the middle of a run."""
+
+
+def console_observer(verbose: int, console: Console | None = None) -> ConsoleObserver:
+    """A live table on a terminal and in a notebook that can show one, plain lines elsewhere.
+
+    With `verbose=0` nothing is printed; what the users' code prints goes to Python's logging.
+    """
+    if verbose == 0:
+        return LogLines()
+    console = console or Console()
+    # In a notebook rich redraws through a widget, and without that package prints every frame.
+    redraws = console.is_terminal and not console.is_dumb_terminal
+    if redraws or (console.is_jupyter and find_spec("ipywidgets")):
+        return LiveTable(console)
+    return PlainLines(console)

@@ -1,0 +1,100 @@
+"""A run as plain lines: one per ended epoch of a trial, for logs, files and pipes."""
+
+from __future__ import annotations
+
+import logging
+
+from rich.console import Console
+
+from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.text import (
+    duration,
+    final_table,
+    numbers,
+    parameters,
+    prefixed,
+    summary,
+)
+from cerebro_hydra.observe.view import RunView
+
+_LOGGER = logging.getLogger("cerebro_hydra.trials")
+
+
+class LogLines:
+    """Sends what the users' code printed or logged to Python's logging, and nothing else."""
+
+    def on_record(self, record: Record) -> None:
+        """Log one line under `cerebro_hydra.trials`."""
+        if record["kind"] == "log":
+            _LOGGER.info("%s", prefixed(record))
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+class PlainLines:
+    """Prints a line when an epoch or a trial ends and when a worker comes or goes."""
+
+    def __init__(self, console: Console) -> None:
+        """Print to `console`."""
+        self.view = RunView()
+        self._console = console
+
+    def on_record(self, record: Record) -> None:
+        """Take in one record and print what it changed."""
+        if record["kind"] == "journal":
+            self._lost_worker(record["event"])
+        self.view.apply(record)
+        match record["kind"]:
+            case "start":
+                self._start()
+            case "journal":
+                for instruction in record["instructions"]:
+                    self._instruction(instruction)
+            case "log":
+                self._print(prefixed(record))
+            case "finish":
+                self._console.print(final_table(self.view))
+                self._print(summary(self.view))
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+    def _start(self) -> None:
+        document = self.view.document
+        assert document is not None
+        self._print(
+            f"run {document.run_id}: {len(document.trials)} trials, {document.num_epochs} epochs, "
+            f"{document.num_partitions} partitions"
+        )
+        for trial in self.view.trials:
+            self._print(f"{trial.trial_id}: {parameters(trial.params)}")
+
+    def _instruction(self, instruction: dict[str, object]) -> None:
+        match instruction:
+            case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
+                trial, document = self.view.trials[index], self.view.document
+                assert document is not None
+                left = self.view.eta(trial)
+                rest = f", {duration(left)} left" if left else ""
+                self._print(
+                    f"{trial.trial_id} epoch {epoch + 1}/{document.num_epochs}: "
+                    f"{numbers(trial.epochs[epoch])}{rest}"
+                )
+            case {"type": "FinishTrial", "trial": int(index)}:
+                trial = self.view.trials[index]
+                if trial.status != "finished":
+                    self._print(f"{trial.trial_id} {trial.status}: {trial.reason.rstrip()}")
+            case {"type": "Redo", "trial": int(index)}:
+                trial = self.view.trials[index]
+                self._print(f"{trial.trial_id} repeats sub-epochs: {instruction['reason']}")
+
+    def _lost_worker(self, event: dict[str, object]) -> None:
+        if event["type"] == "WorkerLost":
+            for worker, incarnation in self.view.workers.items():
+                if incarnation == event["incarnation"]:
+                    self._print(f"worker {worker} lost: {event['reason']}")
+
+    def _print(self, line: str) -> None:
+        # Neither markup nor colours nor wrapping: the lines are for grep.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)

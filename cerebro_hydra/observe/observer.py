@@ -1,0 +1,37 @@
+"""Who watches a run, and how a broken watcher is kept from harming it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+Record = Mapping[str, Any]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Is given every record of a run, in order, from one thread at a time."""
+
+    def on_record(self, record: Record) -> None: ...
+
+
+class Observers:
+    """Several observers as one that never raises: one that fails is logged once and left out."""
+
+    def __init__(self, observers: Iterable[Observer]) -> None:
+        self._observers = list(observers)
+
+    def on_record(self, record: Record) -> None:
+        """Give a record to each observer that still works."""
+        for observer in list(self._observers):
+            try:
+                observer.on_record(record)
+            except Exception:
+                self._observers.remove(observer)
+                _LOGGER.exception(
+                    "%s failed on a %r record and sees no more of this run, which goes on",
+                    type(observer).__name__,
+                    record.get("kind"),
+                )

@@ -1,0 +1,93 @@
+"""A run as a table that redraws itself, on a terminal."""
+
+from __future__ import annotations
+
+import time
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.text import (
+    duration,
+    final_table,
+    metric_title,
+    number,
+    parameters,
+    prefixed,
+    status_text,
+    summary,
+)
+from cerebro_hydra.observe.view import RunView, TrialView
+
+_SECONDS_BETWEEN_FRAMES = 0.1
+
+
+class LiveTable:
+    """Shows every trial as it goes; lines of the users' code scroll by above the table."""
+
+    def __init__(self, console: Console) -> None:
+        """Draw on `console`."""
+        self.view = RunView()
+        self._console = console
+        self._live: Live | None = None
+        self._drawn = 0.0
+
+    def on_record(self, record: Record) -> None:
+        """Take in one record, and redraw if the last frame is old enough."""
+        self.view.apply(record)
+        match record["kind"]:
+            case "start":
+                # Frames are drawn by records, so that no other thread reads the view.
+                self._live = Live(console=self._console, auto_refresh=False, transient=True)
+                self._live.start()
+            case "log":
+                self._console.print(prefixed(record), markup=False, highlight=False)
+            case "finish":
+                self.close()
+                self._console.print(final_table(self.view))
+                self._console.print(summary(self.view), highlight=False)
+        now = time.monotonic()
+        if self._live is not None and now - self._drawn >= _SECONDS_BETWEEN_FRAMES:
+            self._drawn = now
+            self._live.update(frame(self.view), refresh=True)
+
+    def close(self) -> None:
+        """Take the table off the screen and give the cursor back; also after an interrupt."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def frame(view: RunView) -> Group:
+    """The table as it stands, with what the hops have cost so far."""
+    assert view.document is not None
+    table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
+    for title in ("trial", "parameters", "status"):
+        table.add_column(title, overflow="fold" if title == "parameters" else "ellipsis")
+    for title in ("epoch", "partition", "worker", "train loss", metric_title(view), "ETA"):
+        table.add_column(title, justify="right")
+    for trial in view.trials:
+        table.add_row(*_row(view, trial))
+    return Group(table, Text(f" {len(view.workers)} workers, {view.totals}", style="dim"))
+
+
+def _row(view: RunView, trial: TrialView) -> tuple[str | Text, ...]:
+    assert view.document is not None
+    score, left = view.score(trial), view.eta(trial)
+    ended = len(trial.epochs)
+    return (
+        trial.trial_id,
+        Text(parameters(trial.params)),
+        status_text(trial),
+        f"{min(trial.epoch + 1, view.document.num_epochs) if not trial.over else ended}"
+        f"/{view.document.num_epochs}",
+        "" if trial.partition is None else str(trial.partition),
+        "" if trial.worker is None else str(trial.worker),
+        "" if trial.loss is None else number(trial.loss),
+        "" if score is None else number(score),
+        "" if left is None else duration(left),
+    )

@@ -1,0 +1,97 @@
+"""Words, numbers and tables that the views share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.view import RunView, TrialView
+
+STYLES = {
+    "waiting": "dim",
+    "training": "cyan",
+    "evaluating": "magenta",
+    "finished": "green",
+    "failed": "red",
+    "stopped": "yellow",
+}
+_SPELT = {"min": "lower is better", "max": "higher is better"}
+
+
+def prefixed(record: Record) -> str:
+    """A line of a user's code with the trial, or else the worker, that it came from."""
+    trial = record["trial"]
+    source = f"worker-{record['worker']}" if trial is None else f"trial-{trial:03d}"
+    return f"[{source}] {record['line']}"
+
+
+def number(value: float) -> str:
+    """A measured value in four significant digits."""
+    return f"{value:.4g}"
+
+
+def numbers(metrics: Mapping[str, float]) -> str:
+    """Measured values with their names."""
+    return ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
+
+
+def parameters(params: Mapping[str, Any]) -> str:
+    """Parameter values with their names, in the order of the search space."""
+    return ", ".join(f"{name}={value}" for name, value in params.items())
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 7 s, 2 min 05 s or 1 h 20 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def metric_title(view: RunView) -> str:
+    """What decides, with its direction: "val_accuracy (higher is better)"."""
+    return f"{view.metric} ({_SPELT[view.direction]})"
+
+
+def summary(view: RunView) -> str:
+    """What a finished run took, in one line."""
+    took = "" if view.seconds is None else f" in {duration(view.seconds)}"
+    ended = sum(trial.status == "finished" for trial in view.trials)
+    return f"{ended} of {len(view.trials)} trials finished{took}; {view.totals}"
+
+
+def status_text(trial: TrialView) -> Text:
+    """A status in its colour."""
+    return Text(trial.status, style=STYLES[trial.status])
+
+
+def final_table(view: RunView) -> Table:
+    """All trials, best first, each with its numbers after its last epoch."""
+    table = Table(title=f"best first by {metric_title(view)}", box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    table.add_column("trial", no_wrap=True)
+    table.add_column("parameters", overflow="fold")
+    table.add_column("status", no_wrap=True)
+    names = list(view.measured())
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for place, trial in enumerate(view.best_first()):
+        wins = place == 0 and view.rank(trial)[0] == 0
+        last = trial.epochs[max(trial.epochs)] if trial.epochs else {}
+        cells = [number(last[name]) if name in last else "–" for name in names]
+        table.add_row(
+            "★" if wins else "",
+            trial.trial_id,
+            Text(parameters(trial.params)),
+            status_text(trial),
+            *cells,
+            style="bold" if wins else "",
+        )
+    return table

@@ -1,0 +1,252 @@
+"""The state of a run as people see it: a pure fold over its records.
+
+The live table, the plain lines and `SearchResult` all read this one fold, so that what scrolls by
+and what is returned cannot differ. It knows no clock but the times in the records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.totals import Totals
+from cerebro_hydra.plan import events, instructions
+from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_folder import RunFolder
+
+
+@dataclass
+class TrialView:
+    """One trial: what it is, where it is, what it has reached."""
+
+    trial: int
+    trial_id: str
+    params: dict[str, Any]
+    status: str = "waiting"
+    """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped"."""
+    reason: str = ""
+    """Why it ended so; of a failed trial the traceback."""
+    epoch: int = 0
+    partition: int | None = None
+    worker: int | None = None
+    attempt: int | None = None
+    """The task it is in; its next one may start before this one is committed."""
+    loss: float | None = None
+    """Training loss of the latest batch that an agent told of."""
+    visits: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(epoch, partition) of each surviving sub-epoch, by visit."""
+    epochs: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Metrics of each ended epoch: "train_loss", "val_loss", ..."""
+    seconds: float = 0.0
+    """Spent in sub-epochs, their hops and evaluations, repeated ones too."""
+    sub_epochs: int = 0
+    """How many sub-epochs those seconds include."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self.status in ("finished", "failed", "stopped")
+
+    @property
+    def visit_log(self) -> list[tuple[int, int]]:
+        """(epoch, partition) of each surviving sub-epoch, in the order in which it trained."""
+        return [self.visits[visit] for visit in sorted(self.visits)]
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """Each measured name with one value per ended epoch."""
+        ended = [self.epochs[epoch] for epoch in sorted(self.epochs)]
+        return {name: [metrics[name] for metrics in ended] for name in (ended[0] if ended else ())}
+
+
+@dataclass(frozen=True)
+class _Task:
+    trial: int
+    incarnation: str
+    is_hop: bool
+
+
+class RunView:
+    """What is known of a run after the records that were applied."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.document: RunDocument | None = None
+        self.trials: list[TrialView] = []
+        self.totals = Totals()
+        self.workers: dict[int, str] = {}
+        """Incarnation of each live worker."""
+        self.seconds: float | None = None
+        """Wall-clock seconds of the whole run, when it is over."""
+        self._tasks: dict[int, _Task] = {}
+
+    @classmethod
+    def of_run(cls, folder: RunFolder) -> RunView:
+        """Fold what a run's folder holds: its document, then its journal."""
+        view = cls()
+        view.apply({"kind": "start", "document": folder.read_json(RUN_FILE)})
+        for segment in folder.read_segments():
+            for line in segment:
+                if "event" in line:
+                    view.apply({"kind": "journal", **line})
+        return view
+
+    def apply(self, record: Record) -> None:
+        """Take in one record; a kind that it has no use for changes nothing."""
+        match record.get("kind"):
+            case "start":
+                self._start(RunDocument.from_json(record["document"]))
+            case "journal":
+                self._event(from_json(record["event"]))
+                for instruction in record["instructions"]:
+                    self._instruction(from_json(instruction))
+            case "progress":
+                trial = self.trials[record["trial"]]
+                if trial.status == "training" and trial.worker == record["worker"]:
+                    trial.loss = record["loss"]
+            case "finish":
+                self.seconds = record["seconds"]
+
+    def eta(self, trial: TrialView) -> float | None:
+        """Seconds until a trial ends at the pace seen so far, or None before any was seen.
+
+        A trial needs its remaining sub-epochs one after the other, and shares the workers with all
+        trials that are not over.
+        """
+        document = self.document
+        done = sum(t.sub_epochs for t in self.trials)
+        if document is None or trial.over or not done or not self.workers:
+            return None
+        if trial.sub_epochs:
+            pace = trial.seconds / trial.sub_epochs
+        else:
+            pace = sum(t.seconds for t in self.trials) / done
+        left = document.num_epochs * document.num_partitions - len(trial.visits)
+        sharing = sum(not t.over for t in self.trials) / len(self.workers)
+        return left * pace * max(1.0, sharing)
+
+    def best_first(self) -> list[TrialView]:
+        """The trials, best first by the evaluation metric; those without a value come last."""
+        return sorted(self.trials, key=self.rank)
+
+    def rank(self, trial: TrialView) -> tuple[int, float]:
+        """Sort key: finished trials by the metric after the last epoch, NaN and the rest last.
+
+        Equal trials keep their order, so that the first wins.
+        """
+        value = self.score(trial)
+        if trial.status != "finished" or value is None or math.isnan(value):
+            return (1 if trial.status == "finished" else 2, 0.0)
+        return (0, -value if self.direction == "max" else value)
+
+    def score(self, trial: TrialView) -> float | None:
+        """The evaluation metric after the last ended epoch."""
+        return trial.epochs[max(trial.epochs)].get(self.metric) if trial.epochs else None
+
+    @property
+    def metric(self) -> str:
+        """Name of what decides, as in a history: "val_accuracy", or "train_loss" unvalidated."""
+        assert self.document is not None
+        split = "val" if self.document.validated else "train"
+        return f"{split}_{self.document.evaluation_metric}"
+
+    @property
+    def direction(self) -> str:
+        """Either "min" or "max": which values of the metric are better."""
+        assert self.document is not None
+        return self.document.metrics[self.document.evaluation_metric]
+
+    def measured(self) -> Iterator[str]:
+        """Names that a history holds, in the order in which people want to read them."""
+        assert self.document is not None
+        yield "train_loss"
+        if self.document.validated:
+            yield from (f"val_{name}" for name in self.document.metrics)
+
+    def _start(self, document: RunDocument) -> None:
+        self.document = document
+        self.trials = [
+            TrialView(spec.trial, spec.trial_id, dict(spec.params)) for spec in document.trials
+        ]
+
+    def _event(self, event: events.Event) -> None:
+        match event:
+            case events.WorkerJoined():
+                self._lose(self.workers.get(event.worker, ""))
+                self.workers[event.worker] = event.incarnation
+            case events.WorkerLost():
+                self._lose(event.incarnation)
+            case events.SubEpochDone():
+                task = self._tasks.pop(event.attempt, None)
+                if task is not None:
+                    trial = self.trials[task.trial]
+                    trial.seconds += event.hop.seconds + event.seconds
+                    trial.sub_epochs += 1
+                    if task.is_hop:
+                        self.totals.add(event.hop)
+            case events.EvaluationDone():
+                task = self._tasks.pop(event.attempt, None)
+                if task is not None:
+                    self.trials[task.trial].seconds += event.seconds
+
+    def _instruction(self, instruction: instructions.Instruction) -> None:
+        match instruction:
+            case instructions.StartSubEpoch():
+                source = instruction.source.incarnation
+                is_hop = source is not None and source != instruction.incarnation
+                self._begin(instruction, "training", is_hop)
+            case instructions.Evaluate():
+                self._begin(instruction, "evaluating", False)
+            case instructions.Commit():
+                trial = self.trials[instruction.trial]
+                trial.visits[instruction.visit] = (instruction.epoch, instruction.partition)
+                self._rest(trial, instruction.attempt)
+            case instructions.Cancel():
+                task = self._tasks.pop(instruction.attempt, None)
+                if task is not None:
+                    self._rest(self.trials[task.trial], instruction.attempt)
+            case instructions.Redo():
+                self._redo(instruction)
+            case instructions.EndEpoch():
+                trial = self.trials[instruction.trial]
+                trial.epochs[instruction.epoch] = dict(instruction.metrics)
+                self._rest(trial, trial.attempt)
+            case instructions.FinishTrial():
+                trial = self.trials[instruction.trial]
+                trial.status, trial.reason = instruction.status, instruction.reason
+                trial.worker = trial.partition = trial.attempt = None
+
+    def _lose(self, incarnation: str) -> None:
+        """Forget a worker and its tasks: what it held is gone, so nothing more comes of them."""
+        self.workers = {w: i for w, i in self.workers.items() if i != incarnation}
+        for attempt, task in list(self._tasks.items()):
+            if task.incarnation == incarnation:
+                del self._tasks[attempt]
+                self._rest(self.trials[task.trial], attempt)
+
+    def _begin(
+        self, task: instructions.StartSubEpoch | instructions.Evaluate, status: str, is_hop: bool
+    ) -> None:
+        self._tasks[task.attempt] = _Task(task.trial, task.incarnation, is_hop)
+        trial = self.trials[task.trial]
+        trial.status, trial.epoch = status, task.epoch
+        trial.partition, trial.worker, trial.attempt = task.partition, task.worker, task.attempt
+
+    @staticmethod
+    def _rest(trial: TrialView, attempt: int | None) -> None:
+        """Let a trial wait, unless it is in another task than this one by now."""
+        if trial.attempt == attempt and not trial.over:
+            trial.status = "waiting"
+            trial.worker = trial.partition = trial.attempt = None
+
+    def _redo(self, redo: instructions.Redo) -> None:
+        assert self.document is not None
+        trial = self.trials[redo.trial]
+        for visit in redo.visits:
+            trial.visits.pop(visit, None)
+        first_void = (min(redo.visits) - 1) // self.document.num_partitions
+        trial.epochs = {epoch: m for epoch, m in trial.epochs.items() if epoch < first_void}

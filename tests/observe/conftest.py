@@ -1,0 +1,98 @@
+"""Streams of records from the real state machine on its virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cerebro_hydra.plan.codec import to_json
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.simulate import Loss, Simulation
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+
+EPOCHS, PARTITIONS = 3, 2
+
+
+def document(num_trials: int, validated: bool = True, **changes: Any) -> RunDocument:
+    trials = tuple(
+        TrialSpec(
+            trial=trial,
+            trial_id=f"trial-{trial:03d}",
+            params={"lr": 10.0**-trial},
+            seed=trial,
+            cut={},
+            template={},
+            nbytes=1_000_000,
+            batch_size=32,
+            accumulate=1,
+            steps=(4, 4),
+            shards=(("f", "t"),),
+        )
+        for trial in range(num_trials)
+    )
+    fields: dict[str, Any] = {
+        "run_id": "20260101-000000-abcdef",
+        "factory": None,
+        "seed": 0,
+        "order": "dynamic",
+        "num_epochs": EPOCHS,
+        "num_partitions": PARTITIONS,
+        "evaluation_metric": "loss",
+        "metrics": {"loss": "min", "accuracy": "max"} if validated else {"loss": "min"},
+        "feature_columns": ("features",),
+        "label_columns": ("label",),
+        "store": {},
+        "fingerprint": "f",
+        "validated": validated,
+        "threads": 1,
+        "trials": trials,
+    }
+    return RunDocument(**{**fields, **changes})
+
+
+@pytest.fixture
+def make_document() -> Callable[..., RunDocument]:
+    return document
+
+
+@pytest.fixture
+def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
+    """`simulate(num_trials, losses)` gives a finished simulation and the records of its run."""
+
+    def run(
+        num_trials: int = 3, losses: tuple[Loss, ...] = (), validated: bool = True
+    ) -> tuple[Simulation, list[dict[str, Any]]]:
+        config = HopConfig(
+            trials=tuple(TrialConfig(t, 1.0, 1_000_000, (("f", "t"),)) for t in range(num_trials)),
+            partitions=PARTITIONS,
+            epochs=EPOCHS,
+            evaluate=validated,
+        )
+        workers = [(partition,) for partition in range(PARTITIONS)]
+        simulation = Simulation(
+            config,
+            workers,
+            lambda kind, trial, partition: 1.0 + 0.1 * trial,
+            hop_seconds=0.01,
+            losses=losses,
+        )
+        timeline = simulation.run()
+        records: list[dict[str, Any]] = [
+            {"kind": "start", "document": document(num_trials, validated).to_json()}
+        ]
+        for seq, (event, instructions) in enumerate(timeline.records):
+            records.append(
+                {
+                    "kind": "journal",
+                    "seq": seq,
+                    "time": float(seq),
+                    "event": to_json(event),
+                    "instructions": [to_json(instruction) for instruction in instructions],
+                }
+            )
+        records.append({"kind": "finish", "seconds": timeline.makespan})
+        return simulation, records
+
+    return run

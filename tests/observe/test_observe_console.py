@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cerebro_hydra.observe import RunView, console_observer
+from cerebro_hydra.observe.lines import LogLines, PlainLines
+from cerebro_hydra.observe.table import LiveTable, frame
+from cerebro_hydra.observe.text import duration, final_table
+from cerebro_hydra.observe.totals import human_bytes
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.codec import to_json
+from cerebro_hydra.plan.simulate import Loss
+
+LOG = {"kind": "log", "trial": 1, "worker": 0, "line": "lr is [0.1]", "stream": "stdout"}
+
+
+def terminal(width: int = 160) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+
+
+def pipe() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=200)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def drawn(renderable: Any, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(renderable)
+    return printed(console)
+
+
+def test_view_suits_where_it_is_watched_from() -> None:
+    assert isinstance(console_observer(1, terminal()), LiveTable)
+    assert isinstance(console_observer(1, pipe()), PlainLines)
+    assert isinstance(console_observer(0, terminal()), LogLines)
+
+
+def test_plain_lines_tell_each_epoch_of_each_trial_once(simulate: Callable[..., Any]) -> None:
+    _, records = simulate(3)
+    console = pipe()
+    observer = PlainLines(console)
+    for record in records:
+        observer.on_record(record)
+    told = re.findall(r"^(trial-\d{3}) epoch (\d)/3: train_loss", printed(console), re.M)
+    assert sorted(told) == [(f"trial-{t:03d}", str(e)) for t in range(3) for e in (1, 2, 3)]
+    assert len(printed(console).splitlines()) < 30, "not one line per event"
+
+
+def test_plain_lines_tell_of_lost_workers_and_repeated_work(simulate: Callable[..., Any]) -> None:
+    _, records = simulate(4, (Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0)))
+    console = pipe()
+    observer = PlainLines(console)
+    for record in records:
+        observer.on_record(record)
+    assert "worker 0 lost: killed" in printed(console)
+    assert "repeats sub-epochs" in printed(console)
+
+
+@pytest.mark.parametrize("make", [terminal, pipe])
+def test_lines_of_user_code_carry_their_trial(
+    make: Callable[[], Console], simulate: Callable[..., Any]
+) -> None:
+    _, records = simulate(2)
+    console = make()
+    observer = console_observer(1, console)
+    for record in [records[0], LOG, {**LOG, "trial": None, "line": "import"}, *records[1:]]:
+        observer.on_record(record)
+    assert "[trial-001] lr is [0.1]" in printed(console)
+    assert "[worker-0] import" in printed(console)
+
+
+def test_quiet_prints_nothing_and_logs_what_user_code_printed(
+    simulate: Callable[..., Any],
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, records = simulate(2)
+    observer = console_observer(0)
+    with caplog.at_level(logging.INFO, logger="cerebro_hydra.trials"):
+        for record in [*records, LOG]:
+            observer.on_record(record)
+    assert capfd.readouterr() == ("", "")
+    assert [record.getMessage() for record in caplog.records] == ["[trial-001] lr is [0.1]"]
+
+
+def test_live_table_gives_the_cursor_back_in_the_middle_of_a_run(
+    simulate: Callable[..., Any],
+) -> None:
+    _, records = simulate(2)
+    console = terminal()
+    observer = LiveTable(console)
+    for record in records[:5]:
+        observer.on_record(record)
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert printed(console).count(hide) == 1
+    assert show not in printed(console)
+    observer.close()
+    assert printed(console).count(show) == 1
+
+
+def test_frame_shows_where_each_trial_is(make_document: Callable[..., Any]) -> None:
+    view = RunView()
+    view.apply({"kind": "start", "document": make_document(2).to_json()})
+    started = ins.StartSubEpoch(0, 1, 4, 1, 1, 0, "a", ins.Source(0, None))
+    for event, instruction in [
+        (ev.WorkerJoined(0, "a", (0,)), started),
+        (ev.TrialStopped(0, ""), ins.EndEpoch(1, 0, {"train_loss": 0.7, "val_loss": 0.61234})),
+        (ev.TrialStopped(0, ""), started),
+    ]:
+        view.apply(
+            {"kind": "journal", "event": to_json(event), "instructions": [to_json(instruction)]}
+        )
+    view.apply({"kind": "progress", "trial": 1, "worker": 0, "loss": 0.54321})
+    text = drawn(frame(view))
+    row = next(line for line in text.splitlines() if "trial-001" in line)
+    assert row.split() == ["trial-001", "lr=0.1", "training", "2/3", "1", "0", "0.5432", "0.6123"]
+    assert "val_loss (lower is better)" in " ".join(text.split())
+
+
+def test_final_table_has_the_best_first_and_says_the_direction(
+    make_document: Callable[..., Any],
+) -> None:
+    view = RunView()
+    document = make_document(3, evaluation_metric="accuracy")
+    view.apply({"kind": "start", "document": document.to_json()})
+    for trial, accuracy in enumerate([0.5, 0.75, float("nan")]):
+        metrics = {"train_loss": 1.0, "val_loss": 1.0, "val_accuracy": accuracy}
+        instructions = [ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "")]
+        view.apply(
+            {
+                "kind": "journal",
+                "event": to_json(ev.TrialStopped(trial, "")),
+                "instructions": [to_json(each) for each in instructions],
+            }
+        )
+    text = drawn(final_table(view))
+    assert re.findall(r"trial-\d{3}", text) == ["trial-001", "trial-000", "trial-002"]
+    assert "best first by val_accuracy (higher is better)" in text
+    assert "★" in next(line for line in text.splitlines() if "trial-001" in line)
+    assert text.count("★") == 1
+
+
+def test_parameters_with_brackets_are_shown_as_they_are(make_document: Callable[..., Any]) -> None:
+    document = make_document(1).to_json()
+    document["trials"][0]["params"] = {"cut": ["red", "0"]}
+    view = RunView()
+    view.apply({"kind": "start", "document": document})
+    assert "cut=['red', '0']" in drawn(final_table(view))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (125, "2 min 05 s"), (4800, "1 h 20 min")],
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (12_345_678, "12.3 MB"), (5 * 10**12, "5.0 TB")],
+)
+def test_bytes_read_well(count: int, text: str) -> None:
+    assert human_bytes(count) == text

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.codec import to_json
+from cerebro_hydra.plan.simulate import Loss
+from cerebro_hydra.storage import LocalStore, RunFolder
+
+
+def fold(records: list[dict[str, Any]]) -> RunView:
+    view = RunView()
+    for record in records:
+        view.apply(record)
+    return view
+
+
+def journal(event: object, *instructions: object) -> dict[str, Any]:
+    return {
+        "kind": "journal",
+        "seq": 0,
+        "time": 0.0,
+        "event": to_json(event),
+        "instructions": [to_json(each) for each in instructions],
+    }
+
+
+QUIET = ev.TrialStopped(0, "")  # an event that the fold has no use for
+JOIN = journal(ev.WorkerJoined(0, "a", (0,)))
+
+
+def ended(trial: int, epoch: int, **metrics: float) -> ins.EndEpoch:
+    return ins.EndEpoch(trial, epoch, metrics)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        (),
+        (Loss(1.5, 0, 0.5),),
+        (Loss(0.5, 1, 0.2), Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0)),
+    ],
+)
+def test_visit_logs_and_histories_are_those_of_the_state_machine(simulate, losses) -> None:
+    simulation, records = simulate(4, losses)
+    view = fold(records)
+    assert [trial.visit_log for trial in view.trials] == simulation.timeline.visit_logs
+    for trial, truth in zip(view.trials, simulation.state.trials, strict=True):
+        assert trial.status == truth.status
+        assert [trial.epochs[e] for e in sorted(trial.epochs)] == truth.history
+    assert view.seconds == simulation.timeline.makespan
+
+
+def test_a_loss_makes_the_fold_forget_void_sub_epochs(simulate) -> None:
+    """Guards the test above: the streams with losses do hold redone sub-epochs."""
+    losses = (Loss(0.5, 1, 0.2), Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0))
+    _, records = simulate(4, losses)
+    told = [i["type"] for r in records if r["kind"] == "journal" for i in r["instructions"]]
+    assert "Redo" in told
+    kept = [i for i, r in enumerate(records) if r["kind"] != "journal" or "Redo" not in str(r)]
+    without = fold([records[i] for i in kept])
+    assert told.count("Commit") > sum(len(trial.visit_log) for trial in fold(records).trials)
+    assert without.trials[0].over
+
+
+def test_while_running_the_view_shows_who_trains_where(simulate) -> None:
+    _, records = simulate(3)
+    view = RunView()
+    seen = set()
+    for record in records:
+        view.apply(record)
+        busy = [t.worker for t in view.trials if t.status == "training"]
+        assert len(busy) == len(set(busy)), "two trials in one worker"
+        seen.update((t.trial, t.partition) for t in view.trials if t.status == "training")
+    assert seen == {(trial, partition) for trial in range(3) for partition in range(2)}
+
+
+def test_fold_of_a_run_folder_equals_the_fold_of_the_live_stream(simulate, tmp_path) -> None:
+    _, records = simulate(3)
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    folder.write_json("run.json", records[0]["document"])
+    lines = [{k: v for k, v in record.items() if k != "kind"} for record in records[1:-1]]
+    folder.write_segment(0, [{"config": {}}, *lines[:7]])
+    folder.write_segment(1, lines[7:])
+    live, kept = fold(records), RunView.of_run(folder)
+    assert kept.trials == live.trials
+    assert kept.totals == live.totals
+
+
+def test_only_moves_between_workers_count_as_hops(simulate) -> None:
+    """Each trial's first load comes from the store; then it moves once per change of worker."""
+    simulation, records = simulate(3, validated=False)
+    moves = sum(
+        before[1] != after[1]
+        for log in simulation.timeline.visit_logs
+        for before, after in pairwise(log)
+    )
+    totals = fold(records).totals
+    assert totals.hops == moves > 0
+    assert totals.bytes_moved == moves * 1_000_000
+    assert totals.seconds == pytest.approx(moves * 0.01)
+
+
+def test_best_is_the_highest_accuracy_and_nan_never_wins(make_document) -> None:
+    document = make_document(4, evaluation_metric="accuracy")
+    scores = [0.5, 0.9, float("nan"), 0.9]
+    view = fold([{"kind": "start", "document": document.to_json()}, JOIN])
+    for trial, score in enumerate(scores):
+        view.apply(
+            journal(
+                ev.TrialStopped(trial, ""),
+                ended(trial, 0, train_loss=1.0, val_loss=1.0, val_accuracy=1.0 - trial / 10),
+                ended(trial, 1, train_loss=1.0, val_loss=1.0, val_accuracy=score),
+                ins.FinishTrial(trial, "finished", ""),
+            )
+        )
+    assert [t.trial for t in view.best_first()] == [1, 3, 0, 2]
+
+
+def test_best_by_loss_is_the_lowest_and_failed_trials_never_win(make_document) -> None:
+    view = fold([{"kind": "start", "document": make_document(3, validated=False).to_json()}, JOIN])
+    for trial, (loss, status) in enumerate([(0.3, "finished"), (0.1, "failed"), (0.2, "finished")]):
+        view.apply(
+            journal(
+                ev.TrialStopped(trial, ""),
+                ended(trial, 0, train_loss=loss),
+                ins.FinishTrial(trial, status, "why"),
+            )
+        )
+    assert view.metric == "train_loss"
+    assert [t.trial for t in view.best_first()] == [2, 0, 1]
+
+
+def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials(make_document) -> None:
+    view = fold([{"kind": "start", "document": make_document(2).to_json()}, JOIN])
+    first, second = view.trials
+    assert view.eta(first) is None
+    source = ins.Source(0, None)
+    view.apply(journal(QUIET, ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", source)))
+    done = ev.SubEpochDone(0, "a", 10, 1.0, (("f", "t"),), 5, 1.5, ev.Hop(0, 0, 0.5))
+    view.apply(journal(done, ins.Commit(0, 0, 1, 0, 0)))
+    # 3 epochs of 2 partitions at 2 s each; two trials share one worker.
+    assert view.eta(first) == pytest.approx(5 * 2.0 * 2)
+    assert view.eta(second) == pytest.approx(6 * 2.0 * 2)
+    view.apply(journal(QUIET, ins.FinishTrial(1, "failed", "boom")))
+    assert view.eta(second) is None
+    assert view.eta(first) == pytest.approx(5 * 2.0)
+
+
+def test_eta_counts_live_workers_only(make_document) -> None:
+    view = fold([{"kind": "start", "document": make_document(1).to_json()}, JOIN])
+    view.apply(journal(ev.WorkerLost("a", "killed")))
+    assert view.workers == {}
+    assert view.eta(view.trials[0]) is None
+
+
+def test_a_lost_worker_leaves_its_trial_waiting(make_document) -> None:
+    view = fold([{"kind": "start", "document": make_document(1).to_json()}, JOIN])
+    started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.Source(0, None))
+    view.apply(journal(QUIET, started))
+    assert (view.trials[0].status, view.trials[0].worker) == ("training", 0)
+    view.apply(journal(ev.WorkerLost("a", "killed")))
+    assert (view.trials[0].status, view.trials[0].worker) == ("waiting", None)
+
+
+def test_progress_of_a_worker_that_the_trial_has_left_is_ignored(make_document) -> None:
+    view = fold([{"kind": "start", "document": make_document(1).to_json()}, JOIN])
+    started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.Source(0, None))
+    view.apply(journal(QUIET, started))
+    told = {"kind": "progress", "trial": 0, "epoch": 0, "partition": 0, "step": 1, "steps": 4}
+    view.apply({**told, "worker": 0, "loss": 0.5})
+    view.apply({**told, "worker": 1, "loss": 9.0})
+    assert view.trials[0].loss == 0.5

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.replay import factories
+
+MODULE = """
+def build(params):
+    return params
+
+class Models:
+    @staticmethod
+    def build(params):
+        return params
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "factories_under_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "factories_under_test", raising=False)
+    return "factories_under_test"
+
+
+def test_function_of_a_module_is_found_again_by_its_name(module: str) -> None:
+    for name in (f"{module}:build", f"{module}:Models.build"):
+        factory = factories.named(name)
+        assert factories.name_of(factory) == name
+        assert factories.find("/no/run", recorded=name) is factory
+
+
+def test_lambdas_nested_and_partial_functions_have_no_name(module: str) -> None:
+    def nested(params: object) -> object:
+        return params
+
+    build = factories.named(f"{module}:build")
+    assert factories.name_of(nested) is None
+    assert factories.name_of(lambda params: params) is None
+    assert factories.name_of(functools.partial(build)) is None
+
+
+def test_function_that_its_name_no_longer_leads_to_has_no_name(module: str) -> None:
+    @functools.wraps(factories.named(f"{module}:build"))
+    def wrapper(params: object) -> object:
+        return params
+
+    assert factories.name_of(wrapper) is None
+
+
+def test_function_of_a_script_has_no_name(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from cerebro_hydra.replay.factories import name_of\n"
+        "def build(params):\n    return params\n"
+        "print(name_of(build))\n"
+    )
+    root = Path(factories.__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "None"
+
+
+def test_given_wins_over_remembered_and_remembered_over_recorded(
+    module: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    remembered, given = (lambda params: 1), (lambda params: 2)
+    factories.remember(str(run), remembered)
+    recorded = f"{module}:build"
+    assert factories.find(str(run), recorded, given) is given
+    assert factories.find(str(run), recorded, recorded) is factories.named(recorded)
+    assert factories.find(f"{run}/../run/", recorded) is remembered
+    assert factories.find(str(tmp_path), recorded) is factories.named(recorded)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("build", "another form than module:name"),
+        ("no_such_module_here:build", "can't import 'no_such_module_here'.*PYTHONPATH"),
+        ("factories_under_test:bild", "has no function 'bild'"),
+        ("factories_under_test:number", "has no function 'number'"),
+    ],
+)
+def test_name_that_leads_nowhere_says_why(module: str, name: str, said: str) -> None:
+    with pytest.raises(ReplayError, match=said):
+        factories.named(name)
+
+
+def test_unknown_factory_says_how_to_give_it(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match="--factory module:name"):
+        factories.find(str(tmp_path), None)
