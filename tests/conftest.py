@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports torch: one thread against two gives other bits.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# The first example pays for imports, and the machine may be busy: a deadline would only be noise.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
