@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -60,6 +62,9 @@ def shut_down(server: fl.FlightServerBase) -> None:
     Flight's own shutdown waits until every peer has let go of its connection; peers that are
     idle or hung get a moment, then its thread is left behind and the process may end.
     """
+    for held in gc.get_referents(server):
+        if isinstance(held, weakref.finalize):
+            held.atexit = False  # Flight's own finalizer would wait the same way at exit
     stopping = threading.Thread(target=server.shutdown, name="wire-shutdown", daemon=True)
     stopping.start()
     stopping.join(_MOMENT)

@@ -244,6 +244,22 @@ def test_close_does_not_hang_on_a_hung_agent(peer: Callable[..., Any]) -> None:
     assert not closing.is_alive()
 
 
+@pytest.mark.parametrize(("line", "code"), [("close", 0), ("crash", 3)])
+@pytest.mark.parametrize("hung", [False, True])
+def test_a_drivers_process_can_end_whatever_its_agents_do(
+    peer: Callable[..., Any], line: str, code: int, hung: bool
+) -> None:
+    driver = peer("driver", SECRET)
+    agent = peer("agent", driver.hear()["uri"], SECRET, "a")
+    agent.hear()
+    if hung:
+        os.kill(agent.process.pid, signal.SIGSTOP)
+    driver.tell(line)
+    assert driver.process.wait(GUARD) == code
+    if not hung:
+        assert agent.hear() == {"closed": "the driver closed the connection"}
+
+
 def test_a_message_can_be_sent_from_on_hello_on() -> None:
     """The welcome is the first thing that an agent sees, whatever was sent meanwhile."""
 

@@ -62,7 +62,7 @@ def agent(uri: str, secret: str, incarnation: str) -> None:
 
 
 def driver(secret: str) -> None:
-    """Serve agents until the standard input says to close, or this process is killed."""
+    """Serve agents until a line comes; "crash" ends the process without closing anything."""
     server = ControlServer(
         "127.0.0.1",
         secret,
@@ -71,7 +71,8 @@ def driver(secret: str) -> None:
         lambda incarnation, reason: say({"closed": reason}),
     )
     say({"uri": server.uri})
-    sys.stdin.readline()
+    if sys.stdin.readline().strip() == "crash":
+        sys.exit(3)
     server.close()
     say({"closed": "by itself"})
 
