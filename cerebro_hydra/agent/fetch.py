@@ -13,6 +13,7 @@ from cerebro_hydra.agent.shelf import Bytes, Shard, Shelf
 from cerebro_hydra.errors import StoreError, TransferFailed
 from cerebro_hydra.plan.events import Hop
 from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.shards.layout import aligned
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.messages import ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
@@ -122,7 +123,7 @@ class Fetch:
         if self.cancelled:
             raise TransferFailed("cancelled")
         key = ShardKey(wanted.trial, wanted.visit, number, wanted.incarnation)
-        fetched = self._client.fetch(key, self.shelf.digests(), _allocate)
+        fetched = self._client.fetch(key, self.shelf.digests(), aligned)
         self.meter.add(fetched.bytes_moved, fetched.bytes_saved, fetched.seconds)
         segments = {}
         for name, segment in fetched.segments.items():
@@ -149,12 +150,10 @@ class Fetch:
             self.meter.add(0, held.nbytes, 0.0)
             return name, held
         begun = time.perf_counter()
-        buffer = np.frombuffer(self.folder.read_object(name), np.uint8)
+        content = np.frombuffer(self.folder.read_object(name), np.uint8)
+        buffer = aligned(content.nbytes)
+        buffer[:] = content
         if (found := digest(buffer)) != name:
             raise TransferFailed(f"object {name} of the run folder is damaged: it has {found}")
         self.meter.add(buffer.nbytes, 0, time.perf_counter() - begun)
         return name, buffer
-
-
-def _allocate(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)

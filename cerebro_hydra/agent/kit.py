@@ -10,10 +10,10 @@ from typing import Any
 from cerebro_hydra.data.batches import Batch, batches, row_order
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.recipe import Recipe, build_recipe
-from cerebro_hydra.shards.admission import StateTemplate
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.layout import TrialLayout
+from cerebro_hydra.shards.state_template import StateTemplate
 from cerebro_hydra.shards.structure import StructureCache
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 

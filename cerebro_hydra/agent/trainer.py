@@ -18,6 +18,7 @@ from cerebro_hydra.errors import Cancelled, DataError, TransferFailed
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
 from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.shards.layout import aligned
 
 PROGRESS_SECONDS = 0.5
 
@@ -104,7 +105,9 @@ class Trainer:
         def need(number: int) -> tuple[dict[str, Bytes], dict[str, Any] | None]:
             # The state before is kept: training writes into a copy of the trainable segment.
             given = shard(number)
-            trainable = given.buffers["trainable"].copy()
+            before = given.buffers["trainable"]
+            trainable = aligned(before.nbytes)
+            trainable[:] = before
             cursor = dict(given.cursor) or None
             return {"frozen": given.buffers["frozen"], "trainable": trainable}, cursor
 

@@ -40,24 +40,32 @@ def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
                 raise ReplayError(
                     f"object {digest} of {folder.path} is damaged: {error}"
                 ) from error
+            header = _header(content)
+            for name, order in header.get("__metadata__", {}).items():
+                axes = [int(axis) for axis in order.split(",")]
+                tensors[name] = tensors[name].permute([axes.index(i) for i in range(len(axes))])
             marks = tensors.pop("exists", torch.empty(0, dtype=torch.uint8)).tolist()
             absent = {
-                name for name, mark in zip(_optim_names(content), marks, strict=True) if not mark
+                name for name, mark in zip(_optim_names(header), marks, strict=True) if not mark
             }
             saved.tensors.update(
                 (name, tensor)
                 for name, tensor in tensors.items()
-                if ":" in name and name not in absent
+                if not name.startswith("pad:") and name not in absent
             )
         if shard["cursor"]:
             saved.groups = shard["cursor"]["groups"]
     return saved
 
 
-def _optim_names(content: bytes) -> list[str]:
+def _header(content: bytes) -> dict[str, Any]:
+    """The JSON before the tensors; its metadata names tensors that lie in another axis order."""
+    header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header
+
+
+def _optim_names(header: dict[str, Any]) -> list[str]:
     """Names of optimizer state in file order, to which the bytes of `exists` belong."""
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
     names = [name for name in header if name.startswith("optim:")]
     return sorted(names, key=lambda name: header[name]["data_offsets"])
 
