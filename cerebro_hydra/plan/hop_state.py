@@ -238,6 +238,7 @@ class HopState:
         if attempt is None or attempt.kind != "evaluate":
             return
         trial = self.trials[attempt.trial]
+        self._has_source(attempt)
         trial.sums[attempt.partition] = event.sums
         trial.transfer_failures = 0
         self.estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
@@ -250,12 +251,10 @@ class HopState:
         trial, held = self.trials[event.trial], (event.visit, event.incarnation)
         if self.agent(event.incarnation) is None or self.holders.holds(event.trial, *held):
             return
-        waiting = [a for a in trial.attempts if (a.source.visit, a.incarnation) == held]
-        if not waiting:  # it was for an attempt that is over
-            self._out.append(Drop(event.trial, event.visit, event.incarnation))
-        elif held not in trial.doubtful:
-            for attempt in waiting:
-                self._has_source(attempt)
+        if held not in trial.doubtful:
+            for attempt in trial.attempts:
+                if (attempt.source.visit, attempt.incarnation) == held:
+                    self._has_source(attempt)
 
     def _has_source(self, attempt: Attempt) -> None:
         """The state that the attempt starts from is whole at its worker."""

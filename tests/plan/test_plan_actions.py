@@ -65,7 +65,7 @@ def test_a_wrong_word_is_named_with_its_line() -> None:
     ("kind", "microbatch"), [(ActionKind.F, None), (ActionKind.SEND, 0), (ActionKind.B, -1)]
 )
 def test_an_action_without_text_cannot_be_made(kind: ActionKind, microbatch: int | None) -> None:
-    with pytest.raises(ValueError, match="microbatch|negative"):
+    with pytest.raises(ValueError, match=r"microbatch|negative"):
         Action(0, 0, kind, microbatch)
 
 
