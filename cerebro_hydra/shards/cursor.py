@@ -1,0 +1,81 @@
+"""The little JSON that travels with a shard: step, options of its param groups, LR scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+
+from cerebro_hydra.errors import ConfigurationError
+
+_TAG = "!"
+
+
+def make_cursor(step: int, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> dict:
+    """What a shard needs beside its segments to go on at `step`.
+
+    Raises:
+        ConfigurationError: an option or the scheduler's state is no plain value.
+    """
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    state = None if scheduler is None else scheduler.state_dict()
+    return {
+        "step": step,
+        "groups": [encode(group, f"param group {i}") for i, group in enumerate(groups)],
+        "scheduler": None if state is None else encode(state, type(scheduler).__name__),
+    }
+
+
+def restore_cursor(
+    cursor: dict[str, Any], optimizer: torch.optim.Optimizer, scheduler: Any | None
+) -> None:
+    """Bring a fresh optimizer and scheduler to where a cursor was made."""
+    for group, options in zip(optimizer.param_groups, cursor["groups"], strict=True):
+        group.update(decode(options))
+    if scheduler is not None:
+        scheduler.load_state_dict(decode(cursor["scheduler"]))
+
+
+def encode(value: Any, where: str) -> Any:
+    """Plain Python values as JSON that `decode` turns back into equal values."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_TAG: "float", "of": repr(float(value))}
+    if type(value) is list:
+        return [encode(each, where) for each in value]
+    if type(value) is tuple:
+        return {_TAG: "tuple", "of": [encode(each, where) for each in value]}
+    if type(value) in (dict, Counter):
+        plain = type(value) is dict and all(isinstance(k, str) and k != _TAG for k in value)
+        if plain:
+            return {key: encode(each, f"{where}[{key!r}]") for key, each in value.items()}
+        pairs = [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]
+        return {_TAG: "counter" if type(value) is Counter else "dict", "of": pairs}
+    raise ConfigurationError(
+        f"{where} is a {type(value).__name__}, which can't travel as JSON; "
+        "use plain numbers, strings, lists and dicts in optimizer options and LR schedulers"
+    )
+
+
+def decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_TAG):
+        case None:
+            return {key: decode(each) for key, each in value.items()}
+        case "float":
+            return float(value["of"])
+        case "tuple":
+            return tuple(decode(each) for each in value["of"])
+        case "counter":
+            return Counter({decode(k): decode(v) for k, v in value["of"]})
+        case _:
+            return {decode(k): decode(v) for k, v in value["of"]}

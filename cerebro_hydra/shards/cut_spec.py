@@ -1,0 +1,33 @@
+"""Where a model is cut, as data that travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+CutMode = Literal["export", "layers", "whole"]
+
+
+@dataclass(frozen=True)
+class CutSpec:
+    """How a model is cut into shards.
+
+    Args:
+        mode: "export" cuts the flat graph of `torch.export`, "layers" the children of a
+            `Sequential`, "whole" keeps the model as one shard.
+        at: the unit calls, `module@call`, at which shards 1, 2, ... begin.
+    """
+
+    mode: CutMode
+    at: tuple[str, ...] = ()
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.at) + 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {"mode": self.mode, "at": list(self.at)}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> CutSpec:
+        return cls(document["mode"], tuple(document["at"]))

@@ -1,0 +1,279 @@
+"""Runs one trial's shards: an interpreter of the actions that a schedule lists."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from cerebro_hydra.errors import NonFiniteLoss
+from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.schedules.sequential import sequential
+from cerebro_hydra.plan.validate import validate
+from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.shards.clipping import clip_coefficient, grad_norms, scale_grads
+from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
+from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.optimizer_clone import clone_optimizer
+from cerebro_hydra.shards.state import ShardState, read_state
+from cerebro_hydra.shards.structure import Structure
+from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
+
+__all__ = ["Engine", "TrainTotals", "read_state"]
+
+Cursor = dict[str, Any]
+Need = Callable[[int], tuple[Segments, Cursor | None]]
+Publish = Callable[[int, Segments, Cursor], object]
+OnStep = Callable[[int, float], object]
+
+_TRIAL = 0  # an engine runs one trial, so the trial of its actions is always this one
+
+
+class Batch(Protocol):
+    """Rows of one batch; tensors have them as first dimension."""
+
+    @property
+    def features(self) -> tuple[Tensor, ...]: ...
+    @property
+    def labels(self) -> tuple[Tensor, ...]: ...
+    @property
+    def rows(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TrainTotals:
+    """Sums over the batches of a sub-epoch: loss times rows, rows, optimizer steps."""
+
+    loss_sum: float
+    rows: int
+    steps: int
+
+
+class Engine:
+    """Trains and evaluates one trial, cut as its structure says.
+
+    Args:
+        structure: may be shared between trials of equal structure, one at a time per thread.
+        recipe: the trial; its model and optimizer are read, never changed.
+        trial_seed: what its random numbers depend on, beside step, microbatch and unit.
+        steps_per_epoch: for LR schedulers that ask.
+        mode: "keep" keeps autograd's graphs from F to B, "recompute" makes them again in B; the
+            bits are the same.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        layout: TrialLayout,
+        recipe: Recipe,
+        trial_seed: int,
+        steps_per_epoch: int,
+        mode: Literal["keep", "recompute"] = "keep",
+    ) -> None:
+        if mode not in ("keep", "recompute"):
+            raise ValueError(f"mode is {mode!r}; it is 'keep' or 'recompute'")
+        self._structure = structure
+        self._layout = layout
+        self._recipe = recipe
+        self._trial_seed = trial_seed
+        self._steps_per_epoch = steps_per_epoch
+        self._keep = mode == "keep"
+        self._programs: dict[tuple[int, bool], list[Action]] = {}
+
+    def train(
+        self,
+        windows: Iterable[Sequence[Batch]],
+        start_step: int,
+        need: Need,
+        publish: Publish,
+        on_step: OnStep | None = None,
+    ) -> TrainTotals:
+        """Train over a sub-epoch.
+
+        Args:
+            windows: the batches of each optimizer step.
+            start_step: optimizer steps that the trial has done before.
+            need: gives shard k's segments and cursor (None: state 0) right before its first task;
+                it may block until they have arrived. The trainable segment is the engine's to
+                write to, the frozen one is only read.
+            publish: takes shard k's segments and cursor right after its last update; from then on
+                the engine does not touch them.
+            on_step: hears of each step and its mean loss.
+
+        Raises:
+            NonFiniteLoss: a batch's loss is NaN or infinite; nothing was published.
+        """
+        run = _SubEpoch(self._structure, self._layout, self._recipe, self._steps_per_epoch,
+                        self._keep, need, publish)  # fmt: skip
+        loss_sum, rows, step = 0.0, 0, start_step
+        for window, is_last in _with_last(windows):
+            batches = self._microbatches(window, step)
+            run.window(self._actions(len(window), is_last), batches, step)
+            sums = [b.loss * batch.rows for b, batch in zip(batches, window, strict=True)]
+            for each in sums:
+                loss_sum += each
+            window_rows = sum(batch.rows for batch in window)
+            rows += window_rows
+            if on_step is not None:
+                on_step(step, sum(sums) / window_rows)
+            step += 1
+        return TrainTotals(loss_sum, rows, step - start_step)
+
+    def evaluate(self, batches: Iterable[Batch], need: Need) -> dict[str, tuple[float, int]]:
+        """Sums of loss and metrics, each times rows, with the rows; segments are only read.
+
+        Raises:
+            NonFiniteLoss: a batch's loss is NaN or infinite.
+        """
+        states: dict[int, ShardState] = {}
+        structure = self._structure
+        sums: dict[str, float] = {}
+        rows = 0
+        owner = {t.name: t.owner for t in (*structure.params, *structure.buffers)}
+        scratch: dict[str, Tensor] = {}
+        for number, batch in enumerate(batches):
+            values: dict[str, Any] = {}
+            with torch.no_grad():
+                for k, program in enumerate(structure.eval):
+                    if k not in states:
+                        segments, _ = need(k)
+                        states[k] = ShardState.bind(self._layout.shards[k], **segments)
+                        for name in program.mutates:
+                            scratch[name] = states[owner[name]].buffers[name].clone()
+                    tensors = [states[owner[n]].params[n] for n in program.params]
+                    tensors += [
+                        scratch.get(n, states[owner[n]].buffers[n]) for n in program.buffers
+                    ]
+                    inputs = [values[n] for n in program.reads]
+                    inputs += [batch.features[i] for i in program.features]
+                    out = program.run(*tensors, *inputs)
+                    values = dict(zip(program.writes, out, strict=False))
+                outputs = structure.outputs(out, False)
+                measured = {"loss": self._recipe.compute_loss(outputs, batch.labels).item()}
+                measured |= self._recipe.compute_metrics(outputs, batch.labels)
+            if not math.isfinite(measured["loss"]):
+                raise NonFiniteLoss(f"the validation loss of batch {number} is {measured['loss']}")
+            rows += batch.rows
+            for name, value in measured.items():
+                sums[name] = sums.get(name, 0.0) + value * batch.rows
+        return {name: (value, rows) for name, value in sums.items()}
+
+    def _microbatches(self, window: Sequence[Batch], step: int) -> list[Microbatch]:
+        total = sum(batch.rows for batch in window)
+        return [
+            Microbatch(
+                features=batch.features,
+                loss_of=_loss_of(self._recipe, batch.labels),
+                weight=batch.rows / total if len(window) > 1 else None,
+                key=RandomKey(self._trial_seed, step, number),
+            )
+            for number, batch in enumerate(window)
+        ]
+
+    def _actions(self, microbatches: int, send: bool) -> list[Action]:
+        if (microbatches, send) not in self._programs:
+            shards = self._structure.num_shards
+            tied = self._structure.tied_groups
+            barrier = self._recipe.clip_grad_norm is not None
+            actions = sequential(_TRIAL, shards, microbatches, barrier, send, tied)
+            validate(actions, shards=shards, microbatches=microbatches, barrier=barrier, tied=tied)
+            self._programs[microbatches, send] = actions
+        return self._programs[microbatches, send]
+
+
+class _SubEpoch:
+    """The shards of one call of `train`, and what each action does to them."""
+
+    def __init__(
+        self, structure: Structure, layout: TrialLayout, recipe: Recipe, steps_per_epoch: int,
+        keep: bool, need: Need, publish: Publish,
+    ) -> None:  # fmt: skip
+        self._layout = layout
+        self._recipe = recipe
+        self._steps_per_epoch = steps_per_epoch
+        self._need = need
+        self._publish = publish
+        self._order = [p.name for p in structure.params]
+        self._states: dict[int, ShardState] = {}
+        self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
+        self._tasks = ShardTasks(structure, self._states, keep)
+        self._coefficient: Tensor | None = None
+        self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
+
+    def window(self, actions: Sequence[Action], batches: Sequence[Microbatch], step: int) -> None:
+        """Carry out the actions of one optimizer step."""
+        self._coefficient = None
+        for action in actions:
+            k, microbatch = action.shard, action.microbatch
+            if k not in self._states:
+                self._receive(k, step)
+            match action.kind:
+                case ActionKind.F:
+                    batch = batches[microbatch or 0]
+                    self._tasks.forward(k, batch)
+                    if k == len(self._layout.shards) - 1 and not math.isfinite(batch.loss):
+                        raise NonFiniteLoss(
+                            f"the loss is {batch.loss} at step {step}, batch {microbatch} of its "
+                            "window; try a lower learning rate or clip_grad_norm"
+                        )
+                case ActionKind.B:
+                    self._tasks.backward(k, batches[microbatch or 0])
+                case ActionKind.U:
+                    self._update(k)
+                case ActionKind.SEND:
+                    self._send(k, step + 1)
+                case _:
+                    raise AssertionError(f"{action} needs a device budget, which is later work")
+
+    def _receive(self, k: int, step: int) -> None:
+        segments, cursor = self._need(k)
+        state = ShardState.bind(self._layout.shards[k], **segments)
+        mine = {self._original[name]: p for name, p in state.params.items()}
+        optimizer = clone_optimizer(self._recipe.optimizer, mine)
+        scheduler = self._recipe.make_scheduler(optimizer, self._steps_per_epoch)
+        if cursor is not None:
+            if cursor["step"] != step:
+                raise ValueError(f"shard {k} is at step {cursor['step']}, training at step {step}")
+            restore_cursor(cursor, optimizer, scheduler)
+        state.load_optimizer(optimizer)
+        self._states[k] = state
+        self._optimizers[k] = (optimizer, scheduler)
+
+    def _update(self, k: int) -> None:
+        state = self._states[k]
+        limit = self._recipe.clip_grad_norm
+        if limit is not None:
+            if self._coefficient is None:  # the first update after the barrier
+                norms: dict[str, Tensor] = {}
+                for each in self._states.values():
+                    norms |= grad_norms(each.params)
+                self._coefficient = clip_coefficient(norms, self._order, limit)
+            scale_grads(state.params, self._coefficient)
+        optimizer, scheduler = self._optimizers[k]
+        optimizer.step()
+        state.keep_optimizer(optimizer)
+        if scheduler is not None:
+            scheduler.step()
+        for parameter in state.params.values():
+            parameter.grad = None
+
+    def _send(self, k: int, next_step: int) -> None:
+        optimizer, scheduler = self._optimizers[k]
+        cursor = make_cursor(next_step, optimizer, scheduler)
+        self._publish(k, self._states[k].segments, cursor)
+
+
+def _with_last(windows: Iterable[Sequence[Batch]]) -> Iterable[tuple[Sequence[Batch], bool]]:
+    """Each window, and whether none follows; looks ahead by one."""
+    end = object()
+    for window, following in itertools.pairwise(itertools.chain(windows, [end])):
+        yield window, following is end  # type: ignore[misc]
+
+
+def _loss_of(recipe: Recipe, labels: Sequence[Tensor]) -> Callable[[Any], Tensor]:
+    return lambda outputs: recipe.compute_loss(outputs, labels)

@@ -1,0 +1,239 @@
+"""Where each tensor of a shard lies: segments that are valid safetensors files as they are.
+
+    8 bytes     length of the header
+    header      JSON, padded with spaces
+    data        every tensor 64-byte aligned, the padding between named `pad:N`
+
+Nothing in it says whose it is, so equal layers of different trials are equal bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.state_template import StateTemplate
+from cerebro_hydra.shards.structure import Structure, TensorInfo
+
+ALIGNMENT = 64
+EXISTS = "exists"
+
+Bytes = NDArray[np.uint8]
+Segments = dict[str, Bytes]
+"""The "frozen" and "trainable" bytes of one shard."""
+
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class LayoutEntry:
+    """One tensor: its form and where it lies, in bytes from the start of the segment."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def view(self, buffer: Bytes) -> Tensor:
+        """The tensor itself, in the segment's memory but with a version counter of its own."""
+        part = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes])
+        return part.view(self.dtype).as_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """One segment: entries in file order, its size, and its first bytes, which never change."""
+
+    entries: tuple[LayoutEntry, ...]
+    nbytes: int
+    header: bytes = field(repr=False)
+
+    def allocate(self) -> Bytes:
+        """Zeroed memory, 64-byte aligned, with the header written."""
+        buffer = aligned(self.nbytes)
+        buffer[:] = 0
+        buffer[: len(self.header)] = np.frombuffer(self.header, np.uint8)
+        return buffer
+
+    def check(self, buffer: Bytes, what: str) -> None:
+        """Raise ValueError if a buffer is not a segment of this layout."""
+        if buffer.nbytes != self.nbytes or bytes(buffer[: len(self.header)]) != self.header:
+            raise ValueError(
+                f"the {what} segment has {buffer.nbytes} bytes or a header that its layout, of "
+                f"{self.nbytes} bytes, does not have; it belongs to another trial or cut"
+            )
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Both segments of a shard; either may be empty, which is a header alone."""
+
+    frozen: SegmentLayout
+    trainable: SegmentLayout
+
+    @property
+    def nbytes(self) -> int:
+        return self.frozen.nbytes + self.trainable.nbytes
+
+
+@dataclass(frozen=True)
+class TrialLayout:
+    """The segments of every shard of a trial."""
+
+    shards: tuple[ShardLayout, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    @classmethod
+    def make(cls, recipe: Recipe, structure: Structure, template: StateTemplate) -> TrialLayout:
+        """Lay out a recipe's parameters, buffers and optimizer state.
+
+        Raises:
+            ConfigurationError: a tensor has a type that safetensors lacks, or two parameters
+                overlap in memory.
+        """
+        _check_no_overlap(recipe)
+        return cls(
+            tuple(_shard_layout(structure, template, k) for k in range(structure.num_shards))
+        )
+
+
+def initial_segments(recipe: Recipe, layout: TrialLayout) -> list[Segments]:
+    """State 0 of a trial: the recipe's parameters and buffers, no optimizer state yet."""
+    tensors = {f"param:{n}": p for n, p in recipe.model.named_parameters()}
+    tensors |= {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
+    shards = []
+    for shard in layout.shards:
+        segments = {"frozen": shard.frozen.allocate(), "trainable": shard.trainable.allocate()}
+        for which, segment in (("frozen", shard.frozen), ("trainable", shard.trainable)):
+            for entry in segment.entries:
+                if entry.name in tensors:
+                    entry.view(segments[which]).copy_(tensors[entry.name].detach())
+        shards.append(segments)
+    return shards
+
+
+def aligned(nbytes: int) -> Bytes:
+    """Memory that starts at a multiple of 64 bytes, as torch's own does: kernels may care."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def read_tensors(buffer: Bytes) -> dict[str, Tensor]:
+    """Every named tensor of a segment, in the shape that the model knows; padding left out."""
+    data = np.frombuffer(buffer, np.uint8)
+    start = 8 + struct.unpack("<Q", data[:8].tobytes())[0]
+    header = json.loads(data[8:start].tobytes())
+    permutations = header.pop("__metadata__", {})
+    tensors = {}
+    for name, entry in header.items():
+        if name.startswith("pad:"):
+            continue
+        begin, end = entry["data_offsets"]
+        part = torch.from_numpy(data[start + begin : start + end].copy())
+        tensor = part.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+        if name in permutations:
+            order = [int(d) for d in permutations[name].split(",")]
+            tensor = tensor.permute([order.index(d) for d in range(len(order))])
+        tensors[name] = tensor
+    return tensors
+
+
+def _check_no_overlap(recipe: Recipe) -> None:
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in recipe.model.named_parameters()
+        if p.numel()
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise ConfigurationError(
+                f"parameters {name!r} and {other!r} are different views of the same memory; "
+                "tie them by assigning one Parameter to both, or copy one"
+            )
+
+
+def _shard_layout(structure: Structure, template: StateTemplate, shard: int) -> ShardLayout:
+    params = [p for p in structure.params if p.owner == shard]
+    buffers = [b for b in structure.buffers if b.owner == shard]
+    state = [
+        (f"optim:{p.name}:{key}", dtype, shape, _state_strides(p, shape))
+        for p in params
+        if not p.frozen
+        for key, dtype, shape in template.of(p.name)
+    ]
+    named = [(f"param:{p.name}", p) for p in params] + [(f"buffer:{b.name}", b) for b in buffers]
+    frozen = [(n, i.dtype, i.shape, i.strides) for n, i in named if i.frozen]
+    trainable = [(n, i.dtype, i.shape, i.strides) for n, i in named if not i.frozen]
+    marks = [(EXISTS, torch.uint8, (len(state),), (1,))] if state else []
+    return ShardLayout(_segment(frozen), _segment([*trainable, *state, *marks]))
+
+
+def _state_strides(param: TensorInfo, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return param.strides if shape == param.shape else _contiguous(shape)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _segment(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]]],
+) -> SegmentLayout:
+    header: dict[str, Any] = {}
+    permutations: dict[str, str] = {}
+    placed: list[LayoutEntry] = []
+    at = 0
+    for name, dtype, shape, strides in tensors:
+        if dtype not in DTYPE_NAMES:
+            raise ConfigurationError(f"{name} has dtype {dtype}, which safetensors lacks")
+        nbytes = math.prod(shape) * dtype.itemsize
+        # A tensor that lies in memory in another order of dimensions is written in that order.
+        order = sorted(range(len(shape)), key=lambda d: -strides[d])
+        if strides == _contiguous(shape) or torch.Size(shape).numel() == 0:
+            order = list(range(len(shape)))
+        if order != list(range(len(shape))):
+            permutations[name] = ",".join(map(str, order))
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": [shape[d] for d in order],
+            "data_offsets": [at, at + nbytes],
+        }
+        placed.append(LayoutEntry(name, dtype, shape, strides, at, nbytes))
+        at += nbytes
+        if gap := -at % ALIGNMENT:
+            header[f"pad:{len(placed) - 1}"] = {
+                "dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap],
+            }  # fmt: skip
+            at += gap
+    if permutations:
+        header["__metadata__"] = permutations
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    start = 8 + len(text)
+    entries = tuple(
+        LayoutEntry(e.name, e.dtype, e.shape, e.strides, start + e.offset, e.nbytes) for e in placed
+    )
+    return SegmentLayout(entries, start + at, struct.pack("<Q", len(text)) + text)

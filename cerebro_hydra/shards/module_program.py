@@ -1,0 +1,131 @@
+"""Programs that run modules as they are, for models that can't be exported."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from cerebro_hydra.recipe import units
+from cerebro_hydra.shards.program import Program
+from cerebro_hydra.shards.reseed import FORWARD, enter_unit, install_unit_hooks
+from cerebro_hydra.shards.trace import CutFailed
+
+LIVE = "x"  # the one value that goes from layer to layer
+
+
+def layer_starts(model: nn.Module) -> tuple[str, ...]:
+    """The unit calls at which the children of a plain `Sequential` begin, the first left out.
+
+    Raises:
+        CutFailed: the model is no plain `Sequential`, or its children share modules.
+    """
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+        raise CutFailed(f"{type(model).__name__} is no torch.nn.Sequential")
+    modules = [id(m) for child in model.children() for m in child.modules()]
+    if len(modules) != len(list(model.modules())) - 1 or len(set(modules)) != len(modules):
+        raise CutFailed("its layers share modules")
+    names = units(model)
+    starts = []
+    for child, _ in itertools.islice(model.named_children(), 1, None):
+        first = next((n for n in names if n == child or n.startswith(f"{child}.")), None)
+        if first is not None:
+            starts.append(f"{first}@0")
+    return tuple(starts)
+
+
+def layer_programs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[Program, ...]:
+    """One program for each run of a `Sequential`'s children that begins at a unit named."""
+    skeleton = _skeleton(model, train)
+    children = [name for name, _ in model.named_children()]
+    heads = [children.index(unit.split("@")[0].split(".")[0]) for unit in at]
+    ranges = itertools.pairwise([0, *heads, len(children)])
+    last = len(at)
+    return tuple(
+        _program(
+            model,
+            nn.Sequential(OrderedDict((n, getattr(skeleton, n)) for n in children[start:end])),
+            reads=(LIVE,) if k else (),
+            writes=(LIVE,) if k < last else (),
+            features=() if k else (0,),
+            train=train,
+        )
+        for k, (start, end) in enumerate(ranges)
+    )
+
+
+def whole_program(model: nn.Module, num_features: int, train: bool) -> Program:
+    """The model as one shard."""
+    return _program(model, _skeleton(model, train), (), (), tuple(range(num_features)), train=train)
+
+
+def _skeleton(model: nn.Module, train: bool) -> nn.Module:
+    """A copy of the model's code and constants, without storage for what a trial brings."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    return copy.deepcopy(model, memo).train(train)
+
+
+def _program(
+    model: nn.Module, part: nn.Module, reads: tuple[str, ...], writes: tuple[str, ...],
+    features: tuple[int, ...], train: bool,
+) -> Program:  # fmt: skip
+    params = _names(model.named_parameters(remove_duplicate=False), part.named_parameters())
+    buffers = _names(model.named_buffers(remove_duplicate=False), part.named_buffers())
+    if train:
+        install_unit_hooks(part, _entered(first=not reads))
+    return Program(
+        run=_runner(part, tuple(params), tuple(buffers), bool(writes)),
+        params=tuple(params.values()),
+        buffers=tuple(buffers.values()),
+        mutates=frozenset(buffers.values()),  # which ones it writes to is not known beforehand
+        reads=reads,
+        writes=writes,
+        features=features,
+    )
+
+
+def _entered(first: bool) -> Callable[[str], None]:
+    """Only shard 0's run starts a forward pass; the other shards' runs go on in it."""
+
+    def entered(unit: str) -> None:
+        if unit != FORWARD or first:
+            enter_unit(unit)
+
+    return entered
+
+
+def _names(every: Any, local: Any) -> dict[str, str]:
+    """Names inside a part → first names in the model. A `Sequential`'s part keeps its names."""
+    first: dict[int, str] = {}
+    canonical = {name: first.setdefault(id(tensor), name) for name, tensor in every}
+    return {name: canonical[name] for name, _ in local}
+
+
+def _runner(
+    part: nn.Module, params: tuple[str, ...], buffers: tuple[str, ...], ships: bool
+) -> Callable[..., Sequence[Any]]:
+    count = len(params) + len(buffers)
+
+    def run(*arguments: Tensor) -> Sequence[Any]:
+        given = dict(zip((*params, *buffers), arguments, strict=False))
+        state = dict(given)
+        out = functional_call(part, state, arguments[count:])
+        for name in buffers:
+            if state[name] is not given[name]:  # assigned anew instead of written in place
+                given[name].copy_(state[name].detach())
+        if not ships:
+            return (out,)
+        if not isinstance(out, Tensor):
+            raise CutFailed(f"a layer gives a {type(out).__name__}, not one tensor")
+        return (out,)
+
+    return run

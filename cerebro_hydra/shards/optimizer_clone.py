@@ -1,0 +1,43 @@
+"""An optimizer over other parameters, cloned without calling its constructor."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# `step` is wrapped by LR schedulers, in a way that leads back to the original.
+_NOT_CLONED = ("param_groups", "state", "step", "_opt_called")
+
+
+def clone_optimizer(
+    optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]
+) -> torch.optim.Optimizer:
+    """The same optimizer, without state, over the parameters given.
+
+    Groups stay, even empty ones, so that their indices mean the same in every shard.
+
+    Args:
+        params: id of an original parameter → what stands for it; others are left out.
+    """
+    clone = object.__new__(type(optimizer))
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CLONED}
+    clone.__dict__.update(attributes)
+    clone.state = defaultdict(dict)
+    clone.param_groups = []
+    for group in optimizer.param_groups:
+        kept = [i for i, p in enumerate(group["params"]) if id(p) in params]
+        options = {
+            name: copy.deepcopy(value)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        named = {}
+        if "param_names" in group:
+            named["param_names"] = [group["param_names"][i] for i in kept]
+        chosen = [params[id(group["params"][i])] for i in kept]
+        clone.param_groups.append({"params": chosen, **named, **options})
+    return clone

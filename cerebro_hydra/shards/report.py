@@ -1,0 +1,95 @@
+"""What a cut made of a model, shard by shard, for people and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from cerebro_hydra.recipe import Recipe, units
+from cerebro_hydra.shards.layout import TrialLayout
+from cerebro_hydra.shards.structure import Structure
+
+
+@dataclass(frozen=True)
+class CrossingValue:
+    """A value that goes from one shard to the next."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    """None stands for the rows of a batch."""
+    nbytes: int
+    """For one batch of the largest size."""
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """One shard: where it begins and ends, what it holds, what comes in from the shard before."""
+
+    first_unit: str
+    last_unit: str
+    trainable_params: int
+    frozen_params: int
+    state_nbytes: int
+    receives: tuple[CrossingValue, ...]
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """A cut model. `fallback` says why it is not cut as was asked, or is None."""
+
+    mode: str
+    shards: tuple[ShardReport, ...]
+    fallback: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def text(self) -> str:
+        """A table, one line per shard."""
+        count = len(self.shards)
+        lines = [f"{count} shard{'s' * (count != 1)}, cut by {self.mode}"]
+        if self.fallback:
+            lines.append(f"  note: {self.fallback}")
+        for number, shard in enumerate(self.shards):
+            crossing = ", ".join(
+                f"{v.name} {v.dtype}[{', '.join('rows' if n is None else str(n) for n in v.shape)}]"
+                f" {v.nbytes:,} B"
+                for v in shard.receives
+            )
+            lines.append(
+                f"  shard {number}: {shard.first_unit} .. {shard.last_unit}, "
+                f"{shard.trainable_params:,} trainable and {shard.frozen_params:,} frozen "
+                f"parameters, {shard.state_nbytes:,} B of state"
+                + (f", receives {crossing}" if crossing else "")
+            )
+        return "\n".join(lines)
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, structure: Structure, layout: TrialLayout, fallback: str | None
+    ) -> CutReport:
+        every = units(recipe.model) or ("(the model)",)
+        starts = [0, *(every.index(unit.rpartition("@")[0]) for unit in structure.spec.at)]
+        shards = []
+        for k, program in enumerate(structure.train):
+            end = starts[k + 1] if k + 1 < len(starts) else len(every)
+            shards.append(
+                ShardReport(
+                    first_unit=every[starts[k]],
+                    last_unit=every[max(end - 1, starts[k])] if end > starts[k] else every[-1],
+                    trainable_params=_count(structure, k, frozen=False),
+                    frozen_params=_count(structure, k, frozen=True),
+                    state_nbytes=layout.shards[k].nbytes,
+                    receives=tuple(CrossingValue(*value) for value in program.crossing),
+                )
+            )
+        return cls(structure.spec.mode, tuple(shards), fallback)
+
+
+def _count(structure: Structure, shard: int, frozen: bool) -> int:
+    return sum(
+        math.prod(p.shape) for p in structure.params if p.owner == shard and p.frozen == frozen
+    )

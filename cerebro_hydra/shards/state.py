@@ -1,0 +1,144 @@
+"""One shard's tensors, as views into its two segments."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.layout import (
+    ALIGNMENT,
+    EXISTS,
+    Bytes,
+    Segments,
+    ShardLayout,
+    TrialLayout,
+    aligned,
+)
+
+
+class ShardState:
+    """Parameters (leaves), buffers and optimizer state of a shard.
+
+    `trainable` is the memory that training writes to. It is the segment that was bound unless that
+    one was not 64-byte aligned; then it is a copy, because kernels may round otherwise.
+    """
+
+    def __init__(self, layout: ShardLayout, frozen: Bytes, trainable: Bytes) -> None:
+        layout.frozen.check(frozen, "frozen")
+        layout.trainable.check(trainable, "trainable")
+        self.frozen = frozen
+        self.trainable = _aligned(trainable)
+        self._frozen_memory = _writable(_aligned(frozen))
+        self._trainable_memory = _writable(self.trainable)
+        self.params: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
+        self._exists = torch.zeros(0, dtype=torch.uint8)
+        for segment, memory, is_frozen in (
+            (layout.frozen, self._frozen_memory, True),
+            (layout.trainable, self._trainable_memory, False),
+        ):
+            for entry in segment.entries:
+                self._add(entry.name, entry.view(memory), is_frozen)
+
+    @classmethod
+    def bind(cls, layout: ShardLayout, frozen: Bytes, trainable: Bytes) -> ShardState:
+        """View two segments as the tensors of a shard; the frozen one may be read-only and shared.
+
+        Raises:
+            ValueError: a segment does not have this layout.
+        """
+        return cls(layout, frozen, trainable)
+
+    @property
+    def segments(self) -> Segments:
+        return {"frozen": self.frozen, "trainable": self.trainable}
+
+    def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
+        kind, _, rest = name.partition(":")
+        if kind == "param":
+            self.params[rest] = nn.Parameter(view, requires_grad=not is_frozen)
+        elif kind == "buffer":
+            self.buffers[rest] = view
+        elif kind == "optim":
+            param, _, key = rest.rpartition(":")
+            states = self._state.setdefault(param, {})
+            states[key] = (view, sum(map(len, self._state.values())))
+        elif name == EXISTS:
+            self._exists = view
+
+    def existing_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Parameter name → key → tensor, of the state that exists by now."""
+        marks = self._exists.tolist()
+        return {
+            name: found
+            for name, states in self._state.items()
+            if (found := {key: view for key, (view, mark) in states.items() if marks[mark]})
+        }
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer over `params` the state that exists, in place in the segment."""
+        for name, state in self.existing_optimizer_state().items():
+            optimizer.state[self.params[name]] = state
+
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring back what an optimizer keeps outside of the segment: state made or made anew.
+
+        Raises:
+            ConfigurationError: the optimizer made state that its template has not.
+        """
+        for name, parameter in self.params.items():
+            state = optimizer.state.get(parameter)
+            if not state:
+                continue
+            views = self._state.get(name, {})
+            for key, value in state.items():
+                if value is None:
+                    continue
+                if key not in views:
+                    raise ConfigurationError(
+                        f"optimizer {type(optimizer).__name__} made state {key!r} for parameter "
+                        f"{name!r} after its first two steps; such state can't hop"
+                    )
+                view, mark = views[key]
+                if value is not view:
+                    view.copy_(value)
+                    state[key] = view
+                    self._exists[mark] = 1
+
+
+def read_state(recipe: Recipe, layout: TrialLayout, segments: Sequence[Segments]) -> None:
+    """Load a whole trial's segments into `recipe.model` and `recipe.optimizer`, in place."""
+    params = dict(recipe.model.named_parameters())
+    buffers = dict(recipe.model.named_buffers())
+    with torch.no_grad():
+        for shard, given in zip(layout.shards, segments, strict=True):
+            state = ShardState(shard, given["frozen"], given["trainable"])
+            for name, tensor in state.params.items():
+                params[name].copy_(tensor)
+            for name, tensor in state.buffers.items():
+                buffers[name].copy_(tensor)
+            for name, found in state.existing_optimizer_state().items():
+                recipe.optimizer.state[params[name]] = {k: v.clone() for k, v in found.items()}
+
+
+def _aligned(buffer: Bytes) -> Bytes:
+    if buffer.ctypes.data % ALIGNMENT == 0:
+        return buffer
+    copy = aligned(buffer.nbytes)
+    copy[:] = buffer
+    return copy
+
+
+def _writable(buffer: Bytes) -> Bytes:
+    """An alias that torch takes without a warning; nothing writes to a frozen segment."""
+    if buffer.flags.writeable:
+        return buffer
+    memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)
+    return np.frombuffer(memory, np.uint8)

@@ -1,0 +1,82 @@
+"""Which optimizer state each parameter gets, before it has any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StateTemplate:
+    """Parameter name → its optimizer state: (key, dtype, shape) of each tensor."""
+
+    entries: dict[str, tuple[Entry, ...]]
+
+    def of(self, name: str) -> tuple[Entry, ...]:
+        return self.entries.get(name, ())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            name: [[key, str(dtype).removeprefix("torch."), list(shape)] for key, dtype, shape in e]
+            for name, e in self.entries.items()
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> StateTemplate:
+        return cls(
+            {
+                name: tuple((key, getattr(torch, dtype), tuple(shape)) for key, dtype, shape in e)
+                for name, e in document.items()
+            }
+        )
+
+    @classmethod
+    def learn(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateTemplate:
+        """Read it off an optimizer that has stepped.
+
+        A trainable parameter that got no gradient is given the form of another's state.
+
+        Raises:
+            ConfigurationError: a state is neither a tensor nor None.
+        """
+        names = {id(p): name for name, p in model.named_parameters()}
+        entries: dict[str, tuple[Entry, ...]] = {}
+        example: tuple[Tensor, tuple[Entry, ...]] | None = None
+        for parameter, state in optimizer.state.items():
+            name = names[id(parameter)]
+            entries[name] = tuple(
+                _entry(optimizer, name, key, value)
+                for key, value in state.items()
+                if value is not None
+            )
+            example = example or (parameter, entries[name])
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if parameter.requires_grad and name not in entries and example is not None:
+                    like, found = example
+                    entries[name] = tuple(
+                        (
+                            key,
+                            dtype,
+                            tuple(parameter.shape) if shape == tuple(like.shape) else shape,
+                        )
+                        for key, dtype, shape in found
+                    )
+        return cls({name: entries[name] for name in names.values() if entries.get(name)})
+
+
+def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) -> Entry:
+    if not isinstance(value, Tensor) or not isinstance(key, str):
+        raise ConfigurationError(
+            f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as a "
+            f"{type(value).__name__}; only tensors can hop, so choose another optimizer"
+        )
+    return key, value.dtype, tuple(value.shape)

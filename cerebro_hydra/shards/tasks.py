@@ -1,0 +1,153 @@
+"""The shard tasks F and B: one shard, one microbatch, every bit as in the uncut model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cerebro_hydra.recipe import RandomKey
+from cerebro_hydra.shards.program import Program
+from cerebro_hydra.shards.reseed import random_key
+from cerebro_hydra.shards.state import ShardState
+from cerebro_hydra.shards.structure import Structure
+
+LossOf = Callable[[Any], Tensor]
+
+
+@dataclass
+class Graph:
+    """What B of a shard needs from its F: inputs as leaves, outputs, tied weights as leaves."""
+
+    leaves: dict[str, Tensor]
+    outputs: dict[str, Any]
+    tied: dict[str, Tensor]
+    loss: Tensor | None = None
+
+
+@dataclass
+class Microbatch:
+    """One batch on its way through the shards: values go forward, gradients backward."""
+
+    features: Sequence[Tensor]
+    loss_of: LossOf
+    weight: float | None  # what its loss counts in a window of several, or None
+    key: RandomKey
+    values: dict[str, Any] = field(default_factory=dict)
+    needs_grad: set[str] = field(default_factory=set)
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    buffers_before: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    tied_grads: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = float("nan")
+
+
+class ShardTasks:
+    """F and B of one trial's shards.
+
+    `states[k]` must be bound before the first task of shard k. With `keep`, autograd's graph lives
+    from F to B; without, F drops it and B computes it again, the last shard's excepted, whose B
+    follows at once.
+    """
+
+    def __init__(self, structure: Structure, states: Mapping[int, ShardState], keep: bool) -> None:
+        self._structure = structure
+        self._states = states
+        self._keep = keep
+        self._last = structure.num_shards - 1
+        self._param_owner = {p.name: p.owner for p in structure.params}
+        self._buffer_owner = {b.name: b.owner for b in structure.buffers}
+
+    def forward(self, k: int, batch: Microbatch) -> None:
+        program = self._structure.train[k]
+        if self._keep or k == self._last:
+            graph = self._run(k, batch, self._buffers(program))
+            batch.graphs[k] = graph
+        else:
+            # B runs on what the buffers were, so that statistics don't move twice.
+            buffers = self._buffers(program)
+            before = {name: buffers[name].clone() for name in program.mutates}
+            batch.buffers_before[k] = before
+            graph = self._run(k, batch, buffers)
+        for name, value in graph.outputs.items():
+            if isinstance(value, Tensor):
+                if value.requires_grad:
+                    batch.needs_grad.add(name)
+                value = value.detach()
+            batch.values[name] = value
+        if graph.loss is not None:
+            batch.loss = graph.loss.item()
+
+    def backward(self, k: int, batch: Microbatch) -> None:
+        graph = batch.graphs.pop(k, None)
+        if graph is None:
+            buffers = self._buffers(self._structure.train[k]) | batch.buffers_before.pop(k)
+            graph = self._run(k, batch, buffers)
+        roots: list[Tensor] = []
+        seeds: list[Tensor | None] = []
+        if graph.loss is not None:
+            roots.append(graph.loss if batch.weight is None else graph.loss * batch.weight)
+            seeds.append(None)
+        # A value that passes through is a root too: its later gradient comes before its own.
+        for name, value in graph.outputs.items():
+            grad = batch.grads.get(name)
+            if grad is not None and value.requires_grad:
+                roots.append(value)
+                seeds.append(grad)
+        for name in self._tied_here(k):
+            grad = batch.tied_grads.pop(name, None)
+            if grad is not None:
+                roots.append(graph.tied.get(name, self._states[k].params.get(name)))
+                seeds.append(grad)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        for name in graph.outputs:
+            if name not in graph.leaves:
+                batch.grads.pop(name, None)
+                batch.values.pop(name, None)
+        for name, leaf in graph.leaves.items():
+            if leaf.grad is not None:
+                batch.grads[name] = leaf.grad
+            else:
+                batch.grads.pop(name, None)
+        batch.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
+
+    def _tied_here(self, k: int) -> list[str]:
+        return [name for name, users in self._structure.tied.items() if k in users]
+
+    def _buffers(self, program: Program) -> dict[str, Tensor]:
+        return {
+            name: self._states[self._buffer_owner[name]].buffers[name] for name in program.buffers
+        }
+
+    def _run(self, k: int, batch: Microbatch, buffers: Mapping[str, Tensor]) -> Graph:
+        program = self._structure.train[k]
+        params: list[Tensor] = []
+        tied: dict[str, Tensor] = {}
+        for name in program.params:
+            owner = self._param_owner[name]
+            param: Tensor = self._states[owner].params[name]
+            if owner != k and param.requires_grad:
+                # A user that is not the owner sends its part of the gradient backwards.
+                param = tied[name] = param.detach().requires_grad_()
+            params.append(param)
+        leaves: dict[str, Tensor] = {}
+        inputs: list[Any] = []
+        for name in program.reads:
+            value = batch.values[name]
+            if name in batch.needs_grad:
+                leaves[name] = leaf = value.detach().requires_grad_()
+                value = leaf.view_as(leaf)  # not a leaf, as it is in the uncut model
+            inputs.append(value)
+        features = [batch.features[i] for i in program.features]
+        with torch.enable_grad(), random_key(batch.key):
+            if k == 0 and not program.reads:
+                batch.key.reseed("")
+            out = program.run(*params, *(buffers[n] for n in program.buffers), *inputs, *features)
+            if k == self._last:
+                loss = batch.loss_of(self._structure.outputs(out, True))
+                return Graph(leaves, {}, tied, loss)
+        return Graph(leaves, dict(zip(program.writes, out, strict=True)), tied)

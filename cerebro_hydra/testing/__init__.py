@@ -1,0 +1,1 @@
+"""Conformance suites and stand-ins that other implementations can inherit."""

@@ -1,0 +1,122 @@
+"""Admission: every trial is built, cut, tried on real batches and written down before training."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cerebro_hydra.data.batches import num_windows
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import build_recipe, trial_seed
+from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.shards.layout import initial_segments
+from cerebro_hydra.shards.structure import StructureCache
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.tune.samples import Samples
+
+
+@dataclass
+class Admitted:
+    """Trials that may train, and those that were refused.
+
+    Trials are numbered in the order of the search space; those that were refused come last, so
+    that the numbers of a run have no gap.
+    """
+
+    specs: list[TrialSpec] = field(default_factory=list)
+    refused: list[dict[str, Any]] = field(default_factory=list)
+    """{"trial_id", "params", "error"}: the error is the traceback."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Direction of every measured name, "loss" first."""
+
+
+class Admission:
+    """Admits the trials of one run, one model in memory at a time."""
+
+    def __init__(
+        self,
+        factory: Callable[[Any], Any],
+        samples: Samples,
+        folder: RunFolder,
+        seed: int,
+        report: Callable[[str], None],
+    ) -> None:
+        """Admit nothing yet; `report` is given the story of every new structure."""
+        self._factory = factory
+        self._samples = samples
+        self._folder = folder
+        self._seed = seed
+        self._report = report
+        self._structures = StructureCache()
+        self._reported: set[str] = set()
+
+    def admit(self, candidates: Sequence[Mapping[str, Any]]) -> Admitted:
+        """Admit each candidate; whatever one raises refuses that one alone.
+
+        Raises:
+            ConfigurationError: two trials give one metric different directions, or measure
+                different ones.
+        """
+        admitted = Admitted()
+        refused: list[tuple[Mapping[str, Any], str]] = []
+        for params in candidates:
+            try:
+                spec, metrics = self._admit(len(admitted.specs), params)
+            except Exception:
+                refused.append((params, traceback.format_exc()))
+                continue
+            if admitted.specs and metrics != admitted.metrics:
+                raise ConfigurationError(
+                    f"trials measure different things: {dict(params)} measures {metrics}, "
+                    f"{dict(admitted.specs[0].params)} {admitted.metrics}; "
+                    "give all SparkEstimators the same metrics"
+                )
+            admitted.metrics = metrics
+            admitted.specs.append(spec)
+        for number, (params, error) in enumerate(refused, start=len(admitted.specs)):
+            admitted.refused.append(
+                {"trial_id": f"trial-{number:03d}", "params": dict(params), "error": error}
+            )
+        return admitted
+
+    def _admit(self, trial: int, params: Mapping[str, Any]) -> tuple[TrialSpec, dict[str, str]]:
+        recipe = build_recipe(self._factory, params, self._seed)
+        seed = trial_seed(self._seed, trial)
+        examples = [(b.features, b.labels) for b in self._samples.batches(recipe.batch_size)]
+        admission = admit(recipe, examples, seed, self._structures)
+        shards = []
+        for segments in initial_segments(recipe, admission.layout):
+            named = {name: digest(buffer) for name, buffer in segments.items()}
+            for name, buffer in segments.items():
+                self._folder.write_object(named[name], memoryview(buffer))
+            shards.append((named["frozen"], named["trainable"]))
+        entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
+        self._folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": entries})
+        spec = TrialSpec(
+            trial=trial,
+            trial_id=f"trial-{trial:03d}",
+            params=dict(params),
+            seed=seed,
+            cut=admission.spec.to_json(),
+            template=admission.template.to_json(),
+            nbytes=admission.layout.nbytes,
+            batch_size=recipe.batch_size,
+            accumulate=recipe.accumulate,
+            steps=tuple(
+                num_windows(rows, recipe.batch_size, recipe.accumulate)
+                for rows in self._samples.partition_rows
+            ),
+            shards=tuple(shards),
+        )
+        self._tell(spec, admission.report.text())
+        metrics = {"loss": "min"} | {m.name: m.direction for m in recipe.metric_list}
+        return spec, metrics
+
+    def _tell(self, spec: TrialSpec, report: str) -> None:
+        if report not in self._reported:
+            self._reported.add(report)
+            self._report(f"{spec.trial_id} and all of its structure:\n{report}")

@@ -1,0 +1,199 @@
+"""What a search found, read from the run's folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.observe.totals import Totals
+from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.replay import factories
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_document import RunDocument
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from torch import nn
+
+    from cerebro_hydra.data.manifest import Manifest
+
+REFUSED_FILE = "refused.json"
+"""Trials that could not be built: never part of the run, but of its result."""
+
+History = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial of a search.
+
+    `status` is "finished", "failed", "stopped", or where an unfinished run left it; `error` is a
+    failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
+    partition) per sub-epoch, in the order in which the trial trained on them.
+    """
+
+    trial_id: str
+    params: dict[str, Any]
+    status: str
+    history: History
+    visit_log: list[tuple[int, int]]
+    error: str | None = None
+
+
+class SearchResult:
+    """A finished run: its trials, the best of them, and what that one predicts."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        view: RunView,
+        refused: Sequence[dict[str, Any]],
+        factory: Callable[[Any], Any] | str | None,
+    ) -> None:
+        """Use `SearchResult.open`."""
+        assert view.document is not None
+        self.run_path = folder.path
+        self.document: RunDocument = view.document
+        self.trials = [_trial(trial) for trial in view.trials]
+        self.trials += [
+            Trial(each["trial_id"], each["params"], "failed", {}, [], each["error"])
+            for each in refused
+        ]
+        self.totals: Totals = view.totals
+        self._view = view
+        self._folder = folder
+        self._factory = factory
+        self._output_columns: list[str] | None = None
+
+    @classmethod
+    def open(cls, run_path: str, factory: Callable[[Any], Any] | str | None = None) -> SearchResult:
+        """Read a run's folder.
+
+        Args:
+            run_path: `<store>/runs/<run id>`.
+            factory: the run's `estimator_gen_fn`, or its "module:name"; needed only by `torch` and
+                `transform`, in a process that did not start the run, if it was not recorded.
+
+        Raises:
+            StoreError: there is no run.
+            JournalError: its journal is damaged.
+        """
+        folder = RunFolder.open(run_path)
+        return cls(folder, RunView.of_run(folder), folder.read_json(REFUSED_FILE), factory)
+
+    def __repr__(self) -> str:
+        finished = sum(trial.status == "finished" for trial in self.trials)
+        return f"SearchResult({finished} of {len(self.trials)} trials finished, {self.run_path!r})"
+
+    @property
+    def metric(self) -> str:
+        """Name in a history of what decides, such as "val_accuracy"."""
+        return self._view.metric
+
+    @property
+    def direction(self) -> str:
+        """Either "min" or "max": which values of `metric` are better."""
+        return self._view.direction
+
+    @property
+    def best_trial(self) -> Trial:
+        """The finished trial with the best metric after the last epoch; the first of equals.
+
+        Raises:
+            ConfigurationError: no finished trial has a number there.
+        """
+        best = self._view.best_first()[0]
+        if self._view.rank(best)[0] != 0:
+            raise ConfigurationError(
+                f"no trial is best: none finished with a number as {self.metric}; look at "
+                "result.trials"
+            )
+        return self.trials[best.trial]
+
+    def get_best_model_history(self) -> History:
+        """The history of the best trial."""
+        return self.best_trial.history
+
+    def get_all_model_history(self) -> dict[str, History]:
+        """The history of every trial, by its id."""
+        return {trial.trial_id: trial.history for trial in self.trials}
+
+    def torch(self, trial_id: str | None = None) -> nn.Module:
+        """A trial's model with its trained weights, in eval mode; by default the best trial's.
+
+        Raises:
+            ConfigurationError: there is no such trial, or it did not finish.
+            ReplayError: its factory can't be found; says how to give it.
+        """
+        from cerebro_hydra.tune.trained import trained_model
+
+        trial = self._finished(trial_id)
+        factory = factories.find(self.run_path, self.document.factory, self._factory)
+        return trained_model(self._folder, self.document, self.trials.index(trial), factory)
+
+    def set_output_columns(self, output_columns: Sequence[str]) -> SearchResult:
+        """Name the columns that `transform` adds, one per label column; returns itself."""
+        labels = self.document.label_columns
+        if isinstance(output_columns, str) or len(output_columns) != len(labels):
+            raise ConfigurationError(
+                f"output_columns is {output_columns!r}; give a list of {len(labels)} names, one "
+                f"for each of {list(labels)}"
+            )
+        self._output_columns = list(output_columns)
+        return self
+
+    def transform(self, df: DataFrame) -> DataFrame:
+        """The DataFrame with the best model's outputs, by default in `<label>__output`.
+
+        Raises:
+            ConfigurationError: no trial is best, or a feature column is missing.
+            ReplayError: the factory can't be found; says how to give it.
+            StoreError: the prepared data is gone, whose manifest says what the columns hold.
+        """
+        from cerebro_hydra.spark.transform import transform
+        from cerebro_hydra.tune.trained import trained_model, weights_file
+
+        trial = self.document.trials[self.trials.index(self.best_trial)]
+        factory = factories.find(self.run_path, self.document.factory, self._factory)
+        model = trained_model(self._folder, self.document, trial.trial, factory)
+        return transform(
+            df,
+            factory=factory,
+            params=trial.params,
+            seed=self.document.seed,
+            state={"model": weights_file(model)},
+            columns=self._manifest().columns,
+            feature_columns=self.document.feature_columns,
+            output_columns=self._output_columns
+            or [f"{name}__output" for name in self.document.label_columns],
+        )
+
+    def _manifest(self) -> Manifest:
+        manifest = find_prepared(self._folder.store, self.document.fingerprint)
+        if manifest is None:
+            raise StoreError(
+                f"the prepared data {self.document.fingerprint} of run {self.run_path!r} is gone "
+                "from its store; restore it from a copy"
+            )
+        return manifest
+
+    def _finished(self, trial_id: str | None) -> Trial:
+        if trial_id is None:
+            return self.best_trial
+        known = {trial.trial_id: trial for trial in self.trials}
+        if trial_id not in known:
+            raise ConfigurationError(f"there is no trial {trial_id!r}; trials are {list(known)}")
+        if known[trial_id].status != "finished":
+            raise ConfigurationError(
+                f"{trial_id} is {known[trial_id].status}, so it has no trained model: "
+                f"{known[trial_id].error or 'the run ended before it did'}"
+            )
+        return known[trial_id]
+
+
+def _trial(view: TrialView) -> Trial:
+    error = view.reason if view.status == "failed" else None
+    return Trial(view.trial_id, view.params, view.status, view.history, view.visit_log, error)

@@ -1,0 +1,84 @@
+"""Real batches to admit models with, made of the first rows of the prepared data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from cerebro_hydra.data.batches import Batch, batch_sizes, batches
+from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.manifest import Manifest, stored_name
+from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.errors import ConfigurationError
+
+
+class Samples:
+    """Batches of every size that training over a manifest's partitions meets.
+
+    The driver reads only as many rows as the largest batch has, and no partition as a whole.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        data_path: str,
+        feature_columns: Sequence[str],
+        label_columns: Sequence[str],
+    ) -> None:
+        """Read nothing yet.
+
+        Raises:
+            ConfigurationError: a training partition has no rows.
+        """
+        self._manifest = manifest
+        self._data_path = data_path
+        self._feature_columns = feature_columns
+        self._label_columns = label_columns
+        self._head: CachedPartition | None = None
+        self.partition_rows = [manifest.rows("train", i) for i in range(manifest.num_partitions)]
+        if min(self.partition_rows, default=0) < 1:
+            raise ConfigurationError(
+                f"there are {sum(self.partition_rows)} training rows for {manifest.num_partitions} "
+                "partitions; give more rows, fewer workers or a smaller share of validation rows"
+            )
+
+    def sizes(self, batch_size: int) -> list[int]:
+        """Every number of rows that a batch will have, the largest first."""
+        met = {size for rows in self.partition_rows for size in batch_sizes(rows, batch_size)}
+        return sorted(met, reverse=True)
+
+    def batches(self, batch_size: int) -> list[Batch]:
+        """One batch of real rows for each of `sizes`."""
+        return [self._batch(size) for size in self.sizes(batch_size)]
+
+    def _batch(self, size: int) -> Batch:
+        head = self._first_rows(size)
+        # Partition 0 may be a row shorter than the one that the size comes from.
+        order = np.arange(size, dtype=np.int64) % head.rows
+        (batch,) = batches(head, self._feature_columns, self._label_columns, size, order)
+        return batch
+
+    def _first_rows(self, count: int) -> CachedPartition:
+        info = self._manifest.partition("train", 0)
+        count = min(count, info.rows)
+        if self._head is None or self._head.rows < count:
+            stored = {spec.name: stored_name(i) for i, spec in enumerate(self._manifest.columns)}
+            groups = []
+            rows = 0
+            for group in read_columns(
+                os.path.join(self._data_path, info.path), list(stored.values())
+            ):
+                groups.append(group)
+                rows += len(next(iter(group.values())))
+                if rows >= count:
+                    break
+            columns = {
+                spec.name: np.concatenate([group[stored[spec.name]] for group in groups])[
+                    :count
+                ].reshape(count, *spec.shape)
+                for spec in self._manifest.columns
+            }
+            self._head = CachedPartition(count, columns)
+        return self._head

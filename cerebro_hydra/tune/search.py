@@ -1,0 +1,271 @@
+"""What all searches share: checking the arguments, admitting trials, running them."""
+
+from __future__ import annotations
+
+import datetime
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
+from cerebro_hydra.observe import console_observer
+from cerebro_hydra.plan.hop_config import ORDERS
+from cerebro_hydra.replay import factories
+from cerebro_hydra.storage import RunFolder, Store
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.tune.admission import Admission, Admitted
+from cerebro_hydra.tune.result import REFUSED_FILE, SearchResult
+from cerebro_hydra.tune.samples import Samples
+from cerebro_hydra.tune.space import check_space
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from cerebro_hydra.data.manifest import Manifest
+    from cerebro_hydra.spark import SparkBackend
+
+
+class Search(ABC):
+    """Trains the candidates of a search space over a DataFrame; all arguments by keyword.
+
+    Args:
+        backend: where it runs.
+        store: where prepared data and the run's folder lie; every worker must see it.
+        estimator_gen_fn: a function of the parameters that returns a `SparkEstimator`. What it
+            refers to must be importable, or picklable, on the workers.
+        search_space: `{name: hp_choice([...])}`.
+        num_epochs: passes of every trial over all rows.
+        evaluation_metric: "loss" or the name of a metric; decides which trial is best.
+        validation: share of rows to hold out, or the name of a column that says which; None
+            validates on nothing, and then the training loss decides.
+        feature_columns: one positional argument of the model's forward each.
+        label_columns: what the loss takes after the model's outputs.
+        seed: of everything random.
+        order: "dynamic" sends a trial to whichever worker is free, "seeded" fixes every trial's
+            order of partitions beforehand, so that two runs give the same bits.
+        verbose: 0 prints nothing, 1 shows progress.
+
+    Raises:
+        ConfigurationError: an argument can't be used; the message names it, its value and what to
+            give.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: SparkBackend,
+        store: Store,
+        estimator_gen_fn: Callable[[Any], Any],
+        search_space: Mapping[str, Any],
+        num_epochs: int,
+        evaluation_metric: str = "loss",
+        validation: float | str | None = 0.2,
+        feature_columns: Sequence[str] = ("features",),
+        label_columns: Sequence[str] = ("label",),
+        seed: int = 0,
+        order: str = "dynamic",
+        verbose: int = 1,
+    ) -> None:
+        for method in ("prepare_data", "launcher"):
+            if not callable(getattr(backend, method, None)):
+                raise ConfigurationError(
+                    f"backend is a {type(backend).__name__}; give a SparkBackend"
+                )
+        if not isinstance(store, Store):
+            raise ConfigurationError(
+                f"store is {store!r}, a {type(store).__name__}; give a store, such as "
+                'LocalStore(prefix_path="/some/folder")'
+            )
+        if not callable(estimator_gen_fn):
+            raise ConfigurationError(
+                f"estimator_gen_fn is {estimator_gen_fn!r}; give a function of the parameters "
+                "that returns a SparkEstimator"
+            )
+        self.backend = backend
+        self.store = store
+        self.estimator_gen_fn = estimator_gen_fn
+        self.search_space = check_space(search_space)
+        self.num_epochs = _whole("num_epochs", num_epochs, least=1)
+        self.evaluation_metric = evaluation_metric
+        self.validation = _checked_validation(validation, evaluation_metric)
+        self.feature_columns = _names("feature_columns", feature_columns)
+        self.label_columns = _names("label_columns", label_columns)
+        if both := set(self.feature_columns) & set(self.label_columns):
+            raise ConfigurationError(
+                f"{sorted(both)[0]!r} is in feature_columns and in label_columns; leave it in one"
+            )
+        self.seed = _whole("seed", seed, least=0)
+        if order not in ORDERS:
+            raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
+        self.order = order
+        self.verbose = _whole("verbose", verbose, least=0)
+
+    @abstractmethod
+    def candidates(self) -> list[dict[str, Any]]:
+        """The parameters of every trial, in order."""
+
+    def fit(self, df: DataFrame) -> SearchResult:
+        """Train every candidate on `df`.
+
+        A trial whose model can't be built, or whose training raises or gives a NaN loss, fails
+        alone: its traceback is in `result.trials`. Interrupting ends the run and its agents.
+
+        Raises:
+            ConfigurationError: the data or the metric does not fit the arguments.
+            SetupError: Spark can't run the agents.
+            DataError: rows can't be used.
+            AllTrialsFailed: no trial was left; the message holds every reason.
+        """
+        self._check_columns(df)
+        folder = RunFolder(self.store, _new_run_id())
+        manifest = self.backend.prepare_data(
+            self.store,
+            df,
+            validation=self.validation,
+            feature_columns=self.feature_columns,
+            label_columns=self.label_columns,
+            seed=self.seed,
+        )
+        admitted = self._admit(folder, manifest)
+        folder.write_json(REFUSED_FILE, admitted.refused)
+        factories.remember(folder.path, self.estimator_gen_fn)
+        if not admitted.specs:
+            raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
+        document = self._document(folder, manifest, admitted)
+        folder.write_json(RUN_FILE, document.to_json())
+        self._run(folder, document, manifest)
+        result = SearchResult.open(folder.path)
+        if all(trial.status == "failed" for trial in result.trials):
+            raise _all_failed(folder.path, [trial.error or "" for trial in result.trials])
+        return result
+
+    def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
+        samples = Samples(
+            manifest,
+            self.store.local(self.store.data_path(manifest.fingerprint)),
+            self.feature_columns,
+            self.label_columns,
+        )
+        report = print if self.verbose else _nothing
+        admission = Admission(self.estimator_gen_fn, samples, folder, self.seed, report)
+        return admission.admit(self.candidates())
+
+    def _check_columns(self, df: DataFrame) -> None:
+        wanted = [*self.feature_columns, *self.label_columns]
+        if isinstance(self.validation, str):
+            wanted.append(self.validation)
+        for name in wanted:
+            if name not in df.columns:
+                raise ConfigurationError(
+                    f"the DataFrame has no column {name!r}; its columns are {df.columns}"
+                )
+
+    def _document(self, folder: RunFolder, manifest: Manifest, admitted: Admitted) -> RunDocument:
+        metrics = admitted.metrics
+        if self.evaluation_metric not in metrics:
+            raise ConfigurationError(
+                f"evaluation_metric is {self.evaluation_metric!r}, which is not measured; "
+                f"measured are {list(metrics)}; add it to the metrics of the SparkEstimator"
+            )
+        return RunDocument(
+            run_id=folder.run_id,
+            factory=factories.name_of(self.estimator_gen_fn),
+            seed=self.seed,
+            order=self.order,
+            num_epochs=self.num_epochs,
+            num_partitions=manifest.num_partitions,
+            evaluation_metric=self.evaluation_metric,
+            metrics=metrics,
+            feature_columns=self.feature_columns,
+            label_columns=self.label_columns,
+            store=self.store.to_dict(),
+            fingerprint=manifest.fingerprint,
+            validated=manifest.has_validation,
+            threads=THREADS,
+            trials=tuple(admitted.specs),
+        )
+
+    def _run(self, folder: RunFolder, document: RunDocument, manifest: Manifest) -> None:
+        from cerebro_hydra.hopper.coordinator import Coordinator
+
+        observer = console_observer(self.verbose)
+        coordinator = Coordinator(
+            folder,
+            document,
+            self.backend.launcher(),
+            self.estimator_gen_fn,
+            manifest=manifest,
+            data_path=self.store.data_path(manifest.fingerprint),
+            observers=[observer],
+        )
+        try:
+            coordinator.run()
+        finally:
+            observer.close()
+
+
+THREADS = 1
+"""Threads that every agent computes with; another number would give other bits."""
+
+
+def _nothing(line: str) -> None:
+    pass
+
+
+def _new_run_id() -> str:
+    """Sorts by time, and two runs of one second differ."""
+    now = datetime.datetime.now(datetime.UTC)
+    return f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} is {value!r}; it is a whole number from {least}")
+    return value
+
+
+def _names(argument: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise ConfigurationError(f"{argument} is {value!r}; give a list: [{value!r}]")
+    if not isinstance(value, Sequence) or not value:
+        raise ConfigurationError(f"{argument} is {value!r}; give a list of column names")
+    for name in value:
+        if not isinstance(name, str):
+            raise ConfigurationError(f"{argument} holds {name!r}; column names are strings")
+        if list(value).count(name) > 1:
+            raise ConfigurationError(f"{argument} names {name!r} more than once; name it once")
+    return tuple(value)
+
+
+def _checked_validation(validation: Any, metric: Any) -> float | str | None:
+    if not isinstance(metric, str):
+        raise ConfigurationError(f"evaluation_metric is {metric!r}; give 'loss' or a metric's name")
+    if validation is None:
+        if metric != "loss":
+            raise ConfigurationError(
+                f"evaluation_metric is {metric!r} and validation is None, but metrics are measured "
+                "on validation rows only; give validation=0.2, or evaluation_metric='loss' for the "
+                "training loss"
+            )
+        return None
+    if isinstance(validation, str) and validation:
+        return validation
+    if isinstance(validation, bool) or not isinstance(validation, int | float):
+        raise ConfigurationError(
+            f"validation is {validation!r}; give a share such as 0.2, a column's name, or None"
+        )
+    if not 0 < validation < 1:
+        raise ConfigurationError(
+            f"validation is {validation!r}; a share lies between 0 and 1, None is for no validation"
+        )
+    return float(validation)
+
+
+def _all_failed(run_path: str, errors: Sequence[str]) -> AllTrialsFailed:
+    """Says each different reason once, with the number of trials that it ended."""
+    reasons = {error: errors.count(error) for error in errors}
+    stories = "\n\n".join(f"{count} of {len(errors)}: {e.strip()}" for e, count in reasons.items())
+    return AllTrialsFailed(
+        f"all {len(errors)} trials failed; the run folder is {run_path}\n\n{stories}"
+    )

@@ -1,0 +1,73 @@
+"""A trained model, from the factory and the tensors in a run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import build_recipe
+from cerebro_hydra.shards.layout import read_tensors
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_document import RunDocument
+
+
+def trained_model(
+    folder: RunFolder, document: RunDocument, trial: int, factory: Callable[[Any], Any]
+) -> nn.Module:
+    """Build a trial's model and load its newest state, in eval mode.
+
+    The caller's random numbers go on as if nothing had been built.
+
+    Raises:
+        ConfigurationError: the factory builds another model than the run trained.
+    """
+    spec = document.trials[trial]
+    with torch.random.fork_rng(devices=[]):
+        model = build_recipe(factory, spec.params, document.seed).model
+    targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
+    targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}
+    saved = _saved(folder, trial)
+    for name, tensor in saved.items():
+        if name not in targets or targets[name].shape != tensor.shape:
+            raise ConfigurationError(
+                f"{name} of {spec.trial_id} has shape {tuple(tensor.shape)} in {folder.path!r}, "
+                "and the model that the factory builds has none such; give the factory that the "
+                "run was started with"
+            )
+    if missing := [n for n, _ in model.named_parameters() if f"param:{n}" not in saved]:
+        raise ConfigurationError(
+            f"the run {folder.path!r} holds no parameter {missing[0]!r}, which the factory's model "
+            "has; give the factory that the run was started with"
+        )
+    with torch.no_grad():
+        for name, tensor in saved.items():
+            targets[name].copy_(tensor)
+    return model.eval()
+
+
+def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
+    """Parameters and buffers of the newest state, without the optimizer's."""
+    state = folder.read_state(trial, max(folder.states(trial)))
+    tensors: dict[str, Tensor] = {}
+    for shard in state["shards"]:
+        for segment in ("frozen", "trainable"):
+            content = np.frombuffer(folder.read_object(shard[segment]), np.uint8)
+            tensors.update(read_tensors(content))
+    return {name: t for name, t in tensors.items() if name.startswith(("param:", "buffer:"))}
+
+
+def weights_file(model: nn.Module) -> bytes:
+    """The model's `state_dict` as one safetensors file, tied tensors once."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach().contiguous().clone()
+    return bytes(safetensors.torch.save(tensors))

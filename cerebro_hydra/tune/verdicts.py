@@ -1,0 +1,69 @@
+"""Replaying the trials of a run and printing a verdict for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.tune.result import SearchResult
+
+
+def print_verdicts(
+    console: Console,
+    run_path: str,
+    *,
+    trial_id: str | None = None,
+    factory: Callable[[Any], Any] | str | None = None,
+) -> bool:
+    """Replay one trial of a run, or all that finished, and print a line for each.
+
+    Returns:
+        Whether every replayed trial was identical, bit for bit.
+
+    Raises:
+        ReplayError: the trial is unknown or did not finish, or no trial finished.
+    """
+    from cerebro_hydra.replay.reference import replay
+
+    result = SearchResult.open(run_path)
+    chosen = [t for t in result.trials if trial_id in (None, t.trial_id)]
+    if not chosen:
+        raise ReplayError(
+            f"there is no trial {trial_id!r}; trials are {[t.trial_id for t in result.trials]}"
+        )
+    finished = [trial for trial in chosen if trial.status == "finished"]
+    if not finished:
+        raise ReplayError(
+            f"nothing to replay in {run_path!r}: "
+            + ", ".join(f"{trial.trial_id} is {trial.status}" for trial in chosen)
+        )
+    identical = 0
+    for trial in chosen:
+        if trial.status != "finished":
+            console.print(Text.assemble(trial.trial_id, (f"  {trial.status}, not replayed", "dim")))
+            continue
+        begun = time.perf_counter()
+        report = replay(run_path, trial.trial_id, factory)
+        seconds = time.perf_counter() - begun
+        for warning in report.warnings:
+            console.print(Text(f"           warning: {warning}", style="yellow"))
+        if report.identical:
+            identical += 1
+            verdict = Text.assemble(trial.trial_id, ("  identical, every bit", "green"))
+        else:
+            verdict = Text.assemble(
+                trial.trial_id, ("  DIFFERENT", "bold red"), f"  {report.first_difference}"
+            )
+        verdict.append(f"  ({len(trial.visit_log)} sub-epochs, {seconds:.1f} s)", "dim")
+        console.print(verdict, soft_wrap=True)
+    console.print(
+        f"{identical} of {len(finished)} replayed trials are identical to the bit.",
+        style="bold green" if identical == len(finished) else "bold red",
+        highlight=False,
+    )
+    return identical == len(finished)

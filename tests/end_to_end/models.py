@@ -1,0 +1,144 @@
+"""Factories that agents in other processes can import."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.recipe import Recipe
+
+
+def feed_forward(params: dict[str, Any]) -> Recipe:
+    """A small net; `frozen` keeps its first layer, `dropout` makes it stochastic."""
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Dropout(params.get("dropout", 0.0)), nn.Linear(32, 4)
+    )
+    if params.get("frozen"):
+        model[0].requires_grad_(False)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.AdamW(trainable, lr=params["lr"]),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        batch_size=params.get("batch_size", 16),
+        shards=params.get("shards", 2),
+    )
+
+
+class Block(nn.Module):
+    """Convolution with BatchNorm and a skip connection, in place where it can be."""
+
+    def __init__(self, channels: int, dropout: float) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(self.dropout(y)))
+        y += x
+        return self.relu(y)
+
+
+class LongSkips(nn.Module):
+    """A residual net whose stem's output is needed again at the very end."""
+
+    def __init__(self, channels: int = 8, blocks: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), nn.BatchNorm2d(channels))
+        self.blocks = nn.ModuleList([Block(channels, dropout) for _ in range(blocks)])
+        self.head = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = y = self.stem(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.head((y + first).mean((2, 3)))
+
+
+def long_skips(params: dict[str, Any]) -> Recipe:
+    """Dropout, BatchNorm, long skips, clipping, accumulation and an LR schedule together."""
+    model = LongSkips()
+
+    def schedule(optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=params["lr"], total_steps=2 * steps_per_epoch
+        )
+
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=params["lr"], momentum=0.9),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        batch_size=16,
+        shards=params["shards"],
+        lr_scheduler=schedule,
+        clip_grad_norm=0.5,
+        accumulate=params.get("accumulate", 1),
+    )
+
+
+class TiedGPT2(nn.Module):
+    """GPT-2 with tied embeddings, from token ids to logits."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=vocabulary, n_embd=32, n_layer=3, n_head=2, n_positions=32, use_cache=False
+        )
+        self.gpt2 = GPT2LMHeadModel(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt2(tokens).logits
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross entropy of each token from those before it."""
+    flat = logits[:, :-1].reshape(-1, logits.shape[-1])
+    return nn.functional.cross_entropy(flat, tokens[:, 1:].reshape(-1))
+
+
+def tied_gpt2(params: dict[str, Any]) -> Recipe:
+    """A small language model over bytes."""
+    model = TiedGPT2(vocabulary=128)
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),
+        loss=next_token_loss,
+        batch_size=8,
+        shards=params["shards"],
+        clip_grad_norm=1.0,
+    )
+
+
+def quarrelsome(params: dict[str, Any]) -> Recipe:
+    """Trials that fail in the way that `params["fault"]` names, while they train."""
+    recipe = feed_forward({"lr": 0.01})
+    plain, fault = recipe.loss, params["fault"]
+    seen = 0
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        nonlocal seen
+        seen += 1
+        # Admission computes a few losses too; only a longer life is training.
+        if seen > 20 and fault == "raises":
+            raise RuntimeError("this loss has had enough")
+        if seen > 20 and fault == "nan":
+            return plain(outputs, labels) * float("nan")
+        if seen == 21:
+            print("hello from the loss")
+            logging.getLogger("mine").warning("a warning from the loss")
+        return plain(outputs, labels)
+
+    recipe.loss = loss
+    return recipe

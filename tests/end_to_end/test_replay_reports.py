@@ -1,0 +1,85 @@
+"""Replay broken on purpose: each kind of damage is seen and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cerebro_hydra
+from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.storage.run_folder import RunFolder
+from tests.end_to_end import models
+from tests.end_to_end.test_runs import classes, search
+
+pytestmark = pytest.mark.slow
+
+
+def trained(path: Path) -> Any:
+    return search(path, models.feed_forward, {"lr": [0.01], "dropout": [0.3]}, classes(120))
+
+
+def test_one_flipped_bit_in_a_checkpoint_is_named(tmp_path: Path) -> None:
+    result = trained(tmp_path)
+    folder = RunFolder.open(result.run_path)
+    state = folder.read_state(0, max(folder.states(0)))
+    path = Path(folder.path, "objects", f"{state['shards'][1]['trainable']}.safetensors")
+    content = bytearray(path.read_bytes())
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    start = 8 + int.from_bytes(content[:8], "little") + header["param:3.bias"]["data_offsets"][0]
+    content[start + 4] ^= 1
+    path.write_bytes(content)
+    report = cerebro_hydra.replay(result.run_path, "trial-000")
+    assert not report.identical
+    assert report.first_difference.startswith("param:3.bias[1]: the run has")
+
+
+def test_a_partition_visited_twice_is_named(tmp_path: Path) -> None:
+    result = trained(tmp_path)
+    for path in sorted(Path(result.run_path, "journal").iterdir()):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            for instruction in line.get("instructions", ()):
+                if instruction["type"] == "Commit" and instruction["epoch"] == 0:
+                    instruction["partition"] = 0
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = cerebro_hydra.replay(result.run_path, "trial-000")
+    assert report.first_difference == "partition 0 was visited twice in epoch 0"
+
+
+def repeats_a_batch(params: dict[str, Any]) -> Any:
+    """Trains as told, except that in agents the first window's batch is taken twice."""
+    import multiprocessing
+
+    if multiprocessing.parent_process() is not None:
+        from cerebro_hydra.agent.kit import Kits
+
+        Kits.windows = _repeating(Kits.windows)
+    return models.feed_forward(params)
+
+
+def _repeating(windows: Any) -> Any:
+    def repeated(self: Any, *place: int) -> Any:
+        stream = iter(windows(self, *place))
+        first = next(stream)
+        yield first
+        next(stream)
+        yield first
+        yield from stream
+
+    return repeated
+
+
+def test_one_batch_repeated_in_place_of_another_is_seen(tmp_path: Path) -> None:
+    result = search(tmp_path, repeats_a_batch, {"lr": [0.01]}, classes(120))
+    report = cerebro_hydra.replay(result.run_path, "trial-000")
+    assert not report.identical
+    assert "the run has" in report.first_difference
+
+
+def test_an_unknown_trial_is_named(tmp_path: Path) -> None:
+    result = trained(tmp_path)
+    with pytest.raises(ReplayError, match="no trial 'trial-007'"):
+        cerebro_hydra.replay(result.run_path, "trial-007")

@@ -1,0 +1,157 @@
+"""Whole runs on local Spark: agents as tasks, killed ones too, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cerebro_hydra
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from tests.end_to_end import models
+
+pytestmark = [pytest.mark.slow, pytest.mark.spark]
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def df(spark: Any) -> Any:
+    random = np.random.default_rng(3)
+    labels = random.integers(0, 4, 160)
+    features = random.normal(size=(160, 16)) + labels[:, None] / 2
+    rows = [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
+    return spark.createDataFrame(rows, "features array<double>, label long").cache()
+
+
+def search(
+    spark: Any, path: Path, factory: Any, space: dict[str, list[Any]], **options: Any
+) -> Any:
+    return GridSearch(
+        backend=SparkBackend(spark_context=spark.sparkContext, num_workers=3),
+        store=LocalStore(prefix_path=str(path)),
+        estimator_gen_fn=factory,
+        search_space={name: hp_choice(values) for name, values in space.items()},
+        **{"num_epochs": 2, "evaluation_metric": "accuracy", "verbose": 0, **options},
+    )
+
+
+def test_a_grid_on_spark_replays_and_transforms(spark: Any, df: Any, tmp_path: Path) -> None:
+    space = {"lr": [0.01, 0.001], "dropout": [0.0, 0.2]}
+    result = search(spark, tmp_path, models.feed_forward, space).fit(df)
+    assert [trial.status for trial in result.trials] == ["finished"] * 4
+    for trial in result.trials:
+        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
+        assert report.identical, str(report)
+    out = result.set_output_columns(["prediction"]).transform(df).toPandas()
+    model = result.torch()
+    import torch
+
+    features = torch.tensor(np.stack(out.features).astype(np.float32))
+    with torch.no_grad():
+        expected = model(features)
+    assert np.allclose(np.stack(out.prediction), expected.numpy(), atol=1e-5)
+    best = max(trial.history["val_accuracy"][-1] for trial in result.trials)
+    assert result.get_best_model_history()["val_accuracy"][-1] == best
+
+
+class KillsOnce:
+    """Kills one agent with SIGKILL when a given number of sub-epochs is committed."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        self.pids: dict[str, int] = {}
+        self.killed: str | None = None
+        self.commits = 0
+
+    def on_record(self, record: Any) -> None:
+        if record["kind"] == "agent":
+            self.pids[record["incarnation"]] = record["pid"]
+        if record["kind"] != "journal":
+            return
+        self.commits += sum(i["type"] == "Commit" for i in record["instructions"])
+        incarnation = record["event"].get("incarnation")
+        if self.commits >= self.after and self.killed is None and incarnation in self.pids:
+            self.killed = incarnation
+            os.kill(self.pids[incarnation], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_a_killed_agent_costs_sub_epochs_but_no_trial(
+    spark: Any, df: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    killer = KillsOnce(after)
+    from cerebro_hydra.tune import search as search_module
+
+    plain = search_module.console_observer
+
+    def observer(verbose: int) -> Any:
+        view = plain(verbose)
+        shown = view.on_record
+        view.on_record = lambda record: (shown(record), killer.on_record(record))
+        return view
+
+    monkeypatch.setattr(search_module, "console_observer", observer)
+    space = {"lr": [0.01, 0.001], "dropout": [0.2]}
+    result = search(spark, tmp_path, models.feed_forward, space).fit(df)
+    assert killer.killed is not None
+    for trial in result.trials:
+        assert trial.status == "finished"
+        assert len(trial.visit_log) == 6
+        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
+        assert report.identical, str(report)
+
+
+def test_what_a_trial_prints_and_logs_reaches_the_driver(
+    spark: Any, df: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    search(spark, tmp_path, models.quarrelsome, {"fault": ["none"]}, verbose=1).fit(df)
+    out = capfd.readouterr().out
+    assert "[trial-000] hello from the loss" in out
+    assert "a warning from the loss" in out
+
+
+def test_agents_end_when_the_driver_is_killed(tmp_path: Path) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, str(HERE / "doomed_driver.py"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])},
+    )
+    try:
+        line = driver.stdout.readline()
+        agents = json.loads(line)
+        assert len(agents) == 2
+        watched = [_gone(pid) for pid in agents]
+        driver.kill()
+        for ended in watched:
+            assert ended.wait(60), "an agent outlived its driver"
+    finally:
+        os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+
+
+def _gone(pid: int) -> threading.Event:
+    """Set when a process that is no child of ours has ended."""
+    ended = threading.Event()
+    descriptor = os.pidfd_open(pid)
+
+    def watch() -> None:
+        import select
+
+        select.select([descriptor], [], [])
+        os.close(descriptor)
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    return ended
