@@ -99,6 +99,8 @@ def defaults(workers: int) -> dict[str, str]:
         "spark.sql.execution.arrow.pyspark.enabled": "true",
         "spark.python.daemon.module": DAEMON_MODULE,
         "spark.executorEnv.PYTHONPATH": _python_path(),
+        # Spark SQL sets it for its own Python; with equal environments both share one daemon.
+        "spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK": "1",
     }
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,19 @@ def test_workers_start_with_the_heavy_modules_and_an_untouched_cuda(spark: Spark
 
     job = spark.sparkContext.parallelize(range(2), 2).mapPartitions(look)
     assert job.collect() == [(True, False)] * 2
+
+
+def test_jobs_and_queries_share_one_preloaded_daemon(spark: SparkSession) -> None:
+    import pyarrow as pa
+
+    def parent(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        yield pa.RecordBatch.from_arrays([pa.array([os.getppid()])], names=["pid"])
+
+    query = spark.range(1).coalesce(1).mapInArrow(parent, "pid long").collect()
+    job = spark.sparkContext.parallelize([0], 1).map(lambda _: os.getppid()).collect()
+    assert [row.pid for row in query] == job
 
 
 def test_the_probe_names_host_and_module(spark: SparkSession) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
@@ -11,8 +13,8 @@ from torch import nn
 
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError, DataError
-from cerebro_hydra.spark import SparkEstimator
-from cerebro_hydra.spark.transform import load_state, transform
+from cerebro_hydra.spark import SparkEstimator, arrow_columns
+from cerebro_hydra.spark.transform import load_state, state_of, transform
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -95,16 +97,9 @@ def test_the_output_is_plain_torchs_bit_for_bit(spark: SparkSession, kind: str) 
         "dense": DenseVector,
         "sparse": lambda row: SparseVector(4, {int(i): row[i] for i in np.flatnonzero(row)}),
     }.get(kind, lambda row: row.tolist())
-    df = (
-        spark.createDataFrame(
-            [(i, make(row)) for i, row in enumerate(x)],
-            "id int, features " + ("vector" if kind in ("dense", "sparse") else kind),
-        )
-        if kind.startswith("array")
-        else (
-            spark.createDataFrame([(i, make(row)) for i, row in enumerate(x)], ["id", "features"])
-        )
-    )
+    data = [(i, make(row)) for i, row in enumerate(x)]
+    schema: Any = f"id int, features {kind}" if kind.startswith("array") else ["id", "features"]
+    df = spark.createDataFrame(data, schema)
     factory = net_factory()
     model = trained(factory)
     got = predict(df.coalesce(1), factory, model).orderBy("id").collect()
@@ -120,11 +115,13 @@ def frame(spark: SparkSession, partitions: int = 2, rows: int = 11) -> DataFrame
 def test_one_value_per_row_is_a_double(spark: SparkSession) -> None:
     factory = net_factory(outputs=1)
     model = trained(factory)
-    df = predict(frame(spark).coalesce(1), factory, model)
-    assert dict(df.dtypes)["prediction"] == "double"
-    rows = {r.id: r.prediction for r in df.collect()}
-    alone = predict(frame(spark, 1), factory, model).collect()
-    assert set(rows) == {r.id for r in alone} and all(isinstance(v, float) for v in rows.values())
+    data = [(i, row.tolist()) for i, row in enumerate(values())]
+    df = spark.createDataFrame(data, "id int, features array<float>").coalesce(1)
+    out = predict(df, factory, model)
+    assert dict(out.dtypes)["prediction"] == "double"
+    got = [row.prediction for row in out.orderBy("id").collect()]
+    expected = in_batches(model, torch.from_numpy(values().astype(np.float32)))
+    assert got == expected.reshape(-1).tolist()
 
 
 def test_other_columns_stay_in_order_and_untouched(spark: SparkSession) -> None:
@@ -230,23 +227,37 @@ def test_a_missing_or_mistyped_feature_column_is_refused(spark: SparkSession) ->
         predict(text, factory, model)
 
 
+ROW = [1.0, 2.0, 3.0, 4.0]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([1.0, 2.0, 3.0], "'features' has rows with .*3.* entries"),
+        ([1.0, 2.0, 3.0], r"'features' has rows with \[3, 4\] entries"),
         ([1.0, 2.0, 3.0, None], "'features' has null"),
         (None, "'features' has null"),
         ([1.0, 2.0, 3.0, float("nan")], "'features' has NaN"),
     ],
 )
-def test_rows_that_the_model_cannot_take_are_named(
-    spark: SparkSession, row: Any, message: str
-) -> None:
+def test_rows_that_a_model_cannot_take_are_refused(row: Any, message: str) -> None:
+    array = pa.array([ROW, ROW, row], pa.list_(pa.float32()))
+    with pytest.raises(DataError, match=message):
+        arrow_columns.to_tensor(array, FEATURES[0])
+    assert arrow_columns.to_tensor(array[:2], FEATURES[0]).tolist() == [ROW, ROW]
+
+
+def test_a_refused_row_ends_the_query_with_its_message(spark: SparkSession) -> None:
     factory = net_factory()
-    rows = [([1.0, 2.0, 3.0, 4.0],), (row,)]
-    df = spark.createDataFrame(rows, "features array<double>").coalesce(1)
-    with pytest.raises(Exception, match=message):
+    df = spark.createDataFrame([(ROW,), (None,)], "features array<double>").coalesce(1)
+    with pytest.raises(Exception, match="feature column 'features' has null; drop or fill"):
         predict(df, factory, trained(factory)).collect()
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2), (3, 2, 4), (0, 2, 4), (3, 1, 2)])
+def test_outputs_of_any_shape_keep_it(shape: tuple[int, ...]) -> None:
+    output = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    expected = output.reshape(-1) if math.prod(shape[1:]) == 1 else output
+    assert arrow_columns.from_tensor(output).to_pylist() == expected.tolist()
 
 
 def test_the_drivers_random_numbers_are_left_alone(spark: SparkSession) -> None:
@@ -270,6 +281,11 @@ def test_tied_weights_need_to_be_saved_once() -> None:
     model = Tied()
     load_state(model, [safetensors.torch.save({"a.weight": torch.ones(3, 3)})])
     assert torch.equal(model.b.weight, torch.ones(3, 3))
+    again = Tied()
+    saved = state_of(model)
+    load_state(again, saved.values())
+    assert torch.equal(again.a.weight, torch.ones(3, 3))
+    assert len(safetensors.torch.load(saved["model"])) == 1
 
 
 @pytest.mark.parametrize(
