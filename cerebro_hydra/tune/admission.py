@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import build_recipe, trial_seed
-from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.admission import CutReport, admit
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.shards.structure import StructureCache
@@ -112,11 +112,18 @@ class Admission:
             ),
             shards=tuple(shards),
         )
-        self._tell(spec, admission.report.text())
+        self._tell(spec, admission.report)
         metrics = {"loss": "min"} | {m.name: m.direction for m in recipe.metric_list}
         return spec, metrics
 
-    def _tell(self, spec: TrialSpec, report: str) -> None:
-        if report not in self._reported:
-            self._reported.add(report)
-            self._report(f"{spec.trial_id} and all of its structure:\n{report}")
+    def _tell(self, spec: TrialSpec, report: CutReport) -> None:
+        """Report a cut, unless a trial before has the same but for its batch size."""
+        shape = str(
+            [
+                replace(shard, receives=tuple(replace(v, nbytes=0) for v in shard.receives))
+                for shard in report.shards
+            ]
+        )
+        if shape not in self._reported:
+            self._reported.add(shape)
+            self._report(f"{spec.trial_id}: {report.text()}")

@@ -1,0 +1,78 @@
+"""The command line: `cerebro-hydra demo` and `cerebro-hydra replay RUN`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from cerebro_hydra import __version__
+from cerebro_hydra.errors import CerebroHydraError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return what the shell gets: 0 well, 1 not well, 2 used wrongly."""
+    arguments = _parser().parse_args(argv)
+    # Heavy imports are in the commands, so that --help and mistakes answer at once.
+    try:
+        status: int = arguments.command(arguments)
+    except CerebroHydraError as error:
+        print(f"cerebro-hydra: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("cerebro-hydra: interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cerebro-hydra",
+        description="Trains many PyTorch models over a Spark DataFrame: rows stay, shards hop.",
+    )
+    parser.add_argument("--version", action="version", version=f"cerebro-hydra {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train eight models, then replay every one of them")
+    demo.add_argument("--epochs", type=_count, default=5, help="default: 5")
+    demo.add_argument("--workers", type=_count, default=2, help="default: 2")
+    demo.add_argument("--keep", metavar="PATH", help="store to keep; default: a removed folder")
+    demo.set_defaults(command=_demo)
+
+    replay = commands.add_parser(
+        "replay", help="train trials again in plain PyTorch and compare every bit"
+    )
+    replay.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
+    replay.add_argument("--trial", metavar="ID", help="such as trial-000; default: all")
+    replay.add_argument(
+        "--factory", metavar="MODULE:NAME", help="estimator_gen_fn, if the run did not record it"
+    )
+    replay.set_defaults(command=_replay)
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from cerebro_hydra.demo import run
+
+    return run(epochs=arguments.epochs, workers=arguments.workers, keep=arguments.keep)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cerebro_hydra.tune.verdicts import print_verdicts
+
+    # A factory is found as `python -m` would find it, from the folder that one stands in.
+    sys.path.insert(0, os.getcwd())
+    identical = print_verdicts(
+        Console(), arguments.run, trial_id=arguments.trial, factory=arguments.factory
+    )
+    return 0 if identical else 1

@@ -1,0 +1,224 @@
+"""The demo: eight models over scikit-learn's digits in Spark, then the proof by replay.
+
+Each trial is Hydra's own check workload, a feed-forward network of 1.2 million parameters, cut into
+three shards that hop between two workers.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.rule import Rule
+
+from cerebro_hydra.errors import SetupError
+from cerebro_hydra.observe.text import parameters
+from cerebro_hydra.observe.totals import human_bytes
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from cerebro_hydra.spark import SparkEstimator
+    from cerebro_hydra.tune.result import SearchResult
+
+HELD_OUT_ROWS = 360
+SPLIT_SEED = 0
+LEAST_ACCURACY = 0.95
+
+
+def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
+    """64 pixels, two hidden layers of 1060 units, 10 digits; the first layer may be frozen."""
+    import torch
+    from torch import nn
+
+    from cerebro_hydra.spark import SparkEstimator
+
+    model = nn.Sequential(
+        nn.Linear(64, 1060), nn.ReLU(), nn.Linear(1060, 1060), nn.ReLU(), nn.Linear(1060, 10)
+    )
+    model[0].requires_grad_(not params["freeze_first"])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return SparkEstimator(
+        model=model,
+        optimizer=torch.optim.AdamW(trained, lr=params["lr"]),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        batch_size=params["batch_size"],
+        shards=3,
+    )
+
+
+def run(epochs: int = 5, workers: int = 2, keep: str | None = None) -> int:
+    """Run the demo; return 0 if the winner is good enough and every replay is identical.
+
+    Args:
+        epochs: passes over the training rows.
+        workers: agents, and partitions of the rows.
+        keep: a folder for the store, which stays; None takes a temporary one.
+    """
+    console = Console()
+    begun = time.perf_counter()
+    folder = keep or tempfile.mkdtemp(prefix="cerebro-hydra-demo-")
+    try:
+        passed = _Demo(console, folder, epochs, workers).play()
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    console.print()
+    if keep is not None:
+        console.print(f"Everything is kept in {folder}", soft_wrap=True, highlight=False)
+    console.print(
+        f"{'Done' if passed else 'FAILED'} in {time.perf_counter() - begun:.0f} s.",
+        style="bold green" if passed else "bold red",
+        highlight=False,
+    )
+    return 0 if passed else 1
+
+
+class _Demo:
+    """The demo as five scenes."""
+
+    def __init__(self, console: Console, folder: str, epochs: int, workers: int) -> None:
+        self._console = console
+        self._folder = folder
+        self._epochs = epochs
+        self._workers = workers
+
+    def play(self) -> bool:
+        """Show all; return whether what had to be shown was true."""
+        import cerebro_hydra
+
+        self._say(
+            "cerebro_hydra trains many PyTorch models over one partitioned Spark DataFrame.\n"
+            "The rows stay where they are; the models hop from worker to worker, shard by shard."
+        )
+        self._title("1. A DataFrame")
+        spark = cerebro_hydra.local_spark(workers=self._workers)
+        try:
+            train, held_out = digits(spark)
+            self._say(
+                f"scikit-learn's digits: {train.count()} rows of 64 pixels to train on, "
+                f"{HELD_OUT_ROWS} held out. Spark runs on this machine with "
+                f"{self._workers} workers, one partition each."
+            )
+            result = self._train(spark, train)
+            self._title("3. What the hops cost")
+            self._tell_hops(result)
+            self._title("4. The winner")
+            good = self._tell_winner(result, held_out)
+        finally:
+            spark.stop()
+        self._title("5. The proof")
+        return self._prove(result) and good
+
+    def _train(self, spark: SparkSession, train: DataFrame) -> SearchResult:
+        from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+
+        # Agents find a factory by its module's name, which is another in `python -m`.
+        from cerebro_hydra.demo import estimator_gen_fn as factory
+
+        self._title("2. Eight models, each cut into three shards")
+        self._say(
+            "2 learning rates x 2 batch sizes x first layer frozen or not, "
+            f"{self._epochs} epochs. First each model is cut and checked against the uncut one:"
+        )
+        search = GridSearch(
+            backend=SparkBackend(spark_context=spark.sparkContext, num_workers=self._workers),
+            store=LocalStore(prefix_path=self._folder),
+            estimator_gen_fn=factory,
+            search_space={
+                "lr": hp_choice([1e-3, 1e-4]),
+                "batch_size": hp_choice([32, 64]),
+                "freeze_first": hp_choice([True, False]),
+            },
+            num_epochs=self._epochs,
+            evaluation_metric="accuracy",
+            validation=0.2,
+            feature_columns=["features"],
+            label_columns=["label"],
+            seed=0,
+        )
+        return search.fit(train)
+
+    def _tell_hops(self, result: SearchResult) -> None:
+        totals = result.totals
+        self._say(
+            f"{totals.hops} hops between workers moved {human_bytes(totals.bytes_moved)}, shard by "
+            f"shard over Arrow Flight,\n"
+            f"and saved {human_bytes(totals.bytes_saved)} ({totals.saved_share:.0%}): what the "
+            "receiver had already, such as a frozen layer, was not sent again.\n"
+            f"A hop took {1000 * totals.seconds_per_hop:.0f} ms."
+        )
+
+    def _tell_winner(self, result: SearchResult, held_out: DataFrame) -> bool:
+        best = result.best_trial
+        validated = best.history["val_accuracy"][-1]
+        accuracy = accuracy_of(result.set_output_columns(["prediction"]).transform(held_out))
+        self._say(
+            f"{best.trial_id} ({parameters(best.params)}): accuracy {validated:.1%} on validation "
+            "rows."
+        )
+        enough = accuracy >= LEAST_ACCURACY
+        self._console.print(
+            f"On the {HELD_OUT_ROWS} held-out rows, through result.transform(df): {accuracy:.1%}"
+            + ("" if enough else f", and it should be at least {LEAST_ACCURACY:.0%}"),
+            style="bold green" if enough else "bold red",
+            highlight=False,
+        )
+        return enough
+
+    def _prove(self, result: SearchResult) -> bool:
+        from cerebro_hydra.tune.verdicts import print_verdicts
+
+        self._say(
+            "Each trial trains again in plain PyTorch: one process, no shards, no hops, following "
+            "its visit log.\nParameters, optimizer state and metrics must agree in every bit:"
+        )
+        return print_verdicts(self._console, result.run_path)
+
+    def _title(self, text: str) -> None:
+        self._console.print()
+        self._console.print(Rule(f"[bold]{text}[/bold]", align="left", style="cyan"))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+
+def digits(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
+    """Scikit-learn's digits as (train, held-out) DataFrames, split by a fixed seed.
+
+    Columns: `features`, 64 pixels from 0 to 1, and `label`, the digit.
+
+    Raises:
+        SetupError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise SetupError(
+            "the demo needs scikit-learn for its data; install it with "
+            "pip install 'cerebro-hydra[demo]'"
+        ) from error
+
+    pixels, labels = load_digits(return_X_y=True)
+    rows = [
+        ([value / 16 for value in image], label)
+        for image, label in zip(pixels.tolist(), labels.tolist(), strict=True)
+    ]
+    random.Random(SPLIT_SEED).shuffle(rows)
+    schema = "features array<float>, label long"
+    return (
+        spark.createDataFrame(rows[HELD_OUT_ROWS:], schema),
+        spark.createDataFrame(rows[:HELD_OUT_ROWS], schema),
+    )
+
+
+def accuracy_of(predicted: DataFrame) -> float:
+    """Share of rows whose largest of ten outputs in `prediction` is that of `label`."""
+    rows = predicted.select("label", "prediction").collect()
+    hits = sum(row.prediction.index(max(row.prediction)) == row.label for row in rows)
+    return hits / len(rows)
