@@ -16,7 +16,8 @@ from cerebro_hydra.observe.text import (
     final_table,
     metric_title,
     number,
-    parameters,
+    parameter_cells,
+    parameter_columns,
     prefixed,
     status_text,
     summary,
@@ -66,8 +67,10 @@ def frame(view: RunView) -> Group:
     """The table as it stands, with what the hops have cost so far."""
     assert view.document is not None
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
-    for title in ("trial", "parameters", "status"):
-        table.add_column(title, overflow="fold" if title == "parameters" else "ellipsis")
+    table.add_column("trial", no_wrap=True)
+    for heading in parameter_columns(view):
+        table.add_column(heading, overflow="fold")
+    table.add_column("status", no_wrap=True)
     for title in ("epoch", "partition", "worker", "train loss", metric_title(view), "ETA"):
         table.add_column(title, justify="right")
     for trial in view.trials:
@@ -81,7 +84,7 @@ def _row(view: RunView, trial: TrialView) -> tuple[str | Text, ...]:
     ended = len(trial.epochs)
     return (
         trial.trial_id,
-        Text(parameters(trial.params)),
+        *parameter_cells(view, trial),
         status_text(trial),
         f"{min(trial.epoch + 1, view.document.num_epochs) if not trial.over else ended}"
         f"/{view.document.num_epochs}",

@@ -20,6 +20,7 @@ STYLES = {
     "failed": "red",
     "stopped": "yellow",
 }
+_MOST_PARAMETER_COLUMNS = 4
 _SPELT = {"min": "lower is better", "max": "higher is better"}
 
 
@@ -72,12 +73,27 @@ def status_text(trial: TrialView) -> Text:
     return Text(trial.status, style=STYLES[trial.status])
 
 
+def parameter_columns(view: RunView) -> list[str]:
+    """Headings for the parameters of trials: one for each if a few, else one for all."""
+    names = list(dict.fromkeys(name for trial in view.trials for name in trial.params))
+    return names if len(names) <= _MOST_PARAMETER_COLUMNS else ["parameters"]
+
+
+def parameter_cells(view: RunView, trial: TrialView) -> list[Text]:
+    """One trial's parameters, as `parameter_columns` heads them."""
+    headings = parameter_columns(view)
+    if headings == ["parameters"]:
+        return [Text(parameters(trial.params))]
+    return [Text(str(trial.params.get(name, ""))) for name in headings]
+
+
 def final_table(view: RunView) -> Table:
     """All trials, best first, each with its numbers after its last epoch."""
     table = Table(title=f"best first by {metric_title(view)}", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     table.add_column("trial", no_wrap=True)
-    table.add_column("parameters", overflow="fold")
+    for heading in parameter_columns(view):
+        table.add_column(heading, overflow="fold")
     table.add_column("status", no_wrap=True)
     names = list(view.measured())
     for name in names:
@@ -89,7 +105,7 @@ def final_table(view: RunView) -> Table:
         table.add_row(
             "★" if wins else "",
             trial.trial_id,
-            Text(parameters(trial.params)),
+            *parameter_cells(view, trial),
             status_text(trial),
             *cells,
             style="bold" if wins else "",

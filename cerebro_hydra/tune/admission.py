@@ -92,7 +92,7 @@ class Admission:
         for segments in initial_segments(recipe, admission.layout):
             named = {name: digest(buffer) for name, buffer in segments.items()}
             for name, buffer in segments.items():
-                self._folder.write_object(named[name], memoryview(buffer))
+                self._folder.write_object(named[name], buffer.data)
             shards.append((named["frozen"], named["trainable"]))
         entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
         self._folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": entries})

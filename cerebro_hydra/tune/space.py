@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from cerebro_hydra.errors import ConfigurationError
 
 
@@ -53,7 +55,7 @@ def _as_json(option: Any) -> Any:
 
 def _from_numpy(value: Any) -> Any:
     # np.arange and np.linspace make scalars and arrays that JSON does not know.
-    if type(value).__module__ == "numpy":
+    if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError
 

@@ -125,7 +125,7 @@ def test_frame_shows_where_each_trial_is(make_document: Callable[..., Any]) -> N
     view.apply({"kind": "progress", "trial": 1, "worker": 0, "loss": 0.54321})
     text = drawn(frame(view))
     row = next(line for line in text.splitlines() if "trial-001" in line)
-    assert row.split() == ["trial-001", "lr=0.1", "training", "2/3", "1", "0", "0.5432", "0.6123"]
+    assert row.split() == ["trial-001", "0.1", "training", "2/3", "1", "0", "0.5432", "0.6123"]
     assert "val_loss (lower is better)" in " ".join(text.split())
 
 
@@ -152,12 +152,22 @@ def test_final_table_has_the_best_first_and_says_the_direction(
     assert text.count("★") == 1
 
 
+def test_many_parameters_share_one_column(make_document: Callable[..., Any]) -> None:
+    document = make_document(1).to_json()
+    view = RunView()
+    view.apply({"kind": "start", "document": document})
+    assert "parameters" not in drawn(final_table(view))
+    document["trials"][0]["params"] = dict.fromkeys("abcde", 1)
+    view.apply({"kind": "start", "document": document})
+    assert "a=1, b=1, c=1, d=1, e=1" in drawn(final_table(view))
+
+
 def test_parameters_with_brackets_are_shown_as_they_are(make_document: Callable[..., Any]) -> None:
     document = make_document(1).to_json()
     document["trials"][0]["params"] = {"cut": ["red", "0"]}
     view = RunView()
     view.apply({"kind": "start", "document": document})
-    assert "cut=['red', '0']" in drawn(final_table(view))
+    assert "['red', '0']" in drawn(final_table(view))
 
 
 @pytest.mark.parametrize(

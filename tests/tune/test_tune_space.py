@@ -27,7 +27,7 @@ def test_options_are_what_a_worker_reads_from_json() -> None:
 
 
 def test_options_may_be_a_numpy_array() -> None:
-    assert hp_choice(np.logspace(-3, -1, 3)).options == (0.001, 0.01, 0.1)
+    assert hp_choice(np.linspace(0, 1, 3)).options == (0.0, 0.5, 1.0)
 
 
 @pytest.mark.parametrize(
