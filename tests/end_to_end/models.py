@@ -135,7 +135,7 @@ def quarrelsome(params: dict[str, Any]) -> Recipe:
             raise RuntimeError("this loss has had enough")
         if seen > 20 and fault == "nan":
             return plain(outputs, labels) * float("nan")
-        if seen == 21:
+        if seen == 2:
             print("hello from the loss")
             logging.getLogger("mine").warning("a warning from the loss")
         return plain(outputs, labels)
