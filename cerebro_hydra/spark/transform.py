@@ -130,17 +130,6 @@ def load_state(model: nn.Module, files: Iterable[bytes]) -> None:
             own[name].copy_(tensor)
 
 
-def state_of(model: nn.Module) -> dict[str, bytes]:
-    """A model's parameters and buffers as the `state` of `transform`; tied tensors once."""
-    import safetensors.torch
-
-    names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
-    own = model.state_dict()
-    # Clones, because safetensors refuses tensors that share memory, as views of a flat state do.
-    tensors = {name: own[name].detach().cpu().clone() for name in names.values()}
-    return {"model": bytes(safetensors.torch.save(tensors))}
-
-
 def _check_output_names(df: DataFrame, output_columns: Sequence[str]) -> None:
     if not output_columns or len(set(output_columns)) != len(output_columns):
         raise ConfigurationError(
