@@ -196,7 +196,8 @@ class Trainer:
         begun = time.perf_counter()
         sums = kit.engine.evaluate(self._watched(task), need)
         seconds = time.perf_counter() - begun
-        self._report(events.EvaluationDone(task.attempt, self._incarnation, sums, seconds))
+        hop = self._arrivals.take_hop(task.trial)
+        self._report(events.EvaluationDone(task.attempt, self._incarnation, sums, seconds, hop))
 
     def _watched(self, task: Evaluate) -> Iterator[Batch]:
         for batch in self._kits.validation(task.trial, task.partition):

@@ -9,10 +9,9 @@ from cerebro_hydra.plan.events import Hop
 
 @dataclass
 class Totals:
-    """Sums over the hops from worker to worker that training waited for or overlapped with.
+    """Sums over the hops from worker to worker, for training and for evaluation.
 
-    First loads from the store are not hops; what evaluations fetch is not journalled, so a trial
-    that trains on where it was evaluated has not hopped.
+    First loads from the store are not hops.
     """
 
     hops: int = 0

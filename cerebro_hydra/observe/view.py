@@ -191,16 +191,16 @@ class RunView:
             case events.EvaluationDone():
                 task = self._tasks.pop(event.attempt, None)
                 if task is not None:
-                    self.trials[task.trial].seconds += event.seconds
+                    self.trials[task.trial].seconds += event.hop.seconds + event.seconds
+                    if task.is_hop:
+                        self.totals.add(event.hop)
 
     def _instruction(self, instruction: instructions.Instruction) -> None:
         match instruction:
             case instructions.StartSubEpoch():
-                source = instruction.source.incarnation
-                is_hop = source is not None and source != instruction.incarnation
-                self._begin(instruction, "training", is_hop)
+                self._begin(instruction, "training")
             case instructions.Evaluate():
-                self._begin(instruction, "evaluating", False)
+                self._begin(instruction, "evaluating")
             case instructions.Commit():
                 trial = self.trials[instruction.trial]
                 trial.visits[instruction.visit] = (instruction.epoch, instruction.partition)
@@ -228,9 +228,8 @@ class RunView:
                 del self._tasks[attempt]
                 self._rest(self.trials[task.trial], attempt)
 
-    def _begin(
-        self, task: instructions.StartSubEpoch | instructions.Evaluate, status: str, is_hop: bool
-    ) -> None:
+    def _begin(self, task: instructions.StartSubEpoch | instructions.Evaluate, status: str) -> None:
+        is_hop = task.source.incarnation not in (None, task.incarnation)
         self._tasks[task.attempt] = _Task(task.trial, task.incarnation, is_hop)
         trial = self.trials[task.trial]
         trial.status, trial.epoch = status, task.epoch

@@ -100,6 +100,7 @@ class EvaluationDone:
     incarnation: str
     sums: dict[str, tuple[float, int]]
     seconds: float
+    hop: Hop
 
 
 @dataclass(frozen=True, slots=True)

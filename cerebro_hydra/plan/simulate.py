@@ -208,7 +208,9 @@ class Simulation:
         self._finish(task.attempt)
         if isinstance(task, ins.Evaluate):
             sums = {"loss": (1.0, 1)}
-            self._tell(ev.EvaluationDone(task.attempt, task.incarnation, sums, seconds))
+            self._tell(
+                ev.EvaluationDone(task.attempt, task.incarnation, sums, seconds, ev.Hop(0, 0, 0.0))
+            )
             return
         made = (task.incarnation, task.trial, task.visit)
         self._held.add(made)

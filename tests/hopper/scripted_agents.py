@@ -66,7 +66,7 @@ class ScriptedAgent:
                 sums = {"loss": (2.0, 4), "accuracy": (float(trial), 4)}
                 return [
                     events.StateReceived(trial, visit, me),
-                    events.EvaluationDone(attempt, me, sums, 0.01),
+                    events.EvaluationDone(attempt, me, sums, 0.01, events.Hop(10, 20, 0.001)),
                 ]
             case Checkpoint(trial, visit):
                 return [events.Checkpointed(trial, visit, me)]
