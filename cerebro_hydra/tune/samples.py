@@ -32,7 +32,7 @@ class Samples:
         Raises:
             ConfigurationError: a training partition has no rows.
         """
-        self._manifest = manifest
+        self.manifest = manifest
         self._data_path = data_path
         self._feature_columns = feature_columns
         self._label_columns = label_columns
@@ -61,10 +61,10 @@ class Samples:
         return batch
 
     def _first_rows(self, count: int) -> CachedPartition:
-        info = self._manifest.partition("train", 0)
+        info = self.manifest.partition("train", 0)
         count = min(count, info.rows)
         if self._head is None or self._head.rows < count:
-            stored = {spec.name: stored_name(i) for i, spec in enumerate(self._manifest.columns)}
+            stored = {spec.name: stored_name(i) for i, spec in enumerate(self.manifest.columns)}
             groups = []
             rows = 0
             for group in read_columns(
@@ -78,7 +78,7 @@ class Samples:
                 spec.name: np.concatenate([group[stored[spec.name]] for group in groups])[
                     :count
                 ].reshape(count, *spec.shape)
-                for spec in self._manifest.columns
+                for spec in self.manifest.columns
             }
             self._head = CachedPartition(count, columns)
         return self._head

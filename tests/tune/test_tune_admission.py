@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.testing.datasets import write_dataset
+from cerebro_hydra.tune.admission import Admission, Admitted
+from cerebro_hydra.tune.samples import Samples
+from tests.tune import tune_models
+
+
+def samples(path: Path, rows: int, partitions: int = 2) -> Samples:
+    random = np.random.default_rng(0)
+    columns = {
+        "features": random.normal(size=(rows, 16)).astype(np.float32),
+        "label": random.integers(0, 4, rows),
+    }
+    store = LocalStore(str(path))
+    manifest = write_dataset(store, columns, partitions, None)
+    return Samples(manifest, store.data_path(manifest.fingerprint), ["features"], ["label"])
+
+
+def admit(path: Path, *candidates: dict[str, Any]) -> tuple[Admitted, RunFolder, list[str]]:
+    folder = RunFolder(LocalStore(str(path)), "run")
+    told: list[str] = []
+    admission = Admission(tune_models.small, samples(path, 70), folder, 3, told.append)
+    return admission.admit(candidates), folder, told
+
+
+def test_samples_have_every_size_that_training_meets(tmp_path: Path) -> None:
+    # 41 rows are partitions of 21 and 20: batches of 8, 8, 5 and 8, 8, 4.
+    found = samples(tmp_path, 41)
+    assert found.sizes(8) == [8, 5, 4]
+    batches = found.batches(8)
+    assert [batch.rows for batch in batches] == [8, 5, 4]
+    assert [tuple(batch.features[0].shape) for batch in batches] == [(8, 16), (5, 16), (4, 16)]
+    assert torch.equal(batches[0].features[0][:4], batches[2].features[0])
+
+
+def with_rows(path: Path, *rows: int) -> Samples:
+    """Samples of prepared data that says it has so many rows per partition."""
+    real = samples(path, 41)
+    infos = [
+        dataclasses.replace(info, rows=count)
+        for info, count in zip(real.manifest.partitions, rows, strict=True)
+    ]
+    manifest = dataclasses.replace(real.manifest, partitions=tuple(infos))
+    store = LocalStore(str(path))
+    data_path = store.data_path(manifest.fingerprint)
+    return Samples(manifest, data_path, ["features"], ["label"])
+
+
+def test_batch_larger_than_the_first_partition_repeats_its_rows(tmp_path: Path) -> None:
+    found = with_rows(tmp_path, 20, 21)
+    assert found.sizes(64) == [21, 20]
+    (largest, _) = found.batches(64)
+    assert largest.rows == 21
+    assert torch.equal(largest.features[0][20], largest.features[0][0])
+    assert len(torch.unique(largest.features[0], dim=0)) == 20
+
+
+def test_partition_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="1 training rows for 2 partitions; give more"):
+        with_rows(tmp_path, 1, 0)
+
+
+def test_state_0_is_written_by_digest_and_equal_layers_share_bytes(tmp_path: Path) -> None:
+    admitted, folder, _ = admit(tmp_path, {"lr": 0.1}, {"lr": 0.2}, {"width": 6})
+    assert [spec.trial_id for spec in admitted.specs] == ["trial-000", "trial-001", "trial-002"]
+    for spec in admitted.specs:
+        state = folder.read_state(spec.trial, 0)
+        found = [(shard["frozen"], shard["trainable"]) for shard in state["shards"]]
+        assert tuple(found) == spec.shards
+        assert len(found) == 2
+        for pair in found:
+            for name in pair:
+                assert digest(folder.read_object(name)) == name
+    first, second, wider = admitted.specs
+    assert first.shards == second.shards, "one seed, one initialisation"
+    assert first.shards != wider.shards
+    assert len({spec.seed for spec in admitted.specs}) == 3
+
+
+def test_steps_per_partition_are_its_windows(tmp_path: Path) -> None:
+    admitted, _, _ = admit(tmp_path, {"batch_size": 16}, {"batch_size": 35})
+    assert [spec.steps for spec in admitted.specs] == [(3, 3), (1, 1)]
+    assert admitted.specs[0].steps_per_epoch == 6
+
+
+def test_refused_trials_come_last_with_their_tracebacks(tmp_path: Path) -> None:
+    admitted, _, _ = admit(tmp_path, {"width": -1}, {"width": 8}, {"width": -2})
+    assert [spec.params["width"] for spec in admitted.specs] == [8]
+    assert [(r["trial_id"], r["params"]["width"]) for r in admitted.refused] == [
+        ("trial-001", -1),
+        ("trial-002", -2),
+    ]
+    assert "ValueError: no layer is -2 wide" in admitted.refused[1]["error"]
+
+
+def test_report_is_told_once_per_structure(tmp_path: Path) -> None:
+    _, _, told = admit(
+        tmp_path, {"width": 8}, {"width": 8, "batch_size": 8}, {"width": 6}, {"width": 8, "lr": 1}
+    )
+    assert [line.split(":")[0] for line in told] == ["trial-000", "trial-002"]
+
+
+def test_directions_of_all_measured_names_are_known(tmp_path: Path) -> None:
+    admitted, _, _ = admit(tmp_path, {"metrics": ["accuracy"]})
+    assert admitted.metrics == {"loss": "min", "accuracy": "max"}

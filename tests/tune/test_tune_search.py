@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayError, StoreError
+from cerebro_hydra.replay import factories
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from tests.tune import tune_models
+
+
+def rows(count: int = 121) -> Arrays:
+    random = np.random.default_rng(1)
+    labels = random.integers(0, 4, count)
+    features = random.normal(size=(count, 16)) + labels[:, None]
+    return Arrays({"features": features.astype(np.float32), "label": labels})
+
+
+def arguments(path: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "backend": LocalBackend(2),
+        "store": LocalStore(str(path)),
+        "estimator_gen_fn": tune_models.small,
+        "search_space": {"lr": hp_choice([0.1])},
+        "num_epochs": 2,
+        "evaluation_metric": "accuracy",
+        "verbose": 0,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [
+        ("backend", None, "backend is a NoneType; give a SparkBackend"),
+        ("store", "/some/folder", "store is '/some/folder', a str; give a store"),
+        ("estimator_gen_fn", 3, "estimator_gen_fn is 3; give a function"),
+        ("search_space", {"lr": 0.1}, r"search_space\['lr'\] is 0.1"),
+        ("num_epochs", 0, "num_epochs is 0; it is a whole number from 1"),
+        ("num_epochs", 2.0, "num_epochs is 2.0"),
+        ("num_epochs", True, "num_epochs is True"),
+        ("evaluation_metric", None, "evaluation_metric is None"),
+        ("validation", 1.0, "validation is 1.0; a share lies between 0 and 1"),
+        ("validation", 0, "validation is 0; .* None is for no validation"),
+        ("validation", [0.2], r"validation is \[0.2\]; give a share"),
+        ("validation", None, "evaluation_metric is 'accuracy' and validation is None"),
+        ("feature_columns", "features", r"feature_columns is 'features'; give a list: \['feat"),
+        ("feature_columns", [], r"feature_columns is \[\]"),
+        ("feature_columns", ["a", "a"], "feature_columns names 'a' more than once"),
+        ("feature_columns", ["label"], "'label' is in feature_columns and in label_columns"),
+        ("label_columns", [1], "label_columns holds 1; column names are strings"),
+        ("seed", -1, "seed is -1; it is a whole number from 0"),
+        ("order", "random", r"order is 'random'; it is one of \('dynamic', 'seeded'\)"),
+        ("verbose", None, "verbose is None"),
+    ],
+)
+def test_unusable_argument_is_refused_by_name_value_and_remedy(
+    tmp_path: Path, argument: str, value: Any, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        GridSearch(**arguments(tmp_path, **{argument: value}))
+
+
+def test_positional_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        GridSearch(LocalBackend(2))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"feature_columns": ["pixels"]}, "no column 'pixels'; its columns are .*'features'"),
+        ({"validation": "split"}, "no column 'split'"),
+        ({"evaluation_metric": "recall"}, "'recall', which is not measured; .*'loss', 'accuracy'"),
+    ],
+)
+def test_what_does_not_fit_the_data_or_the_estimator_stops_before_any_agent(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    backend = LocalBackend(2)
+    search = GridSearch(**arguments(tmp_path, backend=backend, **changes))
+    launchers = [backend.agents]
+    with pytest.raises(ConfigurationError, match=said):
+        search.fit(rows())
+    assert [backend.agents] == launchers, "agents were launched"
+
+
+def test_different_metrics_per_trial_are_refused(tmp_path: Path) -> None:
+    space = {"metrics": hp_choice([["accuracy"], []])}
+    with pytest.raises(ConfigurationError, match="trials measure different things"):
+        GridSearch(**arguments(tmp_path, search_space=space)).fit(rows())
+
+
+def test_fit_raises_with_every_reason_once_when_no_trial_can_be_built(tmp_path: Path) -> None:
+    search = GridSearch(**arguments(tmp_path, search_space={"width": hp_choice([-1, -1, -2])}))
+    with pytest.raises(AllTrialsFailed) as raised:
+        search.fit(rows())
+    text = str(raised.value)
+    assert "all 3 trials failed" in text
+    assert "2 of 3: Traceback" in text
+    assert "1 of 3: Traceback" in text
+    assert "no layer is -2 wide" in text
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
+    """Trials with a good and a hopeless learning rate, and one width that can't be built."""
+    space = {"width": hp_choice([-1, 8]), "lr": hp_choice([1e-6, 0.1])}
+    path = tmp_path_factory.mktemp("search")
+    return GridSearch(**arguments(path, search_space=space)).fit(rows())
+
+
+@pytest.mark.slow
+def test_trial_that_can_not_be_built_fails_alone_with_its_traceback(result: SearchResult) -> None:
+    assert [(t.trial_id, t.status, t.params["width"]) for t in result.trials] == [
+        ("trial-000", "finished", 8),
+        ("trial-001", "finished", 8),
+        ("trial-002", "failed", -1),
+        ("trial-003", "failed", -1),
+    ]
+    refused = result.trials[2]
+    assert "Traceback" in (refused.error or "")
+    assert "no layer is -1 wide" in (refused.error or "")
+    assert (refused.history, refused.visit_log) == ({}, [])
+    with pytest.raises(ConfigurationError, match=r"(?s)trial-002 is failed.*no layer is -1 wide"):
+        result.torch("trial-002")
+
+
+@pytest.mark.slow
+def test_histories_have_one_value_per_epoch_and_best_is_the_most_accurate(
+    result: SearchResult,
+) -> None:
+    assert result.best_trial.params == {"width": 8, "lr": 0.1}
+    history = result.get_best_model_history()
+    assert list(history) == ["train_loss", "val_loss", "val_accuracy"]
+    assert {len(values) for values in history.values()} == {2}
+    everything = result.get_all_model_history()
+    assert list(everything) == ["trial-000", "trial-001", "trial-002", "trial-003"]
+    assert everything["trial-001"] == history
+    assert history["val_accuracy"][-1] > everything["trial-000"]["val_accuracy"][-1]
+
+
+@pytest.mark.slow
+def test_run_folder_alone_gives_the_same_result(result: SearchResult) -> None:
+    again = SearchResult.open(result.run_path)
+    assert again.trials == result.trials
+    assert again.totals == result.totals
+    assert again.metric == "val_accuracy"
+    assert again.direction == "max"
+    assert repr(again) == f"SearchResult(2 of 4 trials finished, {result.run_path!r})"
+
+
+@pytest.mark.slow
+def test_torch_gives_the_model_that_was_evaluated(result: SearchResult, tmp_path: Path) -> None:
+    """Running statistics, weights and eval mode: all of it shows in the accuracy."""
+    store = LocalStore(str(Path(result.run_path).parents[1]))
+    manifest = find_prepared(store, result.document.fingerprint)
+    assert manifest is not None
+    for trial in result.trials[:2]:
+        model = result.torch(trial.trial_id)
+        assert not model.training
+        hits = total = 0
+        for index in range(2):
+            part = CachedPartition.build(
+                manifest.partition("val", index),
+                manifest,
+                store.data_path(manifest.fingerprint),
+                str(tmp_path),
+            )
+            with torch.no_grad():
+                outputs = model(torch.from_numpy(np.array(part.columns["features"])))
+            hits += int((outputs.argmax(1).numpy() == part.columns["label"]).sum())
+            total += part.rows
+        assert trial.history["val_accuracy"][-1] == pytest.approx(hits / total, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_torch_leaves_the_callers_random_numbers_alone(result: SearchResult) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    result.torch()
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.slow
+def test_another_process_needs_the_factory_only_if_it_was_not_recorded(
+    result: SearchResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factories, "_remembered", {})
+    again = SearchResult.open(result.run_path)
+    assert again.document.factory == "tests.tune.tune_models:small"
+    again.torch()
+    again.document = dataclasses.replace(again.document, factory=None)
+    with pytest.raises(ReplayError, match="give it as factory="):
+        again.torch()
+    given = SearchResult.open(result.run_path, factory="tests.tune.tune_models:small")
+    given.document = again.document
+    assert isinstance(given.torch(), torch.nn.Sequential)
+
+
+@pytest.mark.slow
+def test_factory_of_another_model_is_refused(result: SearchResult) -> None:
+    def wider(params: dict[str, Any]) -> Any:
+        return tune_models.small({**params, "width": 9})
+
+    with pytest.raises(ConfigurationError, match="the factory that the run was started with"):
+        SearchResult.open(result.run_path, factory=wider).torch()
+
+
+@pytest.mark.slow
+def test_output_columns_are_one_per_label(result: SearchResult) -> None:
+    assert result.set_output_columns(["prediction"]) is result
+    for wrong in ("prediction", ["a", "b"], []):
+        with pytest.raises(ConfigurationError, match="give a list of 1 names"):
+            result.set_output_columns(wrong)
+
+
+@pytest.mark.slow
+def test_unknown_trial_names_the_known_ones(result: SearchResult) -> None:
+    with pytest.raises(ConfigurationError, match=r"no trial 'trial-9'; trials are \['trial-000'"):
+        result.torch("trial-9")
+
+
+def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a run"):
+        SearchResult.open(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_progress_names_each_structure_once_and_ends_with_the_best_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = {"width": hp_choice([8, 6]), "batch_size": hp_choice([16, 32])}
+    GridSearch(**arguments(tmp_path, search_space=space, num_epochs=1, verbose=1)).fit(rows())
+    out = capsys.readouterr().out
+    assert out.count("2 shards, cut by export") == 2
+    assert "trial-000: 2 shards" in out
+    assert "trial-002: 2 shards" in out
+    assert "best first by val_accuracy (higher is better)" in out
+    assert "4 of 4 trials finished" in out

@@ -1,0 +1,28 @@
+"""Factories for the tests of this room, which agents in other processes can import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cerebro_hydra.recipe import Recipe
+
+
+def small(params: dict[str, Any]) -> Recipe:
+    """Two layers with BatchNorm; `width` may be refused."""
+    width = params.get("width", 8)
+    if width < 0:
+        raise ValueError(f"no layer is {width} wide")
+    model = nn.Sequential(
+        nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 4)
+    )
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=params.get("lr", 0.1), momentum=0.9),
+        loss=nn.CrossEntropyLoss(),
+        metrics=params.get("metrics", ["accuracy"]),
+        batch_size=params.get("batch_size", 16),
+        shards=2,
+    )
