@@ -32,7 +32,7 @@ _STEPS_PER_EPOCH = 1000  # for LR schedulers that ask; the real number is not kn
 
 @dataclass(frozen=True)
 class Admission:
-    """An admitted trial: its cut, what that gives, its optimizer state, and where all of it lies."""
+    """An admitted trial: its cut, what that gives, its optimizer state, where all of it lies."""
 
     spec: CutSpec
     report: CutReport
@@ -205,8 +205,8 @@ def _first_difference(
     for shard, segments in zip(layout.shards, shards, strict=True):
         state = ShardState.bind(shard, **segments)
         optimizer = state.existing_optimizer_state()
-        for name, tensor in state.params.items():
-            if not _same_bits(tensor, params[name]):
+        for name, parameter in state.params.items():
+            if not _same_bits(parameter, params[name]):
                 return f"parameter {name!r}"
             there = reference.optimizer.state.get(params[name], {})
             there = {key: value for key, value in there.items() if value is not None}

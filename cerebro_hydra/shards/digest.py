@@ -18,5 +18,5 @@ def digest(buffer: Any) -> str:
     if isinstance(buffer, torch.Tensor):
         buffer = buffer.detach().numpy()
     if isinstance(buffer, np.ndarray):
-        buffer = memoryview(np.ascontiguousarray(buffer).reshape(-1).view(np.uint8))
+        buffer = np.ascontiguousarray(buffer).reshape(-1).view(np.uint8).data
     return xxhash.xxh3_128_hexdigest(buffer)

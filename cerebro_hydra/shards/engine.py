@@ -145,7 +145,7 @@ class Engine:
                         states[k] = ShardState.bind(self._layout.shards[k], **segments)
                         for name in program.mutates:
                             scratch[name] = states[owner[name]].buffers[name].clone()
-                    tensors = [states[owner[n]].params[n] for n in program.params]
+                    tensors: list[Tensor] = [states[owner[n]].params[n] for n in program.params]
                     tensors += [
                         scratch.get(n, states[owner[n]].buffers[n]) for n in program.buffers
                     ]

@@ -121,7 +121,8 @@ class TrialLayout:
 
 def initial_segments(recipe: Recipe, layout: TrialLayout) -> list[Segments]:
     """State 0 of a trial: the recipe's parameters and buffers, no optimizer state yet."""
-    tensors = {f"param:{n}": p for n, p in recipe.model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    tensors |= {f"param:{n}": p for n, p in recipe.model.named_parameters()}
     tensors |= {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
     shards = []
     for shard in layout.shards:

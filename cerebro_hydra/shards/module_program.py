@@ -17,7 +17,7 @@ from cerebro_hydra.shards.program import Program
 from cerebro_hydra.shards.reseed import FORWARD, enter_unit, install_unit_hooks
 from cerebro_hydra.shards.trace import CutFailed
 
-LIVE = "x"  # the one value that goes from layer to layer
+LIVE = "x{}"  # the one value that enters the shard of this number
 
 
 def layer_starts(model: nn.Module) -> tuple[str, ...]:
@@ -51,8 +51,8 @@ def layer_programs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[Pr
         _program(
             model,
             nn.Sequential(OrderedDict((n, getattr(skeleton, n)) for n in children[start:end])),
-            reads=(LIVE,) if k else (),
-            writes=(LIVE,) if k < last else (),
+            reads=(LIVE.format(k),) if k else (),
+            writes=(LIVE.format(k + 1),) if k < last else (),
             features=() if k else (0,),
             train=train,
         )

@@ -120,8 +120,8 @@ def read_state(recipe: Recipe, layout: TrialLayout, segments: Sequence[Segments]
     with torch.no_grad():
         for shard, given in zip(layout.shards, segments, strict=True):
             state = ShardState(shard, given["frozen"], given["trainable"])
-            for name, tensor in state.params.items():
-                params[name].copy_(tensor)
+            for name, parameter in state.params.items():
+                params[name].copy_(parameter)
             for name, tensor in state.buffers.items():
                 buffers[name].copy_(tensor)
             for name, found in state.existing_optimizer_state().items():
@@ -141,4 +141,4 @@ def _writable(buffer: Bytes) -> Bytes:
     if buffer.flags.writeable:
         return buffer
     memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)
-    return np.frombuffer(memory, np.uint8)
+    return np.ctypeslib.as_array(memory)

@@ -100,7 +100,9 @@ class ShardTasks:
         for name in self._tied_here(k):
             grad = batch.tied_grads.pop(name, None)
             if grad is not None:
-                roots.append(graph.tied.get(name, self._states[k].params.get(name)))
+                roots.append(
+                    graph.tied[name] if name in graph.tied else self._states[k].params[name]
+                )
                 seeds.append(grad)
         if roots:
             torch.autograd.backward(roots, seeds)

@@ -166,8 +166,9 @@ class _AliasGroups:
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
-            for other, written in _shares_memory(node):
-                self._join(node, other)
+            for other, aliases, written in _memory_use(node):
+                if aliases:
+                    self._join(node, other)
                 if written:
                     writes.append((node, other))
         self._writes: dict[fx.Node, list[int]] = {}
@@ -205,25 +206,30 @@ class _AliasGroups:
         self._leader[a] = b  # the earliest leads: a placeholder leads its group
 
 
-def _shares_memory(node: fx.Node) -> list[tuple[fx.Node, bool]]:
-    """Inputs whose memory the node's outputs may share, and whether it writes to them."""
+def _memory_use(node: fx.Node) -> list[tuple[fx.Node, bool, bool]]:
+    """Inputs of a node: whether its outputs may share their memory, whether it writes to them."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return [(n, False) for n in node.all_input_nodes] if node.target is operator.getitem else []
+        return [(n, node.target is operator.getitem, False) for n in node.all_input_nodes]
     statistics = {a.name for a in schema.arguments} & {"running_mean", "running_var"}
-    if torch.Tag.maybe_aliasing_or_mutating in node.target.tags and not statistics:
-        return [(n, False) for n in node.all_input_nodes]  # dropout gives its input back at p = 0
-    shared = []
+    if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()) and not statistics:
+        # Dropout gives its input back at p = 0.
+        return [(n, True, False) for n in node.all_input_nodes]
+    returned = {s for r in schema.returns if r.alias_info for s in r.alias_info.before_set}
+    uses = []
     for i, argument in enumerate(schema.arguments):
-        written = argument.alias_info is not None and argument.alias_info.is_write
+        info = argument.alias_info
+        aliases = info is not None and bool(
+            returned & set(info.before_set) or "*" in info.after_set
+        )
+        written = info is not None and info.is_write
         # batch_norm writes its running statistics without saying so in its schema.
         written |= argument.name in statistics and _is_training(node)
-        if argument.alias_info is None and not written:
-            continue
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        values = value if isinstance(value, list | tuple) else [value]
-        shared += [(v, written) for v in values if isinstance(v, fx.Node)]
-    return shared
+        if aliases or written:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            values = value if isinstance(value, list | tuple) else [value]
+            uses += [(v, aliases, written) for v in values if isinstance(v, fx.Node)]
+    return uses
 
 
 def _is_training(node: fx.Node) -> bool:

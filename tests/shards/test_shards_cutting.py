@@ -1,0 +1,325 @@
+"""Where models are cut, what each shard holds, and what happens to models that can't be cut."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.shards.state_template import StateTemplate
+from cerebro_hydra.shards.structure import StructureCache
+from tests.shards import plain, zoo
+from tests.shards.hopping import assert_equal_to_plain, start
+from tests.shards.test_shards_equivalence import mlp_recipe, two_sub_epochs
+
+
+def recipe_of(model, shards=2, loss=None, **rules):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Recipe(model, optimizer, loss or nn.CrossEntropyLoss(), shards=shards, **rules)
+
+
+def seeded(build, shards=2, **rules):
+    def make():
+        torch.manual_seed(2)
+        return recipe_of(build(), shards, **rules)
+
+    return make
+
+
+def test_cuts_are_where_the_names_say():
+    trial = assert_equal_to_plain(mlp_recipe(shards=["3", "6"]), two_sub_epochs())
+    assert trial.admission.spec == CutSpec("export", ("3@0", "6@0"))
+    assert [trial.structure.param_names(k) for k in range(3)] == [
+        ("0.weight", "0.bias"), ("3.weight", "3.bias"),
+        ("6.weight", "6.bias", "8.weight", "8.bias"),
+    ]  # fmt: skip
+
+
+def test_a_container_stands_for_its_first_unit():
+    def build():
+        return nn.Sequential(
+            nn.Sequential(nn.Linear(6, 6), nn.ReLU()), nn.Sequential(nn.Linear(6, 3), nn.Dropout())
+        )
+
+    trial = assert_equal_to_plain(seeded(build, ["1"]), two_sub_epochs())
+    assert trial.admission.spec.at == ("1.0@0",)
+
+
+@pytest.mark.parametrize("name", ["0", "4"])
+def test_a_name_that_is_no_place_to_cut_is_refused_with_the_places(name):
+    # 0 begins shard 0 anyway; 4 is a ReLU that writes over what came before.
+    with pytest.raises(ConfigurationError, match=rf"'{name}'.*places are \['1', '2', '3', '5'"):
+        start(mlp_recipe(shards=[name])(), two_sub_epochs()[0])
+
+
+def test_more_shards_than_units_are_clamped_and_the_report_says_so():
+    trial = start(mlp_recipe(shards=50)(), two_sub_epochs()[0])
+    assert trial.structure.num_shards == 8
+    assert "50 shards were asked for" in trial.admission.report.text()
+
+
+def test_a_balanced_cut_isolates_the_heaviest_layer():
+    def build():
+        return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3))
+
+    trial = start(seeded(build, 3)(), two_sub_epochs()[0])
+    assert trial.structure.param_names(1) == ("2.weight", "2.bias")
+
+
+def test_the_report_counts_what_each_shard_holds_and_receives():
+    report = start(mlp_recipe(shards=["3"])(), two_sub_epochs()[0]).admission.report
+    first, second = report.shards
+    assert (first.first_unit, first.last_unit) == ("0", "2")
+    assert (second.first_unit, second.last_unit) == ("3", "8")
+    assert first.trainable_params == 6 * 16 + 16
+    assert first.receives == ()
+    (value,) = second.receives
+    assert (value.dtype, value.shape, value.nbytes) == ("float32", (None, 16), 8 * 16 * 4)
+    assert json.loads(json.dumps(report.to_json()))["fallback"] is None
+
+
+class Inputs(nn.Module):
+    """Two inputs, a mask from one of them, constants of every kind, and a dict as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.last = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.full((6,), 0.5))
+        self.register_buffer("shift", torch.arange(6.0), persistent=False)
+        self.plain = torch.ones(6) * 0.25
+
+    def forward(self, x, kind):
+        mask = (kind > 1).unsqueeze(1).to(x.dtype) * self.shift
+        y = x + self.embed(kind)
+        for layer in self.layers:
+            y = torch.tanh(layer(y)) * self.scale + mask + self.plain
+        return {"logits": self.last(y), "mask": mask}
+
+
+def two_inputs(*rows):
+    g = torch.Generator().manual_seed(0)
+    return [
+        plain.Rows(
+            (torch.randn(n, 6, generator=g), torch.randint(5, (n,), generator=g)),
+            (torch.randint(3, (n,), generator=g),), n,
+        )
+        for n in rows
+    ]  # fmt: skip
+
+
+def dict_loss(outputs, labels):
+    return nn.functional.cross_entropy(outputs["logits"], labels) + outputs["mask"].mean()
+
+
+def test_values_of_inputs_alone_are_made_again_instead_of_shipped():
+    make = seeded(Inputs, 4, loss=dict_loss)
+    trial = assert_equal_to_plain(make, [zoo.singly(two_inputs(8, 5))] * 2, "recompute")
+    for program in trial.structure.train[1:]:
+        assert len(program.reads) == 1, "only the activation crosses"
+    frozen = {e.name for s in trial.layout.shards for e in s.frozen.entries}
+    assert frozen == {"buffer:scale"}, "what no checkpoint holds, the factory makes again"
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer that no checkpoint holds, and uses the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        y = self.a(x)
+        self.calls.add_(1)
+        return self.b(y * self.calls)
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_buffer_that_training_writes_to_hops(mode):
+    trial = assert_equal_to_plain(seeded(Counts), two_sub_epochs(), mode)
+    held = {e.name for s in trial.layout.shards for e in s.trainable.entries}
+    assert "buffer:calls" in held
+
+
+class SharedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.c(self.norm(self.b(self.norm(self.a(x)))))
+
+
+def test_no_cut_parts_two_writers_of_one_buffer():
+    trial = assert_equal_to_plain(seeded(SharedNorm, 9), two_sub_epochs(), "recompute")
+    assert trial.admission.spec.at == ("norm@0", "c@0")
+
+
+class WritesIntoAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(3, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.a(x)
+        z = self.b(y[:, :3] * 1.5)
+        y[:, 3:].mul_(2.0)
+        return self.c(torch.cat([z, y[:, 3:]], 1))
+
+
+def test_no_cut_parts_a_value_from_a_write_into_its_view():
+    trial = assert_equal_to_plain(seeded(WritesIntoAView, 9), two_sub_epochs(), "recompute")
+    assert trial.admission.spec.at == ("c@0",)
+
+
+def test_a_model_that_cannot_be_exported_is_cut_at_its_layers():
+    def build():
+        return nn.Sequential(zoo.Decides(), zoo.Decides(), nn.Dropout(0.2), nn.Linear(6, 3))
+
+    make = seeded(build, 3)
+    trial = assert_equal_to_plain(make, two_sub_epochs(), "recompute", cut="layers")
+    assert trial.structure.num_shards == 3
+    assert "torch.export failed" in trial.admission.report.fallback
+
+
+def test_layers_with_batch_norm_agree_too():
+    def build():
+        return nn.Sequential(zoo.Decides(), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3))
+
+    for mode in ("keep", "recompute"):
+        assert_equal_to_plain(seeded(build, ["1", "3"]), two_sub_epochs(), mode, cut="layers")
+
+
+def test_any_other_model_that_cannot_be_exported_stays_whole():
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.last = zoo.Decides(), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(self.body(x))
+
+    trial = assert_equal_to_plain(seeded(Wrapped, 3), two_sub_epochs(), cut="whole")
+    assert trial.structure.num_shards == 1
+    assert "Wrapped is no torch.nn.Sequential" in trial.admission.report.fallback
+
+
+class FixedRows(nn.Module):
+    """Exports, but counts rows in Python: its graph is right for one batch size only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x) * float(sum(1 for _ in range(x.shape[0]))))
+
+
+def test_a_graph_that_is_wrong_for_another_batch_size_is_noticed():
+    trial = assert_equal_to_plain(seeded(FixedRows), two_sub_epochs(), cut="whole")
+    assert "training differs from the uncut model" in trial.admission.report.fallback
+
+
+def test_a_forward_that_does_not_fit_is_the_users_error_with_shapes():
+    batch = zoo.vectors(8, features=7)
+    with pytest.raises(ConfigurationError, match=r"forward failed.*float32\[8, 7\].*int64\[8\]"):
+        start(mlp_recipe()(), [batch])
+
+
+def test_a_loss_that_fails_is_the_users_error_with_its_message():
+    def loss(outputs, labels):
+        raise KeyError("no such label")
+
+    with pytest.raises(ConfigurationError, match=r"the loss failed.*no such label"):
+        start(seeded(zoo.mlp, loss=loss)(), two_sub_epochs()[0])
+
+
+class Restless(nn.Module):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+
+    def forward(self, x):
+        Restless.calls += 1
+        return self.a(x) * Restless.calls
+
+
+def test_a_model_that_can_never_be_repeated_is_refused():
+    with pytest.raises(ConfigurationError, match="can't be trained reproducibly"):
+        start(seeded(Restless)(), two_sub_epochs()[0])
+
+
+def test_optimizer_state_that_is_no_tensor_is_refused_by_name():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["steps"] = 1
+
+    model = zoo.mlp()
+    recipe = Recipe(model, Counting(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), shards=2)
+    with pytest.raises(ConfigurationError, match=r"Counting keeps 'steps' of .*'0\.weight'"):
+        start(recipe, two_sub_epochs()[0])
+
+
+def test_admission_changes_neither_model_nor_optimizer():
+    recipe = mlp_recipe(lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1))()
+    before = plain.everything(recipe)
+    groups = repr(recipe.optimizer.param_groups)
+    start(recipe, two_sub_epochs()[0])
+    assert plain.everything(recipe) == before
+    assert repr(recipe.optimizer.param_groups) == groups
+    assert recipe.model.training
+
+
+def test_spec_and_template_travel_as_json():
+    recipe = mlp_recipe()()
+    features = [(b.features, b.labels) for b in zoo.vectors(8)]
+    admission = admit(recipe, features, 1)
+    for value, cls in ((admission.spec, CutSpec), (admission.template, StateTemplate)):
+        assert cls.from_json(json.loads(json.dumps(value.to_json()))) == value
+
+
+def cached(*models):
+    cache = StructureCache()
+    features = zoo.vectors(8)[0].features
+    return [cache.get(m, CutSpec("export", ("3@0",)), features) for m in models]
+
+
+def test_equal_models_share_a_structure_whatever_their_weights():
+    torch.manual_seed(0)
+    a, b = cached(zoo.mlp(), zoo.mlp())
+    assert a is b
+
+
+def test_models_that_differ_do_not_share():
+    frozen = zoo.mlp()
+    frozen[0].requires_grad_(False)
+    every = cached(zoo.mlp(), zoo.mlp(dropout=0.2), zoo.mlp(width=8), frozen)
+    assert len({id(s) for s in every}) == 4
+
+
+def test_models_with_equal_configuration_objects_share():
+    cache = StructureCache()
+    features = zoo.tokens(4)[0].features
+    spec = CutSpec("export", ("gpt.transformer.h.1@0",))
+    assert cache.get(zoo.Language(), spec, features) is cache.get(zoo.Language(), spec, features)
+
+
+def test_a_model_with_something_unknown_inside_is_not_shared():
+    models = [zoo.mlp(), zoo.mlp()]
+    for model in models:
+        model.secret = iter(())
+    a, b = cached(*models)
+    assert a is not b
