@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cerebro_hydra
+from cerebro_hydra import cli
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from tests.tune import tune_models
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
+    """Two trials that finish and one that can't be built."""
+    random = np.random.default_rng(1)
+    labels = random.integers(0, 4, 80)
+    features = random.normal(size=(80, 16)).astype(np.float32)
+    return GridSearch(
+        backend=LocalBackend(2),
+        store=LocalStore(str(tmp_path_factory.mktemp("store"))),
+        estimator_gen_fn=tune_models.small,
+        search_space={"width": hp_choice([8, 6, -1])},
+        num_epochs=1,
+        verbose=0,
+    ).fit(Arrays({"features": features, "label": labels}))
+
+
+def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The installed command in a process of its own, which remembers no factory."""
+    root = Path(cerebro_hydra.__file__).resolve().parents[1]
+    code = "import sys; from cerebro_hydra.cli import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200"},
+        cwd=cwd or root,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"cerebro-hydra {cerebro_hydra.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["replay"], "arguments are required: RUN"),
+        (["demo", "--epochs", "0"], "0 is less than 1"),
+        (["demo", "--epochs", "many"], "many"),
+    ],
+)
+def test_wrong_use_says_what_is_wrong(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_answers_without_heavy_imports() -> None:
+    code = (
+        "import sys\n"
+        "from cerebro_hydra.cli import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'pyspark', 'numpy', 'rich'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "replay" in done.stdout
+
+
+def test_folder_that_is_no_run_is_an_error_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["replay", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "is not a run" in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.slow
+def test_replay_gives_a_verdict_per_trial_and_0_if_all_agree(trained: SearchResult) -> None:
+    done = command("replay", trained.run_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "identical, every bit" in lines[0]
+    assert [line.split()[0] for line in lines] == ["trial-000", "trial-001", "trial-002", "2"]
+    assert "trial-002  failed, not replayed" in lines[2]
+    assert lines[3] == "2 of 2 replayed trials are identical to the bit."
+
+
+@pytest.mark.slow
+def test_replay_of_one_trial_with_a_factory_from_the_current_folder(
+    trained: SearchResult, tmp_path: Path
+) -> None:
+    (tmp_path / "my_models.py").write_text("from tests.tune.tune_models import small as build\n")
+    given = ["--trial", "trial-001", "--factory", "my_models:build"]
+    done = command("replay", trained.run_path, *given, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("trial-001  identical")
+    assert "1 of 1 replayed trials" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trial", "trial-9"], "no trial 'trial-9'; trials are ['trial-000'"),
+        (["--trial", "trial-002"], "nothing to replay"),
+        (["--factory", "no_such_module:build"], "can't import 'no_such_module'"),
+    ],
+)
+def test_replay_that_can_not_be_is_an_error(
+    trained: SearchResult, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["replay", trained.run_path, *arguments]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_replay_of_a_tampered_run_is_1_and_names_the_trial(
+    trained: SearchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One more bit in the loss that the journal tells of trial-001."""
+    import shutil
+
+    store = tmp_path / "store"
+    shutil.copytree(Path(trained.run_path).parents[1], store)
+    folder = RunFolder(LocalStore(str(store)), Path(trained.run_path).name)
+    for segment in Path(folder.path, "journal").iterdir():
+        lines: list[dict[str, Any]] = [json.loads(line) for line in segment.open()]
+        for line in lines:
+            for instruction in line.get("instructions", ()):
+                if instruction["type"] == "EndEpoch" and instruction["trial"] == 1:
+                    loss = instruction["metrics"]["val_loss"]
+                    instruction["metrics"]["val_loss"] = np.nextafter(loss, 9).item()
+        segment.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["replay", folder.path]) == 1
+    lines_out = capsys.readouterr().out.splitlines()
+    assert "identical" in lines_out[0]
+    assert "trial-001  DIFFERENT" in lines_out[1]
+    assert "val_loss" in lines_out[1]
+    assert "1 of 2 replayed trials are identical" in lines_out[-1]
