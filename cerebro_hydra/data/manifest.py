@@ -15,8 +15,6 @@ MANIFEST_NAME = "manifest.json"
 ROW_ID = "row_id"
 """Name in the files of the column of row ids (int64); petastorm refuses a leading underscore."""
 
-SPLITS = ("train", "val")
-
 
 @dataclass(frozen=True)
 class ColumnSpec:
@@ -75,10 +73,6 @@ class Manifest:
     def rows(self, split: str, index: int) -> int:
         """Rows of one partition."""
         return self.partition(split, index).rows
-
-    def stored_names(self) -> dict[str, str]:
-        """Name of each column in the Parquet files, by its own name."""
-        return {spec.name: stored_name(i) for i, spec in enumerate(self.columns)}
 
     def to_json(self) -> dict[str, Any]:
         """Describe the manifest in JSON; checksums as text, because JSON numbers have 53 bits."""

@@ -153,8 +153,10 @@ class _Plan:
     @staticmethod
     def of(df: DataFrame, name: str, stored: str) -> _Plan:
         kind = df.schema[name].dataType
-        if kind.typeName() == "vector":
-            return _Plan(name, stored, "float32", 1, vector_to_array(_column(name), "float32"))
+        if kind.simpleString() == "vector":
+            # vector_to_array ends the job at a null, which is to be counted and shown instead.
+            array = F.when(_column(name).isNotNull(), vector_to_array(_column(name), "float32"))
+            return _Plan(name, stored, "float32", 1, array)
         depth = 0
         element = kind
         while isinstance(element, T.ArrayType):
@@ -356,7 +358,7 @@ def _row_id(rank: Column, counts: Sequence[int], first: int, seed: int) -> Colum
     below = ",".join(f"{before}L" for before in accumulate(counts, initial=0))
     affine = Affine.drawn(sum(counts), seed)
     in_all = rank + F.expr(f"array({below})")[F.col(_BUCKET)]
-    scattered = (in_all * affine.multiplier + affine.offset) % max(1, affine.rows)
+    scattered = (in_all * affine.multiplier + affine.offset) % affine.rows
     return scattered + first
 
 
@@ -381,6 +383,5 @@ def _write(
         .option("compression", "snappy")
         .option("parquet.block.size", _ROW_GROUP_BYTES)
         .option("maxRecordsPerFile", 0)
-        .mode("append")
         .parquet(f"file://{folder}")
     )

@@ -79,21 +79,6 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def load_manifest(store: Store, fingerprint: str) -> Manifest:
-    """Return the manifest of data that must be there.
-
-    Raises:
-        StoreError: it was never prepared in this store, or is damaged.
-    """
-    manifest = find_prepared(store, fingerprint)
-    if manifest is None:
-        raise StoreError(
-            f"there is no prepared data {fingerprint!r} in {store.prefix!r}: prepare it again, "
-            "or name the store that holds it"
-        )
-    return manifest
-
-
 def footer_rows(folder: str) -> int:
     """Rows that the footers of a partition's Parquet files promise.
 
