@@ -7,10 +7,14 @@ from cerebro_hydra.storage.run_folder import RunFolder
 
 
 def write_checkpoint(folder: RunFolder, shelf: Shelf, trial: int, visit: int, shards: int) -> None:
-    """Write the segments that the folder lacks, then the document that names them all."""
+    """Write the segments that the folder lacks, then the document that names them all.
+
+    Raises:
+        TransferFailed: the state is not here whole.
+    """
     entries = []
     for number in range(shards):
-        shard = shelf.wait(trial, visit, number)
+        shard = shelf.wait(trial, visit, number, given_up=lambda: True)
         for digest, buffer in shard.segments.values():
             folder.write_object(digest, memoryview(buffer))
         frozen, trainable = shard.digests

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cerebro_hydra.agent.shelf import Bytes, Shard, Shelf
+from cerebro_hydra.agent.shelf import Bytes, Shard, Shelf, State
 from cerebro_hydra.errors import StoreError, TransferFailed
 from cerebro_hydra.plan.events import Hop
 from cerebro_hydra.shards.digest import digest
@@ -61,7 +61,7 @@ class Wanted:
 class Fetch:
     """One state on its way here; runs on a thread of its own, its shards appear on the shelf.
 
-    A fetch that fails withdraws the state, which ends the waits for it; `error` says why.
+    A fetch that fails retracts the state, which ends the waits for it; `error` says why.
     """
 
     wanted: Wanted
@@ -75,9 +75,9 @@ class Fetch:
     _client: ShardClient | None = None
 
     def start(self) -> Fetch:
-        self.shelf.expect(self.wanted.trial, self.wanted.visit, self.wanted.shards)
+        state = self.shelf.expect(self.wanted.trial, self.wanted.visit, self.wanted.shards)
         name = f"fetch-{self.wanted.trial}-{self.wanted.visit}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threading.Thread(target=self._run, args=(state,), name=name, daemon=True).start()
         return self
 
     def cancel(self) -> None:
@@ -90,20 +90,21 @@ class Fetch:
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def _run(self) -> None:
+    def _run(self, state: State) -> None:
         wanted = self.wanted
         try:
             for number in range(wanted.shards):
                 shard = self._from_store(number) if wanted.uri is None else self._retry(number)
-                self.shelf.put(wanted.trial, wanted.visit, number, shard)
+                self.shelf.put(state, number, shard)
         except Exception as error:
             self.error = str(error) or type(error).__name__
-            self.shelf.withdraw(wanted.trial, wanted.visit)
+            self.shelf.retract(state)
             return
         finally:
             if self._client is not None:
                 self._client.cancel()
-        self.on_whole(wanted.trial, wanted.visit)
+        if not self.cancelled:
+            self.on_whole(wanted.trial, wanted.visit)
 
     def _retry(self, number: int) -> Shard:
         """Ask the owner, a few times: a transfer may break while both ends live."""
@@ -123,16 +124,13 @@ class Fetch:
         if self.cancelled:
             raise TransferFailed("cancelled")
         key = ShardKey(wanted.trial, wanted.visit, number, wanted.incarnation)
-        fetched = self._client.fetch(key, self.shelf.digests(), aligned)
+        held = self.shelf.segments()
+        fetched = self._client.fetch(key, held, aligned)
         self.meter.add(fetched.bytes_moved, fetched.bytes_saved, fetched.seconds)
-        segments = {}
-        for name, segment in fetched.segments.items():
-            buffer = segment.buffer
-            if buffer is None:
-                buffer = self.shelf.segment(segment.digest)
-            if buffer is None:
-                raise TransferFailed(f"segment {segment.digest} was dropped here meanwhile")
-            segments[name] = (segment.digest, buffer)
+        segments = {
+            name: (each.digest, held[each.digest] if each.buffer is None else each.buffer)
+            for name, each in fetched.segments.items()
+        }
         return Shard(segments, fetched.cursor)
 
     def _from_store(self, number: int) -> Shard:

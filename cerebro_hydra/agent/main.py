@@ -157,7 +157,7 @@ class _Agent:
             while (item := self._tasks.get()) is not None:
                 self._trainer.perform(*item)
         self._arrivals.close()
-        self._io.shutdown(wait=True)
+        self._io.shutdown(cancel_futures=True)
         self._control.close()
         self._server.close()
 
@@ -172,6 +172,7 @@ class _Agent:
         self._ready.wait()  # the first instruction may come before the constructor is through
         if message["do"] == "stop":
             self._stopping.set()
+            self._trainer.stop()
             self._tasks.put(None)
         else:
             self._obey(from_json(message["do"]), message["uri"])

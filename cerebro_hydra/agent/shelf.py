@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,38 +32,52 @@ class Shard:
         return self.segments["frozen"][0], self.segments["trainable"][0]
 
 
+@dataclass(eq=False)
+class State:
+    """One announced state: only who announced it can fill or retract it.
+
+    After a redo a visit is made again, and the new state has the old one's name; this tells them
+    apart.
+    """
+
+    trial: int
+    visit: int
+    shards: list[Shard | None]
+
+
 class Shelf:
     """States of trials, shard by shard, as they arrive or are published.
 
     Thread-safe. A state is announced by `expect` before its shards come, so that peers can wait
-    for it; `withdraw` ends their waits. Equal segments are kept once, whatever trial they belong
-    to; frozen ones stay for the run, so that they are never sent twice.
+    for it; `withdraw` and `retract` end their waits. Equal segments are kept once, whatever trial
+    they belong to; frozen ones stay for the run, so that they are never sent twice.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._states: dict[tuple[int, int], list[Shard | None]] = {}
+        self._states: dict[tuple[int, int], State] = {}
         self._segments: dict[str, Bytes] = {}
         self._frozen: set[str] = set()
 
-    def expect(self, trial: int, visit: int, shards: int) -> None:
+    def expect(self, trial: int, visit: int, shards: int) -> State:
         """Announce a state that will be published here, forgetting an older one of its name."""
         with self._changed:
-            self._states[trial, visit] = [None] * shards
+            self.withdraw(trial, visit)
+            state = self._states[trial, visit] = State(trial, visit, [None] * shards)
             self._changed.notify_all()
+            return state
 
-    def put(self, trial: int, visit: int, number: int, shard: Shard) -> None:
-        """Publish one shard of an announced state; ignored if it was withdrawn meanwhile."""
+    def put(self, state: State, number: int, shard: Shard) -> None:
+        """Publish one shard of an announced state; ignored if that was withdrawn meanwhile."""
         with self._changed:
-            state = self._states.get((trial, visit))
-            if state is None:
+            if self._states.get((state.trial, state.visit)) is not state:
                 return
             segments = {}
             for name, (digest, buffer) in shard.segments.items():
                 segments[name] = (digest, self._segments.setdefault(digest, buffer))
                 if name == "frozen":
                     self._frozen.add(digest)
-            state[number] = Shard(segments, shard.cursor)
+            state.shards[number] = Shard(segments, shard.cursor)
             self._changed.notify_all()
 
     def wait(
@@ -75,15 +89,14 @@ class Shelf:
             TransferFailed: the state was withdrawn, or `given_up()` after a `wake`.
         """
         with self._changed:
-            seen = False
+            seen: State | None = None
             while True:
                 state = self._states.get((trial, visit))
-                if state is not None:
-                    seen = True
-                    if (shard := state[number]) is not None:
-                        return shard
-                elif seen:
+                if seen is not None and state is not seen:
                     raise TransferFailed(f"state {visit} of trial {trial} was withdrawn here")
+                if state is not None and (shard := state.shards[number]) is not None:
+                    return shard
+                seen = state
                 if given_up():
                     raise TransferFailed(f"waiting for state {visit} of trial {trial} was given up")
                 self._changed.wait()
@@ -97,7 +110,7 @@ class Shelf:
         """Whether every shard of a state is here."""
         with self._changed:
             state = self._states.get((trial, visit))
-            return state is not None and all(shard is not None for shard in state)
+            return state is not None and None not in state.shards
 
     def knows(self, trial: int, visit: int) -> bool:
         """Whether a state is here or on its way."""
@@ -108,10 +121,10 @@ class Shelf:
         with self._changed:
             return self._segments.get(digest)
 
-    def digests(self) -> Collection[str]:
-        """Digests of all segments that need not be sent here."""
+    def segments(self) -> dict[str, Bytes]:
+        """All segments that need not be sent here, by digest."""
         with self._changed:
-            return list(self._segments)
+            return dict(self._segments)
 
     def withdraw(self, trial: int, visit: int) -> None:
         """Forget a state; trainable segments that no other state names go with it."""
@@ -121,13 +134,19 @@ class Shelf:
                 return
             named = {
                 digest
-                for shards in self._states.values()
-                for shard in shards
+                for other in self._states.values()
+                for shard in other.shards
                 if shard is not None
                 for digest in shard.digests
             }
-            for shard in state:
+            for shard in state.shards:
                 for digest in shard.digests if shard is not None else ():
                     if digest not in named and digest not in self._frozen:
                         self._segments.pop(digest, None)
             self._changed.notify_all()
+
+    def retract(self, state: State) -> None:
+        """Withdraw this state, but not another that took its name meanwhile."""
+        with self._changed:
+            if self._states.get((state.trial, state.visit)) is state:
+                self.withdraw(state.trial, state.visit)

@@ -7,12 +7,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from cerebro_hydra.agent.arrivals import Arrivals
 from cerebro_hydra.agent.fetch import Wanted
 from cerebro_hydra.agent.kit import Kits
 from cerebro_hydra.agent.logs import current_trial
-from cerebro_hydra.agent.shelf import Bytes, Shard, Shelf
+from cerebro_hydra.agent.shelf import Bytes, Shard, Shelf, State
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import Cancelled, DataError, TransferFailed
 from cerebro_hydra.plan import events
@@ -53,11 +54,21 @@ class Trainer:
         self._send = send
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
+        self._stopped = False
+        self._made: WeakValueDictionary[int, State] = WeakValueDictionary()  # by attempt
 
     def cancel(self, attempt: int) -> None:
-        """Take an attempt back, running or not; called from any thread."""
+        """Take an attempt back, running or not, with what it published; called from any thread."""
         with self._lock:
             self._cancelled.add(attempt)
+            made = self._made.get(attempt)
+        if made is not None:
+            self._shelf.retract(made)
+        self._shelf.wake()
+
+    def stop(self) -> None:
+        """Take everything back: the run is over; called from any thread."""
+        self._stopped = True
         self._shelf.wake()
 
     def bring(self, task: Task | FetchShards, uri: str | None) -> None:
@@ -73,12 +84,12 @@ class Trainer:
                 self._check_cancelled(task.attempt)
                 self.bring(task, uri)
                 self._train(task) if isinstance(task, StartSubEpoch) else self._evaluate(task)
-            except Exception as error:
-                if isinstance(task, StartSubEpoch):
-                    self._shelf.withdraw(task.trial, task.visit)
+            except (Exception, SystemExit) as error:  # user code that exits ends its trial only
+                if (made := self._made.get(task.attempt)) is not None:
+                    self._shelf.retract(made)
                 self._report_failure(task, error)
 
-    def _report_failure(self, task: Task, error: Exception) -> None:
+    def _report_failure(self, task: Task, error: BaseException) -> None:
         if isinstance(error, Cancelled) or self._is_cancelled(task.attempt):
             return
         if isinstance(error, TransferFailed):
@@ -92,7 +103,7 @@ class Trainer:
 
     def _train(self, task: StartSubEpoch) -> None:
         kit = self._kits.get(task.trial)
-        self._shelf.expect(task.trial, task.visit, kit.num_shards)
+        state = self._announce(task, kit.num_shards)
         inputs: dict[int, Shard] = {}
         digests: dict[int, tuple[str, str]] = {}
         nbytes = 0
@@ -118,7 +129,7 @@ class Trainer:
             ready = Shard({"frozen": frozen, "trainable": (digest(trainable), trainable)}, cursor)
             digests[number] = ready.digests
             nbytes += sum(buffer.nbytes for buffer in ready.buffers.values())
-            self._shelf.put(task.trial, task.visit, number, ready)
+            self._shelf.put(state, number, ready)
 
         start_step = int(shard(0).cursor.get("step", 0))
         begun = time.perf_counter()
@@ -143,6 +154,13 @@ class Trainer:
                 hop=self._arrivals.take_hop(task.trial),
             )
         )
+
+    def _announce(self, task: StartSubEpoch, shards: int) -> State:
+        with self._lock:  # a cancel comes before this, or finds what it has to retract
+            self._check_cancelled(task.attempt)
+            state = self._shelf.expect(task.trial, task.visit, shards)
+            self._made[task.attempt] = state
+            return state
 
     def _windows(self, task: StartSubEpoch, steps: int) -> Iterator[Sequence[Batch]]:
         windows = self._kits.windows(task.trial, task.epoch, task.partition)
@@ -207,13 +225,16 @@ class Trainer:
     # ------------------------------------------------------------------ both
 
     def _wait(self, task: Task, number: int) -> Shard:
-        return self._shelf.wait(
-            task.trial, task.source.visit, number, lambda: self._is_cancelled(task.attempt)
-        )
+        name = task.trial, task.source.visit
+
+        def given_up() -> bool:
+            # What was asked for is here or on its way; if it is neither, its fetch has failed.
+            return self._is_cancelled(task.attempt) or not self._shelf.knows(*name)
+
+        return self._shelf.wait(*name, number, given_up)
 
     def _is_cancelled(self, attempt: int) -> bool:
-        with self._lock:
-            return attempt in self._cancelled
+        return self._stopped or attempt in self._cancelled
 
     def _check_cancelled(self, attempt: int) -> None:
         if self._is_cancelled(attempt):

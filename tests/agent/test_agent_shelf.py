@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 
-from cerebro_hydra.agent.shelf import Shard, Shelf
+from cerebro_hydra.agent.shelf import Shelf
 from cerebro_hydra.errors import TransferFailed
-
-
-def shard(frozen: str, trainable: str, size: int = 8) -> Shard:
-    buffers = {name: np.zeros(size, np.uint8) for name in ("frozen", "trainable")}
-    digests = {"frozen": frozen, "trainable": trainable}
-    segments = {name: (digests[name], buffer) for name, buffer in buffers.items()}
-    return Shard(segments, {"step": 1})
+from tests.agent.standins import shard
 
 
 class Waiter(threading.Thread):
@@ -42,10 +35,10 @@ class Waiter(threading.Thread):
 def test_a_wait_that_comes_before_the_announcement_gets_the_shard() -> None:
     shelf = Shelf()
     waiter = Waiter(shelf, 0, 3, 1)
-    shelf.expect(0, 3, shards=2)
-    shelf.put(0, 3, 0, shard("f0", "t0"))
+    state = shelf.expect(0, 3, shards=2)
+    shelf.put(state, 0, shard("f0", "t0"))
     assert not shelf.whole(0, 3)
-    shelf.put(0, 3, 1, shard("f1", "t1"))
+    shelf.put(state, 1, shard("f1", "t1"))
     assert shelf.whole(0, 3)
     assert waiter.outcome().digests == ("f1", "t1")
 
@@ -72,30 +65,52 @@ def test_a_wait_can_be_given_up() -> None:
 def test_equal_segments_are_kept_once_for_all_trials() -> None:
     shelf = Shelf()
     for trial in range(3):
-        shelf.expect(trial, 0, shards=1)
-        shelf.put(trial, 0, 0, shard("backbone", f"head-{trial}"))
+        shelf.put(shelf.expect(trial, 0, shards=1), 0, shard("backbone", f"head-{trial}"))
     buffers = [shelf.wait(trial, 0, 0).buffers["frozen"] for trial in range(3)]
     assert buffers[0] is buffers[1] is buffers[2]
-    assert sorted(shelf.digests()) == ["backbone", "head-0", "head-1", "head-2"]
+    assert sorted(shelf.segments()) == ["backbone", "head-0", "head-1", "head-2"]
 
 
 def test_dropping_a_state_keeps_what_others_name_and_what_is_frozen() -> None:
     shelf = Shelf()
     for visit in (1, 2):
-        shelf.expect(0, visit, shards=2)
-        shelf.put(0, visit, 0, shard("f0", "unchanged"))
-        shelf.put(0, visit, 1, shard("f1", f"changed-{visit}"))
+        state = shelf.expect(0, visit, shards=2)
+        shelf.put(state, 0, shard("f0", "unchanged"))
+        shelf.put(state, 1, shard("f1", f"changed-{visit}"))
     shelf.withdraw(0, 1)
-    assert sorted(shelf.digests()) == ["changed-2", "f0", "f1", "unchanged"]
+    assert sorted(shelf.segments()) == ["changed-2", "f0", "f1", "unchanged"]
     shelf.withdraw(0, 2)
-    assert sorted(shelf.digests()) == ["f0", "f1"]
+    assert sorted(shelf.segments()) == ["f0", "f1"]
 
 
 def test_a_shard_of_a_withdrawn_state_is_not_published() -> None:
     shelf = Shelf()
-    shelf.put(0, 5, 0, shard("f", "t"))
+    state = shelf.expect(0, 5, shards=1)
+    shelf.withdraw(0, 5)
+    shelf.put(state, 0, shard("f", "t"))
     assert not shelf.knows(0, 5)
-    assert list(shelf.digests()) == []
+    assert list(shelf.segments()) == []
+
+
+def test_a_state_that_is_announced_anew_is_another_one() -> None:
+    shelf = Shelf()
+    first = shelf.expect(0, 3, shards=1)
+    looked = threading.Event()
+    waiter = Waiter(shelf, 0, 3, 0, given_up=lambda: looked.set() or False)
+    assert looked.wait(20)
+    second = shelf.expect(0, 3, shards=1)
+    assert "withdrawn" in str(waiter.outcome())
+    shelf.put(first, 0, shard("f", "void"))
+    shelf.retract(first)
+    shelf.put(second, 0, shard("f", "redone"))
+    assert shelf.wait(0, 3, 0).digests == ("f", "redone")
+
+
+def test_a_state_that_is_announced_anew_frees_the_segments_of_the_void_one() -> None:
+    shelf = Shelf()
+    shelf.put(shelf.expect(0, 3, shards=1), 0, shard("f", "void"))
+    shelf.expect(0, 3, shards=1)
+    assert list(shelf.segments()) == ["f"]
 
 
 def test_giving_up_needs_no_announcement() -> None:

@@ -1,0 +1,84 @@
+"""Peers, kits and engines that do what a test tells them, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cerebro_hydra.agent.shelf import Shard
+from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.wire.messages import FetchedSegment, FetchedShard
+
+SECONDS = 20.0
+"""After this a wait counts as one that never ends."""
+
+
+def shard(frozen: str, trainable: str, size: int = 8) -> Shard:
+    buffers = {name: np.zeros(size, np.uint8) for name in ("frozen", "trainable")}
+    digests = {"frozen": frozen, "trainable": trainable}
+    segments = {name: (digests[name], buffer) for name, buffer in buffers.items()}
+    return Shard(segments, {"step": 1})
+
+
+class Peer:
+    """An owner that answers when the test lets it: with a shard of `fill` bytes, or an error."""
+
+    def __init__(self, fill: int) -> None:
+        self.fill = fill
+        self.error: Exception | None = None
+        self.asked = threading.Event()
+        self.answer = threading.Event()
+        self.left = threading.Event()
+
+    def fetch(self, key: Any, have: Any, allocate: Callable[[int], Any]) -> FetchedShard:
+        self.asked.set()
+        assert self.answer.wait(SECONDS)
+        if self.error is not None:
+            raise self.error
+        segments = {}
+        for name in ("frozen", "trainable"):
+            buffer = allocate(8)
+            buffer[:] = self.fill
+            segments[name] = FetchedSegment(digest(buffer), 8, buffer)
+        return FetchedShard(segments, {"step": 1}, 16, 0, 0.0)
+
+    def cancel(self) -> None:
+        """End the wait of the fetch; called once more when the fetch has ended."""
+        if self.answer.is_set():
+            self.left.set()
+
+
+class StandInKits:
+    """One trial of one shard, whose engine publishes one step later; hooks run where named."""
+
+    def __init__(self, **hooks: Callable[[], object]) -> None:
+        self._hooks = hooks
+
+    def _hook(self, name: str) -> None:
+        self._hooks.get(name, lambda: None)()
+
+    def num_shards(self, trial: int) -> int:
+        return 1
+
+    def get(self, trial: int) -> Any:
+        self._hook("build")
+        return SimpleNamespace(num_shards=1, engine=self, spec=SimpleNamespace(steps=(1, 1)))
+
+    def windows(self, trial: int, epoch: int, partition: int) -> Iterator[list[Any]]:
+        yield []
+
+    def rows(self, partition: int) -> int:
+        return 5
+
+    def train(self, windows: Any, step: int, need: Any, publish: Any, on_step: Any) -> Any:
+        segments, _ = need(0)
+        list(windows)
+        self._hook("train")
+        segments["trainable"][:] += 1
+        publish(0, segments, {"step": step + 1})
+        self._hook("published")
+        return SimpleNamespace(rows=5, loss_sum=1.0)

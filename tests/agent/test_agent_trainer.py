@@ -1,0 +1,110 @@
+"""What a task does when it is taken back, or what it needs can't be had."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cerebro_hydra.agent.arrivals import Arrivals
+from cerebro_hydra.agent.shelf import Shelf
+from cerebro_hydra.agent.trainer import Trainer
+from cerebro_hydra.errors import TransferFailed
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.instructions import FetchShards, Source, StartSubEpoch
+from tests.agent.standins import SECONDS, Peer, StandInKits
+
+VISIT = 3
+TASK = StartSubEpoch(7, 0, VISIT, 1, 0, 0, "me", Source(VISIT - 1, "a"))
+
+
+class Bench:
+    """A trainer whose source is peer "a"; another state 3 is at peer "b"."""
+
+    def __init__(self, **hooks: Callable[[], object]) -> None:
+        self.shelf = Shelf()
+        self.peers = {"uri-a": Peer(1), "uri-b": Peer(9)}
+        self.peers["uri-a"].answer.set()
+        self.reported: list[events.Event] = []
+        folder: Any = None
+        connect: Any = self.peers.__getitem__
+        self.arrivals = Arrivals("me", self.shelf, folder, connect, lambda trial, visit: None)
+        kits: Any = StandInKits(**hooks)
+        self.trainer = Trainer(
+            "me", kits, self.shelf, self.arrivals, self.reported.append, lambda record: None
+        )
+
+    def perform(self) -> None:
+        main = threading.Thread(target=self.trainer.perform, args=(TASK, "uri-a"), daemon=True)
+        main.start()
+        main.join(SECONDS)
+        assert not main.is_alive(), "the task did not end"
+
+    def bring_redone_state(self) -> Peer:
+        """What the coordinator does after a redo: the same visit was made again elsewhere."""
+        self.trainer.bring(FetchShards(0, 0, "me", Source(VISIT, "b")), "uri-b")
+        return self.peers["uri-b"]
+
+    @property
+    def outcome(self) -> events.Event:
+        return self.reported[-1]
+
+
+def test_a_task_is_trained_and_published() -> None:
+    bench = Bench()
+    bench.perform()
+    assert isinstance(bench.outcome, events.SubEpochDone)
+    assert bench.shelf.wait(0, VISIT, 0).buffers["trainable"][0] == 2
+
+
+def test_a_fetch_that_fails_before_the_task_waits_for_it_is_reported() -> None:
+    bench = Bench(build=lambda: bench.peers["uri-a"].left.wait(SECONDS))
+    bench.peers["uri-a"].error = ValueError("the object is damaged")
+    bench.perform()
+    assert isinstance(bench.outcome, events.TransferFailed)
+    assert bench.outcome.error == "the object is damaged"
+
+
+def test_a_task_that_is_taken_back_after_its_end_leaves_nothing() -> None:
+    bench = Bench()
+    bench.perform()
+    assert bench.shelf.whole(0, VISIT)
+    bench.trainer.cancel(TASK.attempt)
+    assert not bench.shelf.knows(0, VISIT)
+    peer = bench.bring_redone_state()
+    peer.answer.set()
+    assert bench.shelf.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
+
+
+def test_a_task_that_is_taken_back_spares_the_state_that_came_instead() -> None:
+    def redo() -> None:
+        bench.trainer.cancel(TASK.attempt)
+        peer = bench.bring_redone_state()
+        assert peer.asked.wait(SECONDS)
+
+    bench = Bench(train=redo)
+    bench.perform()
+    assert not bench.shelf.whole(0, VISIT)
+    peer = bench.peers["uri-b"]
+    peer.answer.set()
+    assert peer.left.wait(SECONDS)
+    assert bench.shelf.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
+
+
+def test_stopping_ends_a_task_that_waits() -> None:
+    bench = Bench(build=lambda: threading.Timer(0.1, bench.trainer.stop).start())
+    bench.peers["uri-a"].answer.clear()
+    bench.perform()
+    assert bench.reported == []
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), RuntimeError("no"), TransferFailed("mine")])
+def test_what_user_code_raises_ends_the_task_alone(error: BaseException) -> None:
+    def build() -> None:
+        raise error
+
+    bench = Bench(build=build)
+    bench.trainer.perform(TASK, "uri-a")
+    assert len(bench.reported) == 1
