@@ -17,7 +17,7 @@ from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
 from cerebro_hydra.shards.module_program import layer_starts
-from cerebro_hydra.shards.reference_steps import Example, ReferenceSteps
+from cerebro_hydra.shards.reference_steps import Example, ReferenceSteps, fresh
 from cerebro_hydra.shards.report import CutReport
 from cerebro_hydra.shards.state import ShardState
 from cerebro_hydra.shards.state_template import StateTemplate
@@ -93,7 +93,7 @@ def admit(
             difference = f"{type(error).__name__}: {error}"
         if difference is None:
             fallback = "; ".join([*reasons, *([note] if note else [])]) or None
-            report = CutReport.of(recipe, structure, layout, fallback)
+            report = CutReport.of(structure, layout, fallback)
             return Admission(spec, report, template, layout)
         reasons.append(f"cut by {spec.mode}, training differs from the uncut model: {difference}")
     raise ConfigurationError(
@@ -176,8 +176,8 @@ def _difference(
     step = 0
     for features, labels in examples:
         rows = int(labels[0].shape[0]) if labels else int(features[0].shape[0])
-        window = [_Batch(features, labels, rows)] * microbatches
         for turn in range(STEPS_PER_BATCH_SIZE):
+            window = [_Batch(fresh(features), fresh(labels), rows) for _ in range(microbatches)]
 
             def publish(k: int, segments: Segments, cursor: dict[str, Any]) -> None:
                 cursors[k] = json.loads(json.dumps(cursor))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
 def grad_norms(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -24,12 +25,16 @@ def clip_coefficient(norms: Mapping[str, Tensor], order: Sequence[str], limit: f
         norms: of all shards together.
         order: every parameter's name in `model.parameters()` order: the sum depends on it.
     """
-    present = {name: norms[name] for name in order if name in norms}
+    present = [norms[name] for name in order if name in norms]
     if not present:
         return torch.tensor(1.0)
-    grouped = [n for names in _by_dtype(present).values() for n in names]
-    device = present[grouped[0]].device
-    total = torch.linalg.vector_norm(torch.stack([present[n].to(device) for n in grouped]), 2.0)
+    # Gradients of several types are summed type by type, in an order that torch alone knows.
+    groups = _group_tensors_by_device_and_dtype([present])  # type: ignore[list-item]
+    ordered = [
+        norm for (of_one_type, *_), _ in groups.values() for norm in of_one_type if norm is not None
+    ]
+    device = present[0].device
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in ordered]), 2.0)
     return torch.clamp(limit / (total + 1e-6), max=1.0)
 
 
@@ -40,7 +45,6 @@ def scale_grads(params: Mapping[str, Tensor], coefficient: Tensor) -> None:
 
 
 def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[torch.dtype, list[str]]:
-    """Names by type, in the order in which types occur, as torch groups them."""
     groups: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(tensor.dtype, []).append(name)

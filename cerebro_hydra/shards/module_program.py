@@ -90,6 +90,7 @@ def _program(
         reads=reads,
         writes=writes,
         features=features,
+        units=tuple(f"{name}@0" for name in units(part)),
     )
 
 

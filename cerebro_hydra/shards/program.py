@@ -30,6 +30,7 @@ class Program:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     features: tuple[int, ...]
+    units: tuple[str, ...]  # the unit calls inside, in order
     crossing: tuple[tuple[str, str, tuple[int | None, ...], int], ...] = ()
     """What `reads` is: name, dtype, shape (None: rows), bytes for the traced batch."""
 
@@ -55,8 +56,8 @@ def cut_graph(flat: FlatGraph, at: Sequence[str], train: bool) -> tuple[Program,
             [n for n in flat.graph.nodes if place.get(n) == k and n not in silent],
             reads[k],
             reads[k + 1] if k < last else list(_flat_outputs(output)),
+            units=tuple(u for u, n in flat.markers.items() if place[n] == k),
             is_last=k == last,
-            train=train,
         )
         for k in range(last + 1)
     )
@@ -104,7 +105,7 @@ def _flat_outputs(output: fx.Node) -> Sequence[Any]:
 
 def _program(
     flat: FlatGraph, body: list[fx.Node], reads: list[fx.Node], results: list[Any],
-    is_last: bool, train: bool,
+    units: tuple[str, ...], is_last: bool,
 ) -> Program:  # fmt: skip
     graph = fx.Graph()
     root = nn.Module()
@@ -140,6 +141,7 @@ def _program(
         reads=tuple(n.name for n in reads),
         writes=() if is_last else tuple(n.name for n in results),
         features=tuple(flat.features[n] for n in features),
+        units=units,
         crossing=tuple(_describe(n) for n in reads),
     )
 

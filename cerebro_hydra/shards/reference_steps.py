@@ -44,8 +44,10 @@ class ReferenceSteps:
         with unit_hooks(self.model, enter_unit):
             for number in range(microbatches):
                 with random_key(RandomKey(self._seed, self._step, number)):
-                    outputs = _attempt("forward", batch, self.model, *features)
-                    loss = _attempt("loss", batch, self._recipe.compute_loss, outputs, labels)
+                    outputs = _attempt("forward", batch, self.model, *fresh(features))
+                    loss = _attempt(
+                        "loss", batch, self._recipe.compute_loss, outputs, fresh(labels)
+                    )
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):
                     raise ConfigurationError(
@@ -66,6 +68,11 @@ class ReferenceSteps:
             self.scheduler.step()
         self._step += 1
         return losses
+
+
+def fresh(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Copies: a model may write into its batch, and admission uses a batch more than once."""
+    return tuple(tensor.clone() for tensor in tensors)
 
 
 def _attempt(what: str, batch: Example, function: Callable[..., T], *arguments: Any) -> T:

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cerebro_hydra.recipe import Recipe, units
 from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.structure import Structure
 
@@ -68,18 +67,14 @@ class CutReport:
         return "\n".join(lines)
 
     @classmethod
-    def of(
-        cls, recipe: Recipe, structure: Structure, layout: TrialLayout, fallback: str | None
-    ) -> CutReport:
-        every = units(recipe.model) or ("(the model)",)
-        starts = [0, *(every.index(unit.rpartition("@")[0]) for unit in structure.spec.at)]
+    def of(cls, structure: Structure, layout: TrialLayout, fallback: str | None) -> CutReport:
         shards = []
         for k, program in enumerate(structure.train):
-            end = starts[k + 1] if k + 1 < len(starts) else len(every)
+            names = [unit.removesuffix("@0") for unit in program.units] or ["(the model)"]
             shards.append(
                 ShardReport(
-                    first_unit=every[starts[k]],
-                    last_unit=every[max(end - 1, starts[k])] if end > starts[k] else every[-1],
+                    first_unit=names[0],
+                    last_unit=names[-1],
                     trainable_params=_count(structure, k, frozen=False),
                     frozen_params=_count(structure, k, frozen=True),
                     state_nbytes=layout.shards[k].nbytes,

@@ -181,6 +181,63 @@ def test_no_cut_parts_a_value_from_a_write_into_its_view():
     assert trial.admission.spec.at == ("c@0",)
 
 
+def test_a_model_that_writes_into_its_input_is_cut_at_its_layers():
+    def build():
+        return nn.Sequential(nn.Hardtanh(-0.5, 0.5, inplace=True), *zoo.mlp())
+
+    def sub_epochs():
+        return [zoo.singly(zoo.vectors(8, 5)), zoo.singly(zoo.vectors(8, seed=1))]
+
+    make = seeded(build, 3)
+    reference = make()
+    plain.train(reference, sub_epochs())
+    trial = start(make(), [w for s in sub_epochs() for w in s])
+    assert trial.admission.spec.mode != "export"
+    assert "writes into its own input" in trial.admission.report.fallback
+    for windows in sub_epochs():
+        trial.train(windows)
+    assert plain.everything(trial.loaded()) == plain.everything(reference)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 6)
+        self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.3, batch_first=True)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, tokens):
+        return self.last(self.lstm(self.embed(tokens))[0][:, -1])
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_recurrent_layer_is_one_unit(mode):
+    def batches(*rows):
+        return [
+            plain.Rows(t.features, labels.labels, t.rows)
+            for t, labels in zip(zoo.tokens(*rows), zoo.vectors(*rows), strict=True)
+        ]
+
+    trial = assert_equal_to_plain(seeded(Recurrent, 3), [zoo.singly(batches(8, 5))] * 2, mode)
+    assert trial.admission.spec.at == ("lstm@0", "last@0")
+
+
+class TwoPrecisions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.b = nn.Linear(6, 6).double()
+
+    def forward(self, *inputs):
+        return self.c(self.b(torch.tanh(self.a(inputs[0])).double()).float())
+
+
+def test_two_precisions_are_clipped_together():
+    make = seeded(TwoPrecisions, 3, clip_grad_norm=0.1)
+    trial = assert_equal_to_plain(make, two_sub_epochs())
+    assert trial.structure.num_shards == 3
+
+
 def test_a_model_that_cannot_be_exported_is_cut_at_its_layers():
     def build():
         return nn.Sequential(zoo.Decides(), zoo.Decides(), nn.Dropout(0.2), nn.Linear(6, 3))
@@ -197,6 +254,22 @@ def test_layers_with_batch_norm_agree_too():
 
     for mode in ("keep", "recompute"):
         assert_equal_to_plain(seeded(build, ["1", "3"]), two_sub_epochs(), mode, cut="layers")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_layers_and_whole_models_evaluate_as_plain_ones_do(shards):
+    def build():
+        return nn.Sequential(zoo.Decides(), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3))
+
+    make = seeded(build, shards, metrics=["accuracy"])
+    windows = zoo.singly(zoo.vectors(8, 5))
+    reference = make()
+    plain.train(reference, [windows])
+    trial = assert_equal_to_plain(make, [windows], cut="whole" if shards == 1 else "layers")
+    before = [content for content, _ in trial.shards]
+    sums = trial.engine().evaluate(zoo.vectors(8, 7, seed=3), trial.need)
+    assert sums == plain.evaluate(reference, zoo.vectors(8, 7, seed=3))
+    assert before == [content for content, _ in trial.shards]
 
 
 def test_any_other_model_that_cannot_be_exported_stays_whole():
