@@ -6,7 +6,6 @@ three shards that hop between two workers.
 
 from __future__ import annotations
 
-import random
 import shutil
 import tempfile
 import time
@@ -21,6 +20,8 @@ from cerebro_hydra.observe.totals import human_bytes
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
     from cerebro_hydra.spark import SparkEstimator
     from cerebro_hydra.tune.result import SearchResult
@@ -49,7 +50,15 @@ def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
         metrics=["accuracy"],
         batch_size=params["batch_size"],
         shards=3,
+        lr_scheduler=halved_each_epoch,
     )
+
+
+def halved_each_epoch(optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
+    """A learning rate that falls a little in every step."""
+    from torch.optim.lr_scheduler import ExponentialLR
+
+    return ExponentialLR(optimizer, gamma=0.5 ** (1 / steps_per_epoch))
 
 
 def run(epochs: int = 5, workers: int = 2, keep: str | None = None) -> int:
@@ -93,7 +102,7 @@ class _Demo:
         import cerebro_hydra
 
         self._say(
-            "cerebro_hydra trains many PyTorch models over one partitioned Spark DataFrame.\n"
+            "cerebro_hydra trains many PyTorch models over one partitioned Spark DataFrame. "
             "The rows stay where they are; the models hop from worker to worker, shard by shard."
         )
         self._title("1. A DataFrame")
@@ -101,8 +110,8 @@ class _Demo:
         try:
             train, held_out = digits(spark)
             self._say(
-                f"scikit-learn's digits: {train.count()} rows of 64 pixels to train on, "
-                f"{HELD_OUT_ROWS} held out. Spark runs on this machine with "
+                f"scikit-learn's digits, 64 pixels each; {HELD_OUT_ROWS} rows are held out. "
+                f"Spark runs on this machine with "
                 f"{self._workers} workers, one partition each."
             )
             result = self._train(spark, train)
@@ -131,7 +140,7 @@ class _Demo:
             store=LocalStore(prefix_path=self._folder),
             estimator_gen_fn=factory,
             search_space={
-                "lr": hp_choice([1e-3, 1e-4]),
+                "lr": hp_choice([3e-3, 1e-3]),
                 "batch_size": hp_choice([32, 64]),
                 "freeze_first": hp_choice([True, False]),
             },
@@ -147,11 +156,10 @@ class _Demo:
     def _tell_hops(self, result: SearchResult) -> None:
         totals = result.totals
         self._say(
-            f"{totals.hops} hops between workers moved {human_bytes(totals.bytes_moved)}, shard by "
-            f"shard over Arrow Flight,\n"
-            f"and saved {human_bytes(totals.bytes_saved)} ({totals.saved_share:.0%}): what the "
-            "receiver had already, such as a frozen layer, was not sent again.\n"
-            f"A hop took {1000 * totals.seconds_per_hop:.0f} ms."
+            f"{totals.hops} hops between workers moved {human_bytes(totals.bytes_moved)} over "
+            f"Arrow Flight, {1000 * totals.seconds_per_hop:.0f} ms each on average. "
+            f"{human_bytes(totals.bytes_saved)} were not sent, because the receiver had the same "
+            "bytes already: frozen layers, which all trials share."
         )
 
     def _tell_winner(self, result: SearchResult, held_out: DataFrame) -> bool:
@@ -175,8 +183,9 @@ class _Demo:
         from cerebro_hydra.tune.verdicts import print_verdicts
 
         self._say(
-            "Each trial trains again in plain PyTorch: one process, no shards, no hops, following "
-            "its visit log.\nParameters, optimizer state and metrics must agree in every bit:"
+            "Now each trial trains again in plain PyTorch, in one process, without shards or hops, "
+            "along the partitions that it visited. Parameters, optimizer state and metrics must "
+            "agree in every bit:"
         )
         return print_verdicts(self._console, result.run_path)
 
@@ -204,16 +213,15 @@ def digits(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
             "pip install 'cerebro-hydra[demo]'"
         ) from error
 
+    import pandas as pd
+
     pixels, labels = load_digits(return_X_y=True)
-    rows = [
-        ([value / 16 for value in image], label)
-        for image, label in zip(pixels.tolist(), labels.tolist(), strict=True)
-    ]
-    random.Random(SPLIT_SEED).shuffle(rows)
+    table = pd.DataFrame({"features": list(pixels.astype("float32") / 16), "label": labels})
+    table = table.sample(frac=1, random_state=SPLIT_SEED)
     schema = "features array<float>, label long"
     return (
-        spark.createDataFrame(rows[HELD_OUT_ROWS:], schema),
-        spark.createDataFrame(rows[:HELD_OUT_ROWS], schema),
+        spark.createDataFrame(table[HELD_OUT_ROWS:], schema),
+        spark.createDataFrame(table[:HELD_OUT_ROWS], schema),
     )
 
 

@@ -54,7 +54,8 @@ class PlainLines:
             case "log":
                 self._print(prefixed(record))
             case "finish":
-                self._console.print(final_table(self.view))
+                # What is no terminal has no width of its own, and files are read in wide windows.
+                self._console.print(final_table(self.view), width=max(self._console.width, 120))
                 self._print(summary(self.view))
 
     def close(self) -> None:

@@ -12,12 +12,14 @@ from rich.text import Text
 
 from cerebro_hydra.observe.observer import Record
 from cerebro_hydra.observe.text import (
+    add_parameter_columns,
     duration,
     final_table,
+    metric_heading,
     metric_title,
     number,
     parameter_cells,
-    parameter_columns,
+    parameters,
     prefixed,
     status_text,
     summary,
@@ -25,6 +27,7 @@ from cerebro_hydra.observe.text import (
 from cerebro_hydra.observe.view import RunView, TrialView
 
 _SECONDS_BETWEEN_FRAMES = 0.1
+_WIDTH_FOR_PARAMETERS = 100
 
 
 class LiveTable:
@@ -42,6 +45,8 @@ class LiveTable:
         self.view.apply(record)
         match record["kind"]:
             case "start":
+                if self._console.width < _WIDTH_FOR_PARAMETERS:
+                    self._tell_parameters()
                 # Frames are drawn by records, so that no other thread reads the view.
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
@@ -54,7 +59,7 @@ class LiveTable:
         now = time.monotonic()
         if self._live is not None and now - self._drawn >= _SECONDS_BETWEEN_FRAMES:
             self._drawn = now
-            self._live.update(frame(self.view), refresh=True)
+            self._live.update(frame(self.view, self._console.width), refresh=True)
 
     def close(self) -> None:
         """Take the table off the screen and give the cursor back; also after an interrupt."""
@@ -62,29 +67,38 @@ class LiveTable:
             self._live.stop()
             self._live = None
 
+    def _tell_parameters(self) -> None:
+        for trial in self.view.trials:
+            self._console.print(f"{trial.trial_id}: {parameters(trial.params)}", highlight=False)
 
-def frame(view: RunView) -> Group:
-    """The table as it stands, with what the hops have cost so far."""
+
+def frame(view: RunView, width: int) -> Group:
+    """The table as it stands, with what the hops have cost so far.
+
+    A narrow one (width in characters) has no room for the parameters.
+    """
     assert view.document is not None
-    table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("trial", no_wrap=True)
-    for heading in parameter_columns(view):
-        table.add_column(heading, overflow="fold")
+    wide = width >= _WIDTH_FOR_PARAMETERS
+    if wide:
+        add_parameter_columns(table, view)
     table.add_column("status", no_wrap=True)
-    for title in ("epoch", "partition", "worker", "train loss", metric_title(view), "ETA"):
-        table.add_column(title, justify="right")
+    for title in ("epoch", "partition", "worker", "train loss", metric_heading(view), "ETA"):
+        table.add_column(title, justify="right", no_wrap=True)
     for trial in view.trials:
-        table.add_row(*_row(view, trial))
-    return Group(table, Text(f" {len(view.workers)} workers, {view.totals}", style="dim"))
+        table.add_row(*_row(view, trial, wide))
+    below = f" {metric_title(view)}; {len(view.workers)} workers, {view.totals}"
+    return Group(table, Text(below, style="dim"))
 
 
-def _row(view: RunView, trial: TrialView) -> tuple[str | Text, ...]:
+def _row(view: RunView, trial: TrialView, wide: bool) -> tuple[str | Text, ...]:
     assert view.document is not None
     score, left = view.score(trial), view.eta(trial)
     ended = len(trial.epochs)
     return (
         trial.trial_id,
-        *parameter_cells(view, trial),
+        *(parameter_cells(view, trial) if wide else ()),
         status_text(trial),
         f"{min(trial.epoch + 1, view.document.num_epochs) if not trial.over else ended}"
         f"/{view.document.num_epochs}",

@@ -21,6 +21,7 @@ STYLES = {
     "stopped": "yellow",
 }
 _MOST_PARAMETER_COLUMNS = 4
+_ARROWS = {"min": "↓", "max": "↑"}
 _SPELT = {"min": "lower is better", "max": "higher is better"}
 
 
@@ -56,6 +57,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def metric_heading(view: RunView) -> str:
+    """The same for a narrow column: "val_accuracy ↑"."""
+    return f"{view.metric} {_ARROWS[view.direction]}"
+
+
 def metric_title(view: RunView) -> str:
     """What decides, with its direction: "val_accuracy (higher is better)"."""
     return f"{view.metric} ({_SPELT[view.direction]})"
@@ -79,6 +85,13 @@ def parameter_columns(view: RunView) -> list[str]:
     return names if len(names) <= _MOST_PARAMETER_COLUMNS else ["parameters"]
 
 
+def add_parameter_columns(table: Table, view: RunView) -> None:
+    """Add a column per heading; where there is little room, a heading folds before its values."""
+    for column, heading in enumerate(parameter_columns(view)):
+        widest = max(len(parameter_cells(view, trial)[column]) for trial in view.trials)
+        table.add_column(heading, overflow="fold", min_width=min(max(widest, 5), 20))
+
+
 def parameter_cells(view: RunView, trial: TrialView) -> list[Text]:
     """One trial's parameters, as `parameter_columns` heads them."""
     headings = parameter_columns(view)
@@ -89,11 +102,11 @@ def parameter_cells(view: RunView, trial: TrialView) -> list[Text]:
 
 def final_table(view: RunView) -> Table:
     """All trials, best first, each with its numbers after its last epoch."""
-    table = Table(title=f"best first by {metric_title(view)}", box=box.SIMPLE_HEAD)
+    title = f"best first by {metric_title(view)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("trial", no_wrap=True)
-    for heading in parameter_columns(view):
-        table.add_column(heading, overflow="fold")
+    add_parameter_columns(table, view)
     table.add_column("status", no_wrap=True)
     names = list(view.measured())
     for name in names:

@@ -36,7 +36,7 @@ class TrialView:
     attempt: int | None = None
     """The task it is in; its next one may start before this one is committed."""
     loss: float | None = None
-    """Training loss of the latest batch that an agent told of."""
+    """Training loss of the latest batch, or else sub-epoch, that an agent told of."""
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(epoch, partition) of each surviving sub-epoch, by visit."""
     epochs: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -186,12 +186,14 @@ class RunView:
                     trial = self.trials[task.trial]
                     trial.seconds += event.hop.seconds + event.seconds
                     trial.sub_epochs += 1
+                    trial.loss = event.loss_sum / event.rows
                     if task.is_hop:
                         self.totals.add(event.hop)
             case events.EvaluationDone():
                 task = self._tasks.pop(event.attempt, None)
                 if task is not None:
                     self.trials[task.trial].seconds += event.hop.seconds + event.seconds
+                    self._rest(self.trials[task.trial], event.attempt)
                     if task.is_hop:
                         self.totals.add(event.hop)
 

@@ -123,10 +123,26 @@ def test_frame_shows_where_each_trial_is(make_document: Callable[..., Any]) -> N
             {"kind": "journal", "event": to_json(event), "instructions": [to_json(instruction)]}
         )
     view.apply({"kind": "progress", "trial": 1, "worker": 0, "loss": 0.54321})
-    text = drawn(frame(view))
+    text = drawn(frame(view, 160))
     row = next(line for line in text.splitlines() if "trial-001" in line)
     assert row.split() == ["trial-001", "0.1", "training", "2/3", "1", "0", "0.5432", "0.6123"]
     assert "val_loss (lower is better)" in " ".join(text.split())
+
+
+def test_narrow_terminal_is_told_the_parameters_once_above_the_table(
+    simulate: Callable[..., Any],
+) -> None:
+    _, records = simulate(2)
+    for width, times in ((80, 1), (160, 0)):
+        console = terminal(width)
+        observer = LiveTable(console)
+        for record in records[:9]:
+            observer.on_record(record)
+        observer.close()
+        assert printed(console).count("trial-001: lr=0.1") == times
+    text = drawn(frame(observer.view, 80), 80)
+    heading = next(line for line in text.splitlines() if "status" in line)
+    assert heading.split()[:5] == ["trial", "status", "epoch", "partition", "worker"]
 
 
 def test_final_table_has_the_best_first_and_says_the_direction(
