@@ -50,8 +50,8 @@ from cerebro_hydra.plan.instructions import (
     Source,
     StartSubEpoch,
 )
-from cerebro_hydra.plan.policy import Choice, choose, visit_order
-from cerebro_hydra.plan.visits import Agent, Attempt, Kind, Trial, Visit
+from cerebro_hydra.plan.policy import Policy
+from cerebro_hydra.plan.visits import Agent, Attempt, Choice, Kind, Trial, Visit, visit_order
 
 MAX_TRANSFER_FAILURES = 3
 
@@ -66,6 +66,7 @@ class HopState:
         self.attempts: dict[int, Attempt] = {}  # live ones, by number
         self.holders = Holders()
         self.estimates = Estimates([trial.cost for trial in config.trials], config.partitions)
+        self.policy = Policy(config)
         self.finished = False
         self._fenced: set[str] = set()  # incarnations that are over
         self._next_attempt = 0
@@ -129,12 +130,19 @@ class HopState:
                 return agent
         return None
 
+    def agent_of(self, partition: int) -> Agent | None:
+        """The live agent that holds this partition."""
+        for agent in self.agents.values():
+            if partition in agent.partitions:
+                return agent
+        return None
+
     def choices(self) -> list[Choice]:
         """Every task that could be given to a worker now."""
         found = []
         for index, trial in enumerate(self.trials):
             for kind, partition in self._open_tasks(index, trial):
-                agent = self._agent_of(partition)
+                agent = self.agent_of(partition)
                 if agent is not None and agent.open:
                     found.append(Choice(index, kind, partition, agent))
         return found
@@ -310,12 +318,9 @@ class HopState:
             if agent.running is None and agent.reserved is not None:
                 agent.running, agent.reserved = agent.reserved, None
                 self._start(agent.running)
-        while choices := self.choices():
-            given = choose(self, choices)
-            for choice in given:
+        if choices := self.choices():
+            for choice in self.policy.choose(self, choices):
                 self._give(choice)
-            if not given:
-                break
         for index, trial in enumerate(self.trials):
             self._collect(index, trial)
         if not self.finished and all(trial.status is not None for trial in self.trials):
@@ -383,12 +388,6 @@ class HopState:
             return [("train", visit_order(self.config, index, len(trial.history))[len(visited)])]
         return [("train", partition) for partition in partitions if partition not in visited]
 
-    def _agent_of(self, partition: int) -> Agent | None:
-        for agent in self.agents.values():
-            if partition in agent.partitions:
-                return agent
-        return None
-
     def _give(self, choice: Choice) -> None:
         trial, agent = self.trials[choice.trial], choice.agent
         before = trial.newest + len(trial.chain)
@@ -436,6 +435,11 @@ class HopState:
     def _start(self, attempt: Attempt) -> None:
         attempt.started = True
         attempt.started_at = self.estimates.now
+        chain = self.trials[attempt.trial].chain
+        if chain[1:] == [attempt]:  # it waits for the end of the one before it
+            first = chain[0]
+            expected = self.estimates.seconds(first.kind, first.trial, first.partition)
+            attempt.started_at = max(attempt.started_at, first.started_at + expected)
         kind = StartSubEpoch if attempt.kind == "train" else Evaluate
         self._out.append(
             kind(

@@ -56,5 +56,6 @@ def snapshot(state: HopState) -> dict[str, Any]:
         "attempts": sorted(state.attempts),
         "holders": [asdict(holder) for holder in state.holders],
         "estimates": state.estimates.snapshot(),
+        "policy": state.policy.snapshot(),
         "finished": state.finished,
     }

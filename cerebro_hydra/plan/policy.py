@@ -1,58 +1,119 @@
-"""The assignment rule: which of the possible tasks to give out now."""
+"""The assignment rule: which of the possible tasks to give out now.
+
+Whenever a worker is free and a trial is ready, the pair with the most work left goes first
+(longest remaining work of the trial plus the worker's; Pinedo, "Scheduling", open shops), then
+the one with most bytes already there, then a seeded tie-break. As many trials as workers are the
+hard case of that rule: they run into each other near the end of an epoch. So each decision looks
+ahead a few times with different preferences, and follows the future that ends first. The best
+preferences are kept for the next decision, so that the plan gets better and never worse, as far
+as the estimates are true.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.outlook import Bias, Outlook, Step, look
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.plan.visits import Agent, Kind
+from cerebro_hydra.plan.visits import Choice
 
 if TYPE_CHECKING:
+    from cerebro_hydra.plan.hop_config import HopConfig
     from cerebro_hydra.plan.hop_state import HopState
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A task that could be given to an agent now."""
-
-    trial: int
-    kind: Kind
-    partition: int
-    agent: Agent
+HORIZON = 160  # tasks that one look goes ahead
+EFFORT = 640  # tasks that all looks of a decision go ahead
+GOOD_ENOUGH = 1.002  # of the lower bound: looking further would not pay
+CHANGED = 0.25  # the share of preferences that a new plan draws anew
+PATIENCE = (0.0, 0.1, 0.3)  # what a new plan may wait, in mean sub-epochs
+TIE, BYTES = 1e-4, 1e-3  # of a preference: too little to outweigh anything but equal work
 
 
-def visit_order(config: HopConfig, trial: int, epoch: int) -> tuple[int, ...]:
-    """The order in which a trial visits the partitions of an epoch when ``order="seeded"``.
+class Plan(NamedTuple):
+    """How to choose: what to prefer, and how long to wait for a better pair.
 
-    Rows of a seeded Latin square: the partitions are shuffled per epoch, and each trial starts
-    one further, so that trials spread over the workers.
+    Preferences say by trial and partition how much more work, in mean sub-epochs, a pair is
+    taken to have than it has. Patience is in mean sub-epochs too.
     """
-    order = _shuffled(config.seed, epoch, config.partitions)
-    start = trial % config.partitions
-    return order[start:] + order[:start]
+
+    preferences: Bias
+    patience: float
 
 
-@cache
-def _shuffled(seed: int, epoch: int, partitions: int) -> tuple[int, ...]:
-    order = list(range(partitions))
-    Random(seed_of(seed, "visit order", epoch)).shuffle(order)
-    return tuple(order)
+class Policy:
+    """Chooses for one run; what it keeps depends on the events alone."""
+
+    def __init__(self, config: HopConfig) -> None:
+        trials, partitions = range(len(config.trials)), range(config.partitions)
+        self._random = Random(seed_of(config.seed, "policy"))
+        plain = [[TIE * self._random.random() for _ in partitions] for _ in trials]
+        # Every trial goes round the same ring, one step apart: exact if all tasks are equal.
+        ring = [[-float((p - t) % len(partitions)) for p in partitions] for t in trials]
+        self.plan = Plan(plain, 0.0)
+        self._untried = [Plan(ring, patience) for patience in PATIENCE]
+
+    def choose(self, state: HopState, choices: list[Choice]) -> list[Choice]:
+        """Return the choices to take, at most one per worker and one sub-epoch per trial."""
+        outlook = look(state)
+        bound = outlook.bound * GOOD_ENOUGH
+        nearby = _nearby(state, choices)
+        end, steps = _imagine(outlook, self.plan, nearby)
+        effort = len(steps)
+        while end > bound and effort < EFFORT:
+            plan = self._untried.pop() if self._untried else self._varied()
+            other_end, other = _imagine(outlook, plan, nearby)
+            effort += max(1, len(other))
+            if other_end < end:
+                self.plan, end, steps = plan, other_end, other
+        return _first_steps(outlook, steps, choices)
+
+    def _varied(self) -> Plan:
+        random = self._random.random
+        preferences = [
+            [random() if random() < CHANGED else value for value in row]
+            for row in self.plan.preferences
+        ]
+        return Plan(preferences, self._random.choice(PATIENCE))
+
+    def snapshot(self) -> object:
+        """All that the next choice depends on, for comparisons."""
+        return self.plan, self._untried, self._random.getstate()
 
 
-def choose(state: HopState, choices: list[Choice]) -> list[Choice]:
-    """Longest remaining work first, then most bytes already there, then a seeded tie-break."""
-    return [max(choices, key=lambda choice: _rank(state, choice))]
+def _first_steps(outlook: Outlook, steps: list[Step], choices: list[Choice]) -> list[Choice]:
+    """The choices that are the first thing their worker, and their trial, does in this future."""
+    open_ = {Step(c.trial, c.kind, c.partition): c for c in choices}
+    workers: set[int] = set()
+    trials: set[int] = set()
+    given = []
+    for step in steps:
+        worker = outlook.workers[step.partition]
+        if worker not in workers and step.trial not in trials and step in open_:
+            given.append(open_[step])
+        workers.add(worker)
+        if step.kind == "train":
+            trials.add(step.trial)
+        if len(workers) == len(outlook.free):
+            break
+    return given
 
 
-def _rank(state: HopState, choice: Choice) -> tuple[float, float, int]:
-    trial = state.trials[choice.trial]
-    config = state.config
-    left = config.epochs * config.partitions - trial.newest
-    seconds = left * state.estimates.seconds("train", choice.trial, choice.partition)
-    there = state.holders.share(choice.trial, trial.newest, choice.agent.incarnation)
-    tie = seed_of(config.seed, "tie", choice.trial, choice.partition, trial.newest)
-    return seconds, there * trial.config.nbytes, tie
+def _imagine(
+    outlook: Outlook, plan: Plan, nearby: dict[tuple[int, int], float]
+) -> tuple[float, list[Step]]:
+    bias = [[outlook.mean * value for value in row] for row in plan.preferences]
+    for (trial, partition), share in nearby.items():
+        bias[trial][partition] += outlook.mean * share
+    return outlook.imagine(bias, plan.patience * outlook.mean, HORIZON)
+
+
+def _nearby(state: HopState, choices: list[Choice]) -> dict[tuple[int, int], float]:
+    """Preferences for workers that have bytes of the trial's state already."""
+    largest = max(1, *(trial.config.nbytes for trial in state.trials))
+    nearby = {}
+    for choice in choices:
+        trial = state.trials[choice.trial]
+        share = state.holders.share(choice.trial, trial.newest, choice.agent.incarnation)
+        nearby[choice.trial, choice.partition] = BYTES * share * trial.config.nbytes / largest
+    return nearby

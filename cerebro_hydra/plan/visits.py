@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
+from random import Random
 from typing import Literal
 
 from cerebro_hydra.plan.events import SubEpochDone
-from cerebro_hydra.plan.hop_config import TrialConfig
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import Source
+from cerebro_hydra.plan.seeds import seed_of
 
 Kind = Literal["train", "evaluate"]
 Sums = dict[str, tuple[float, int]]
@@ -47,6 +50,16 @@ class Agent:
     def open(self) -> bool:
         """Whether it can be given a task: it is idle, or about to be and not yet promised."""
         return self.reserved is None and (self.running is None or self.running.ending)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A task that could be given to an agent now."""
+
+    trial: int
+    kind: Kind
+    partition: int
+    agent: Agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +109,21 @@ class Trial:
     def epoch_trained(self, partitions: int) -> bool:
         """Whether the epoch under way is trained whole and committed."""
         return len(self.visits) == (len(self.history) + 1) * partitions
+
+
+def visit_order(config: HopConfig, trial: int, epoch: int) -> tuple[int, ...]:
+    """The order in which a trial visits the partitions of an epoch when ``order="seeded"``.
+
+    A row of a seeded Latin square: the partitions are shuffled per epoch, and each trial starts
+    one further, so that trials spread over the workers.
+    """
+    order = _shuffled(config.seed, epoch, config.partitions)
+    start = trial % config.partitions
+    return order[start:] + order[:start]
+
+
+@cache
+def _shuffled(seed: int, epoch: int, partitions: int) -> tuple[int, ...]:
+    order = list(range(partitions))
+    Random(seed_of(seed, "visit order", epoch)).shuffle(order)
+    return tuple(order)

@@ -20,8 +20,8 @@ from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal import fold, record, snapshot
-from cerebro_hydra.plan.policy import visit_order
 from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.plan.visits import visit_order
 
 Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit
 
@@ -151,7 +151,7 @@ class World:
         if isinstance(task, ins.Evaluate):
             del agent.tasks[attempt]
             sums = {"loss": val_loss(content, task.partition)}
-            agent.outbox.append(ev.EvaluationDone(attempt, me, sums, 1.0))
+            agent.outbox.append(ev.EvaluationDone(attempt, me, sums, 1.0, ev.Hop(0, 0, 0.0)))
         elif attempt not in agent.ending:
             agent.ending.add(attempt)
             agent.outbox.append(ev.SubEpochEnding(attempt, me))
