@@ -74,8 +74,10 @@ class Outlook:
         steps: list[Step] = []
         end = 0.0
         while moments and busy and len(steps) < horizon:
-            soon = heapq.heappop(moments) + patience
-            idle = {worker for worker, until in future.free.items() if until <= soon}
+            now = heapq.heappop(moments)
+            soon = now + patience
+            # Nobody waits for an agent that may never come: patience is for what runs.
+            idle = {w for w, until in future.free.items() if until <= (soon if w >= 0 else now)}
             while idle and (step := future._best(soon, idle, busy, bias)):
                 worker, until = future._take(step)
                 steps.append(step)
