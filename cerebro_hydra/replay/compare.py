@@ -86,17 +86,24 @@ def _differences(
 ) -> Iterator[str]:
     replayed = current_state(recipe.model, recipe.optimizer)
     saved = expected.saved.tensors
+    persistent = recipe.model.state_dict()
     for name in sorted(saved.keys() | replayed.keys()):
-        if name.startswith("buffer:") and name not in saved:
+        kind, _, at = name.partition(":")
+        if kind == "buffer" and name not in saved and at not in persistent:
             continue  # not persistent: the factory makes it, no checkpoint holds it
         if name not in saved or name not in replayed:
             yield f"{name} exists only in the {'run' if name in saved else 'replay'}"
         elif (difference := tensor_difference(saved[name], replayed[name])) is not None:
             yield f"{name}{difference}"
-    yield from _group_differences(expected.saved.groups, recipe.optimizer.param_groups)
-    for epoch, measured in enumerate(history):
-        for name in sorted(measured.keys() | expected.metrics.get(epoch, {}).keys()):
-            here, there = measured.get(name), expected.metrics.get(epoch, {}).get(name)
+    if expected.saved.damage is not None:
+        yield expected.saved.damage
+    for shard, groups in enumerate(expected.saved.groups):
+        yield from _group_differences(shard, groups, recipe.optimizer.param_groups)
+    replayed_metrics = dict(enumerate(history))
+    for epoch in sorted(replayed_metrics.keys() | expected.metrics.keys()):
+        measured, run = replayed_metrics.get(epoch, {}), expected.metrics.get(epoch, {})
+        for name in sorted(measured.keys() | run.keys()):
+            here, there = measured.get(name), run.get(name)
             if here is None or there is None or not _same_float(here, there):
                 yield f"{name} of epoch {epoch}: the run has {there!r}, the replay {here!r}"
 
@@ -127,11 +134,16 @@ def _same_float(a: float, b: float) -> bool:
 
 
 def _group_differences(
-    saved: list[dict[str, Any]] | None, replayed: list[dict[str, Any]]
+    shard: int, saved: list[dict[str, Any]], replayed: list[dict[str, Any]]
 ) -> Iterator[str]:
-    for number, (run, replay) in enumerate(zip(saved or [], replayed, strict=False)):
+    if len(saved) != len(replayed):
+        yield f"shard {shard} has {len(saved)} param groups, the replay {len(replayed)}"
+    for number, (run, replay) in enumerate(zip(saved, replayed, strict=False)):
         if "lr" in run and float(run["lr"]) != float(replay["lr"]):
-            yield f"lr of param group {number}: the run has {run['lr']}, the replay {replay['lr']}"
+            yield (
+                f"lr of param group {number} in shard {shard}: "
+                f"the run has {run['lr']}, the replay {replay['lr']}"
+            )
 
 
 def _warnings(run: RunData) -> Iterator[str]:

@@ -54,7 +54,8 @@ def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
             record.visits[instruction["visit"]] = place
         case "Redo":
             for visit in instruction["visits"]:
-                record.visits.pop(visit, None)
+                if (place := record.visits.pop(visit, None)) is not None:
+                    record.metrics.pop(place[0], None)
         case "EndEpoch":
             record.metrics[instruction["epoch"]] = instruction["metrics"]
         case "FinishTrial":

@@ -8,6 +8,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ReplayError
@@ -20,7 +21,10 @@ class SavedState:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """`param:NAME`, `buffer:NAME` and `optim:NAME:KEY`, existing optimizer state only."""
-    groups: list[dict[str, Any]] | None = None
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Options of the param groups, of each shard that was trained."""
+    damage: str | None = None
+    """Which object has other bytes than its name says, if one has."""
 
 
 def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
@@ -28,12 +32,16 @@ def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
 
     Raises:
         StoreError: a document or an object of it is missing.
-        ReplayError: an object is damaged.
+        ReplayError: an object can't be read at all.
     """
     saved = SavedState()
     for shard in folder.read_state(trial, visit)["shards"]:
         for digest in (shard["frozen"], shard["trainable"]):
             content = folder.read_object(digest)
+            if (found := xxhash.xxh3_128_hexdigest(content)) != digest:
+                saved.damage = (
+                    f"object {digest} of the run folder is damaged: its digest is {found}"
+                )
             try:
                 tensors = safetensors.torch.load(content)
             except safetensors.SafetensorError as error:
@@ -54,7 +62,7 @@ def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
                 if not name.startswith("pad:") and name not in absent
             )
         if shard["cursor"]:
-            saved.groups = shard["cursor"]["groups"]
+            saved.groups.append(shard["cursor"]["groups"])
     return saved
 
 

@@ -1,0 +1,110 @@
+"""The verdict is not "identical" for what no tensor of the replay shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import xxhash
+from torch import nn
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.replay.compare import Expected, ReplayReport, compare
+from cerebro_hydra.replay.record import TrialRecord, _apply
+from cerebro_hydra.replay.states import SavedState, current_state, read_saved
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.storage.run_folder import RunFolder
+
+METRICS = {"train_loss": 0.5}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(LocalStore(str(tmp_path)), "run")
+
+
+def recipe() -> Recipe:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Recipe(model=model, optimizer=optimizer, loss=nn.MSELoss(), batch_size=2)
+
+
+def saved_of(trial: Recipe) -> SavedState:
+    tensors = current_state(trial.model, trial.optimizer)
+    kept = {name: t.clone() for name, t in tensors.items() if name != "buffer:scratch"}
+    return SavedState(kept, [[{"lr": 0.1}], [{"lr": 0.1}]])
+
+
+def verdict(
+    folder: RunFolder, trial: Recipe, saved: SavedState, metrics: dict[int, dict[str, float]]
+) -> ReplayReport:
+    expected = Expected("trial-000", [(0, 0)], None, metrics, saved)
+    run: Any = SimpleNamespace(folder=folder, document=SimpleNamespace(threads=1))
+    return compare(trial, [METRICS], expected, run)
+
+
+def test_all_that_agrees_is_identical(folder: RunFolder) -> None:
+    trial = recipe()
+    assert verdict(folder, trial, saved_of(trial), {0: METRICS}).identical
+
+
+def test_a_buffer_that_the_checkpoint_lacks_is_a_difference(folder: RunFolder) -> None:
+    trial = recipe()
+    saved = saved_of(trial)
+    del saved.tensors["buffer:1.running_mean"]
+    report = verdict(folder, trial, saved, {0: METRICS})
+    assert report.first_difference == "buffer:1.running_mean exists only in the replay"
+
+
+def test_an_epoch_that_the_replay_lacks_is_a_difference(folder: RunFolder) -> None:
+    trial = recipe()
+    report = verdict(folder, trial, saved_of(trial), {0: METRICS, 1: METRICS})
+    assert report.first_difference == "train_loss of epoch 1: the run has 0.5, the replay None"
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_the_learning_rate_of_every_shard_counts(folder: RunFolder, shard: int) -> None:
+    trial = recipe()
+    saved = saved_of(trial)
+    saved.groups[shard][0]["lr"] = 0.2
+    report = verdict(folder, trial, saved, {0: METRICS})
+    assert report.first_difference == (
+        f"lr of param group 0 in shard {shard}: the run has 0.2, the replay 0.1"
+    )
+
+
+def test_a_flipped_bit_that_both_sides_read_is_a_difference(folder: RunFolder) -> None:
+    """A frozen segment belongs to the initial state too, so the replay begins with its damage."""
+    trial = recipe()
+    content = bytearray(safetensors.torch.save({"param:unused": torch.zeros(4)}))
+    digest = xxhash.xxh3_128_hexdigest(content)
+    folder.write_state(
+        0, 1, {"shards": [{"frozen": digest, "trainable": digest, "cursor": {"groups": []}}]}
+    )
+    folder.write_object(digest, content)
+    assert read_saved(folder, 0, 1).damage is None
+    content[-1] ^= 1
+    Path(folder.path, "objects", f"{digest}.safetensors").write_bytes(content)
+    saved = saved_of(trial)
+    saved.damage = read_saved(folder, 0, 1).damage
+    report = verdict(folder, trial, saved, {0: METRICS})
+    assert report.first_difference == (
+        f"object {digest} of the run folder is damaged: its digest is "
+        f"{xxhash.xxh3_128_hexdigest(content)}"
+    )
+
+
+def test_a_redo_takes_back_the_metrics_of_its_epochs() -> None:
+    record = TrialRecord()
+    for visit in (1, 2):
+        _apply(
+            record, {"type": "Commit", "visit": visit, "epoch": (visit - 1) // 2, "partition": 0}
+        )
+    _apply(record, {"type": "EndEpoch", "epoch": 0, "metrics": METRICS})
+    _apply(record, {"type": "Redo", "visits": [1, 2]})
+    assert (record.visits, record.metrics) == ({}, {})
