@@ -59,10 +59,9 @@ class Outlook:
     def imagine(self, bias: Bias, patience: float, horizon: int) -> tuple[float, list[Step]]:
         """Follow one rule for up to ``horizon`` tasks; return (end of the run, the tasks).
 
-        The rule: whenever a worker is free and a trial is ready, or will be within ``patience``
-        seconds, the pair with the most work
-        left, the trial's plus the worker's plus ``bias``, goes first. If the horizon comes
-        before the end, that end is a lower bound.
+        The rule: whenever a worker is free and a trial is ready, or both will be within
+        ``patience`` seconds, the pair with the most work left, the trial's plus the worker's plus
+        ``bias``, goes first. If the horizon comes before the end, that end is a lower bound.
         """
         prospects = {
             trial: replace(prospect, left=list(prospect.left))

@@ -1,0 +1,195 @@
+"""Who does what now, and from which source: giving tasks to agents, and taking them back."""
+
+from __future__ import annotations
+
+from cerebro_hydra.plan.estimates import Estimates
+from cerebro_hydra.plan.holders import STORE, Holders
+from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.instructions import (
+    Cancel,
+    Drop,
+    Evaluate,
+    FetchShards,
+    Instruction,
+    Source,
+    StartSubEpoch,
+)
+from cerebro_hydra.plan.visits import Agent, Attempt, Choice, Kind, Trial, visit_order
+
+
+class Assignments:
+    """The part of the hop state machine that knows agents and attempts.
+
+    It never decides which task comes next (``policy.py``) nor what an event means
+    (``hop_state.py``); it keeps both ends of every assignment in step.
+    """
+
+    def __init__(self, config: HopConfig) -> None:
+        self.config = config
+        self.trials = [Trial(trial) for trial in config.trials]
+        self.agents: dict[int, Agent] = {}  # live ones, by worker slot
+        self.attempts: dict[int, Attempt] = {}  # live ones, by number
+        self.holders = Holders()
+        self.estimates = Estimates([trial.cost for trial in config.trials], config.partitions)
+        self._next_attempt = 0
+        self._events = 0
+        self._out: list[Instruction] = []
+
+    # ------------------------------------------------------------------ who is free, and for what
+
+    def agent(self, incarnation: str) -> Agent | None:
+        """The live agent with this incarnation."""
+        for agent in self.agents.values():
+            if agent.incarnation == incarnation:
+                return agent
+        return None
+
+    def agent_of(self, partition: int) -> Agent | None:
+        """The live agent that holds this partition."""
+        for agent in self.agents.values():
+            if partition in agent.partitions:
+                return agent
+        return None
+
+    def choices(self) -> list[Choice]:
+        """Every task that could be given to a worker now."""
+        found = []
+        for index, trial in enumerate(self.trials):
+            for kind, partition in self._open_tasks(index, trial):
+                agent = self.agent_of(partition)
+                if agent is not None and agent.open:
+                    found.append(Choice(index, kind, partition, agent))
+        return found
+
+    def _open_tasks(self, index: int, trial: Trial) -> list[tuple[Kind, int]]:
+        if trial.status is not None or trial.saving is not None or trial.stop is not None:
+            return []
+        partitions = range(self.config.partitions)
+        if trial.epoch_trained(len(partitions)):
+            busy = trial.sums.keys() | trial.evaluations.keys()
+            return [("evaluate", partition) for partition in partitions if partition not in busy]
+        if len(trial.chain) > 1 or (trial.chain and not trial.chain[0].ending):
+            return []
+        visited = trial.visited(len(partitions))
+        if self.config.order == "seeded" and len(visited) < len(partitions):
+            return [("train", visit_order(self.config, index, len(trial.history))[len(visited)])]
+        return [("train", partition) for partition in partitions if partition not in visited]
+
+    # ------------------------------------------------------------------ giving out and taking back
+
+    def _give(self, choice: Choice) -> None:
+        trial, agent = self.trials[choice.trial], choice.agent
+        before = trial.newest + len(trial.chain)
+        attempt = Attempt(
+            number=self._next_attempt,
+            kind=choice.kind,
+            trial=choice.trial,
+            visit=before + (choice.kind == "train"),
+            epoch=len(trial.history),
+            partition=choice.partition,
+            worker=agent.worker,
+            incarnation=agent.incarnation,
+            source=self._source(choice, before),
+        )
+        attempt.received = attempt.source.incarnation == agent.incarnation
+        self._next_attempt += 1
+        self.attempts[attempt.number] = attempt
+        if attempt.kind == "train":
+            trial.chain.append(attempt)
+        else:
+            trial.evaluations[attempt.partition] = attempt
+        if agent.running is None:
+            agent.running = attempt
+            self._start(attempt)
+        else:
+            agent.reserved = attempt
+            if not attempt.received:
+                self._out.append(
+                    FetchShards(attempt.trial, agent.worker, agent.incarnation, attempt.source)
+                )
+
+    def _source(self, choice: Choice, visit: int) -> Source:
+        """The agent itself, else another one (a different one after a failure), else the store."""
+        trial = self.trials[choice.trial]
+        if choice.kind == "train" and trial.chain:
+            return Source(visit, trial.chain[0].incarnation)
+        if self.holders.holds(choice.trial, visit, choice.agent.incarnation):
+            return Source(visit, choice.agent.incarnation)
+        agents = [place for place in self.holders.where(choice.trial, visit) if place != STORE]
+        if not agents:
+            return Source(visit, None)
+        spread = choice.partition if choice.kind == "evaluate" else 0
+        return Source(visit, agents[(spread + trial.transfer_failures) % len(agents)])
+
+    def _start(self, attempt: Attempt) -> None:
+        attempt.started = True
+        attempt.started_at = self.estimates.now
+        chain = self.trials[attempt.trial].chain
+        if chain[1:] == [attempt]:  # it waits for the end of the one before it
+            first = chain[0]
+            expected = self.estimates.seconds(first.kind, first.trial, first.partition)
+            attempt.started_at = max(attempt.started_at, first.started_at + expected)
+        kind = StartSubEpoch if attempt.kind == "train" else Evaluate
+        self._out.append(
+            kind(
+                attempt=attempt.number,
+                trial=attempt.trial,
+                visit=attempt.visit,
+                epoch=attempt.epoch,
+                partition=attempt.partition,
+                worker=attempt.worker,
+                incarnation=attempt.incarnation,
+                source=attempt.source,
+            )
+        )
+
+    def _running(self, number: int, incarnation: str) -> Attempt | None:
+        """The attempt that an event speaks of, unless it is over."""
+        attempt = self.attempts.get(number)
+        if attempt is None or attempt.incarnation != incarnation:
+            return None
+        return attempt if attempt.started and attempt.done is None else None
+
+    def _release(self, attempt: Attempt) -> None:
+        agent = self.agent(attempt.incarnation)
+        if agent is not None and agent.running is attempt:
+            agent.running = None
+        if agent is not None and agent.reserved is attempt:
+            agent.reserved = None
+
+    def _abandon_all(self, trial: Trial) -> None:
+        for attempt in (*trial.evaluations.values(), *trial.chain[:1]):
+            self._abandon(attempt)
+
+    def _abandon(self, attempt: Attempt) -> None:
+        """Take back an attempt, and those that were built on it."""
+        trial = self.trials[attempt.trial]
+        over = [attempt]
+        if attempt.kind == "evaluate":
+            trial.evaluations.pop(attempt.partition, None)
+        elif attempt in trial.chain:
+            at = trial.chain.index(attempt)
+            over = trial.chain[at:]
+            del trial.chain[at:]
+        for each in over:
+            if self.attempts.pop(each.number, None) is None:
+                continue
+            self._release(each)
+            if self.agent(each.incarnation) is None:
+                continue
+            if each.started:
+                self._out.append(Cancel(each.number, each.incarnation))
+            source = (each.source.visit, each.incarnation)
+            shared = any((a.source.visit, a.incarnation) == source for a in trial.attempts)
+            if not shared and not self.holders.holds(each.trial, *source):
+                trial.doubtful.add(source)
+                self._out.append(Drop(each.trial, *source))
+
+    def _has_source(self, attempt: Attempt) -> None:
+        """The state that the attempt starts from is whole at its worker."""
+        attempt.received = True
+        if attempt.source.visit <= self.trials[attempt.trial].newest:
+            self.holders.add(attempt.trial, attempt.source.visit, attempt.incarnation)
+
+    def _log(self, trial: int, line: str) -> None:
+        self.trials[trial].log.append(f"[{self._events}] {line}")

@@ -1,0 +1,268 @@
+"""One behaviour of the hop state machine at a time, without agents."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cerebro_hydra.errors import JournalError
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.instructions import Instruction, Source
+from cerebro_hydra.plan.journal import fold, record, snapshot
+from cerebro_hydra.plan.simulate import Loss, Simulation
+from cerebro_hydra.plan.visits import visit_order
+
+
+def config(trials: int = 1, partitions: int = 2, epochs: int = 1, **more) -> HopConfig:
+    each = (TrialConfig(t, 1.0, 100, ((f"f{t}", f"t{t}"),)) for t in range(trials))
+    return HopConfig(tuple(each), partitions, epochs, **more)
+
+
+def done(attempt: int, worker: str, loss: float = 1.0, digest: str = "") -> ev.SubEpochDone:
+    digests = (("f0", digest or f"t/{attempt}"),)
+    return ev.SubEpochDone(attempt, worker, 4, loss, digests, 100, 1.0, ev.Hop(0, 0, 0.0))
+
+
+def evaluated(attempt: int, worker: str, loss: float, rows: int = 2) -> ev.EvaluationDone:
+    sums = {"loss": (loss, rows), "accuracy": (1.0, rows)}
+    return ev.EvaluationDone(attempt, worker, sums, 1.0, ev.Hop(0, 0, 0.0))
+
+
+class Driver:
+    """A state with workers "a", "b", ... on partitions 0, 1, ...; validates after every event."""
+
+    def __init__(self, **more) -> None:
+        self.state = HopState(config(**more))
+        for worker in range(self.state.config.partitions):
+            self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
+
+    def __call__(self, event: ev.Event) -> list[Instruction]:
+        self.last = self.state.handle(event)
+        self.state.validate()
+        return self.last
+
+    def train(self, attempt: int, worker: str) -> list[Instruction]:
+        source = self.state.attempts[attempt].source.visit
+        trial = self.state.attempts[attempt].trial
+        self(ev.StateReceived(trial, source, worker))
+        self(ev.SubEpochEnding(attempt, worker))
+        return self(done(attempt, worker))
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Attempt by incarnation."""
+        agents = self.state.agents.values()
+        return {a.incarnation: a.running.number for a in agents if a.running is not None}
+
+
+def of(kind: type, instructions: list[Instruction]) -> list:
+    return [each for each in instructions if isinstance(each, kind)]
+
+
+def test_an_ending_sub_epoch_starts_the_next_one_on_an_idle_worker() -> None:
+    run = Driver(evaluate=False)
+    ((first, attempt),) = run.running.items()
+    other = "b" if first == "a" else "a"
+    (start,) = of(ins.StartSubEpoch, run(ev.SubEpochEnding(attempt, first)))
+    assert (start.incarnation, start.source) == (other, Source(1, first))
+
+
+def test_an_ending_sub_epoch_reserves_its_worker_for_another_trial() -> None:
+    run = Driver(trials=2, partitions=2, evaluate=False)
+    (a, b) = (run.running["a"], run.running["b"])
+    assert not of(ins.FetchShards, run(ev.SubEpochEnding(a, "a")))  # nobody could come yet
+    fetches = of(ins.FetchShards, run(ev.SubEpochEnding(b, "b")))
+    assert {(f.incarnation, f.source) for f in fetches} == {
+        ("a", Source(1, "b")),
+        ("b", Source(1, "a")),
+    }
+    (start,) = of(ins.StartSubEpoch, run(done(a, "a")))
+    assert start.incarnation == "a" and start.source == Source(1, "b")
+
+
+def test_a_done_before_that_of_the_visit_before_it_is_held_back_not_lost() -> None:
+    run = Driver(evaluate=False)
+    ((first, attempt),) = run.running.items()
+    (start,) = of(ins.StartSubEpoch, run(ev.SubEpochEnding(attempt, first)))
+    run(ev.StateReceived(0, 1, start.incarnation))
+    assert not of(ins.Commit, run(done(start.attempt, start.incarnation)))
+    commits = of(ins.Commit, run(done(attempt, first)))
+    assert [c.visit for c in commits] == [1, 2]
+
+
+def test_a_lost_worker_takes_back_only_what_it_alone_held() -> None:
+    run = Driver(partitions=3, evaluate=False)
+    ((w1, a1),) = run.running.items()
+    run.train(a1, w1)
+    ((w2, a2),) = run.running.items()
+    run.train(a2, w2)
+    ((w3, a3),) = run.running.items()
+    redo = of(ins.Redo, run(ev.WorkerLost(w2, "killed")))
+    assert [r.visits for r in redo] == [(2,)]  # state 1 is still whole at its first worker
+    assert ins.Cancel(a3, w3) in run.last
+    assert "killed" in run.state.story(0)
+
+
+def test_a_state_that_arrived_elsewhere_outlives_its_worker() -> None:
+    run = Driver(partitions=3, evaluate=False)
+    ((w1, a1),) = run.running.items()
+    run.train(a1, w1)
+    ((w2, a2),) = run.running.items()
+    run(ev.StateReceived(0, 1, w2))
+    assert not of(ins.Redo, run(ev.WorkerLost(w1, "killed")))
+    assert run.running == {w2: a2}
+
+
+def test_a_state_is_dropped_once_newer_ones_outlive_any_one_worker() -> None:
+    run = Driver(partitions=3, evaluate=False)
+    ((w1, a1),) = run.running.items()
+    run.train(a1, w1)
+    ((w2, a2),) = run.running.items()
+    assert ins.Drop(0, 1, w1) not in run.last
+    run(ev.StateReceived(0, 1, w2))
+    run(ev.SubEpochEnding(a2, w2))
+    w3 = ({"a", "b", "c"} - {w1, w2}).pop()
+    run(ev.StateReceived(0, 2, w3))
+    drops = of(ins.Drop, run(done(a2, w2)))
+    assert ins.Drop(0, 1, w1) in drops
+
+
+def test_an_epoch_ends_with_numbers_merged_in_partition_order() -> None:
+    run = Driver(partitions=2, epochs=2)
+    ((w1, a1),) = run.running.items()
+    run.train(a1, w1)
+    ((w2, a2),) = run.running.items()
+    run.train(a2, w2)
+    evaluations = {a.partition: a for a in run.state.trials[0].evaluations.values()}
+    assert sorted(evaluations) == [0, 1]  # in parallel on both workers
+    assert not of(ins.EndEpoch, run(evaluated(evaluations[1].number, "b", 1e16)))
+    (end,) = of(ins.EndEpoch, run(evaluated(evaluations[0].number, "a", 1.0)))
+    expected = {"train_loss": 0.25, "val_loss": (0.0 + 1.0 + 1e16) / 4, "val_accuracy": 0.5}
+    assert end == ins.EndEpoch(0, 0, expected)
+    assert of(ins.StartSubEpoch, run.last)[0].epoch == 1
+
+
+def test_a_metric_over_no_rows_is_nan_and_its_journal_folds() -> None:
+    state, journal = HopState(config(partitions=1)), []
+
+    def tell(event: ev.Event) -> None:
+        journal.append(record(len(journal), event, state.handle(event)))
+
+    tell(ev.WorkerJoined(0, "a", (0,)))
+    tell(done(0, "a"))
+    tell(evaluated(1, "a", 0.0, rows=0))
+    assert str(state.trials[0].history[0]["val_loss"]) == "nan"
+    text = [json.loads(json.dumps(entry)) for entry in journal]
+    assert fold(state.config, text).trials[0].status is None
+
+
+def test_a_trial_is_finished_once_its_last_state_is_in_the_store() -> None:
+    run = Driver(partitions=1, evaluate=False)
+    (checkpoint,) = of(ins.Checkpoint, run(done(0, "a")))
+    assert checkpoint == ins.Checkpoint(0, 1, "a")
+    run(ev.Checkpointed(0, 1, "a"))
+    assert run.last == [ins.FinishTrial(0, "finished", ""), ins.Drop(0, 1, "a"), ins.FinishRun()]
+    assert run(ev.Checkpointed(0, 1, "a")) == []
+
+
+def test_a_failing_trial_fails_alone() -> None:
+    run = Driver(trials=2, evaluate=False)
+    attempt = run.running["a"]
+    trial = run.state.attempts[attempt].trial
+    run(ev.TaskFailed(attempt, "a", "Traceback: boom"))
+    assert ins.FinishTrial(trial, "failed", "Traceback: boom") in run.last
+    assert run.state.trials[1 - trial].status is None and run.running
+
+
+def test_a_stopped_trial_saves_its_last_state_and_ends() -> None:
+    run = Driver(evaluate=False)
+    ((w1, a1),) = run.running.items()
+    run.train(a1, w1)
+    ((w2, a2),) = run.running.items()
+    run(ev.TrialStopped(0, "pruned"))
+    assert ins.Cancel(a2, w2) in run.last and ins.Checkpoint(0, 1, w1) in run.last
+    assert ins.FinishTrial(0, "stopped", "pruned") in run(ev.Checkpointed(0, 1, w1))
+
+
+def test_a_failed_transfer_is_tried_again_but_not_for_ever() -> None:
+    run = Driver(evaluate=False)
+    for _ in range(3):
+        ((worker, attempt),) = run.running.items()
+        run(ev.TransferFailed(attempt, worker, "connection reset"))
+    (finish,) = of(ins.FinishTrial, run.last)
+    assert finish.status == "failed"
+    assert finish.reason.count("connection reset") == 3
+
+
+def test_a_new_incarnation_fences_the_old_one() -> None:
+    run = Driver(evaluate=False)
+    ((first, attempt),) = run.running.items()
+    worker = "ab".index(first)
+    run(ev.WorkerJoined(worker, "new", (worker,)))
+    assert run(done(attempt, first)) == []
+    assert run(ev.WorkerJoined(worker, first, (worker,))) == []
+    assert run.state.agents[worker].incarnation == "new"
+
+
+def test_two_workers_with_one_partition_are_refused() -> None:
+    run = Driver()
+    with pytest.raises(ValueError, match=r"worker 7 joined with partitions \[1\]"):
+        run(ev.WorkerJoined(7, "x", (1,)))
+
+
+def test_a_late_receipt_of_a_fetch_that_was_given_up_is_not_believed() -> None:
+    run = Driver(partitions=3, evaluate=False)
+    ((w1, a1),) = run.running.items()
+    run.train(a1, w1)
+    ((w2, _),) = run.running.items()
+    run(ev.WorkerLost(w1, "killed"))
+    run(ev.StateReceived(0, 1, w2))
+    assert not run.state.holders.holds(0, 1, w2)
+
+
+def test_seeded_visits_do_not_depend_on_timing() -> None:
+    run = config(trials=5, partitions=4, epochs=3, order="seeded", seed=7)
+    workers = [(p,) for p in range(4)]
+    calm = Simulation(run, workers, lambda *_: 1.0).run()
+    losses = [Loss(0.9 + 1.7 * n, n % 4, 0.4) for n in range(12)]
+    rough = Simulation(
+        run, workers, lambda k, t, p: 1 + (3 * t + 5 * p) % 7 / 3, losses=losses, hop_seconds=0.2
+    ).run()
+    assert any(isinstance(i, ins.Redo) for _, given in rough.records for i in given)
+    assert calm.visit_logs == rough.visit_logs
+    assert calm.visit_logs[2] == [(e, p) for e in range(3) for p in visit_order(run, 2, e)]
+
+
+def test_seeded_trials_start_on_different_partitions() -> None:
+    run = config(trials=4, partitions=4, order="seeded", seed=3)
+    square = [visit_order(run, trial, 0) for trial in range(4)]
+    assert all(len(set(column)) == 4 for column in zip(*square, strict=True))
+
+
+def test_the_journal_names_the_record_whose_decision_differs() -> None:
+    run = config(trials=2)
+    timeline = Simulation(run, [(0,), (1,)], lambda *_: 1.0).run()
+    journal = [record(n, event, given) for n, (event, given) in enumerate(timeline.records)]
+    fold(run, journal)
+    at = next(n for n, entry in enumerate(journal) if len(entry["instructions"]) > 1)
+    changed = json.loads(json.dumps(journal))
+    changed[at]["instructions"].pop()
+    with pytest.raises(JournalError, match=f"record {at} "):
+        fold(run, changed)
+    with pytest.raises(JournalError, match="record 4 stands where record 3 belongs"):
+        fold(run, journal[:3] + journal[4:])
+
+
+def test_the_same_events_lead_to_the_same_state() -> None:
+    run = config(trials=3, partitions=3, epochs=2)
+    events = [
+        event for event, _ in Simulation(run, [(0,), (1,), (2,)], lambda *_: 1.0).run().records
+    ]
+    one, other = HopState(run), HopState(run)
+    for event in events:
+        assert one.handle(event) == other.handle(event)
+    assert snapshot(one) == snapshot(other)

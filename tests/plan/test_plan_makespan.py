@@ -1,0 +1,172 @@
+"""How long runs take by the real state machine, against what no schedule can beat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from random import Random
+
+from cerebro_hydra.plan.bound import lower_bound
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.simulate import Seconds, Simulation
+from cerebro_hydra.plan.visits import Kind
+
+Instance = tuple[HopConfig, list[tuple[int, ...]], Seconds]
+
+
+def instance(
+    seed: int, trials: int, workers: int, epochs: int, evaluate: bool, spread: float
+) -> Instance:
+    """Lognormal trials, workers whose pace the config does not say, 5 % noise per pair."""
+    random = Random(seed)
+    cost = [random.lognormvariate(0, spread) for _ in range(trials)]
+    pace = [random.lognormvariate(0, spread / 3) for _ in range(workers)]
+    noise = {
+        (kind, t, p): random.lognormvariate(0, 0.05 if spread else 0.0)
+        for kind in ("train", "evaluate")
+        for t in range(trials)
+        for p in range(workers)
+    }
+
+    def seconds(kind: Kind, trial: int, partition: int) -> float:
+        share = 1.0 if kind == "train" else 0.3
+        return cost[trial] * pace[partition] * noise[kind, trial, partition] * share
+
+    each = tuple(TrialConfig(t, cost[t], 100, ((f"f{t}", f"t{t}"),)) for t in range(trials))
+    config = HopConfig(each, workers, epochs, seed=seed, evaluate=evaluate)
+    return config, [(p,) for p in range(workers)], seconds
+
+
+def instances() -> list[Instance]:
+    """36 fixed ones; a third of them at the hard size of 8 trials on 8 workers."""
+    found = []
+    for seed in range(24):
+        random = Random(seed)
+        trials, workers = random.randint(2, 16), random.randint(2, 8)
+        spread = random.choice([0.0, 0.2, 0.5, 0.8])
+        found.append(instance(seed, trials, workers, random.randint(1, 3), seed % 2 == 0, spread))
+    for seed in range(24, 36):
+        spread = (0.0, 0.1, 0.3, 0.5)[seed % 4]
+        found.append(instance(seed, 8, 8, 1 + seed % 3, seed % 2 == 0, spread))
+    return found
+
+
+def cerebro(config: HopConfig, seconds: Seconds, random: Random) -> float:
+    """Seconds of Cerebro's rule: any idle model on any idle worker, a barrier per epoch.
+
+    An epoch's evaluation is one more pass of every model over every worker, as it is there.
+    """
+    total = 0.0
+    passes: list[Kind] = ["train", "evaluate"] if config.evaluate else ["train"]
+    for kind in passes * config.epochs:
+        left = {(t, p) for t in range(len(config.trials)) for p in range(config.partitions)}
+        ready = [0.0] * len(config.trials)
+        free = [0.0] * config.partitions
+        now = 0.0
+        while left:
+            pairs = [(t, p) for t, p in sorted(left) if ready[t] <= now and free[p] <= now]
+            if pairs:
+                trial, partition = random.choice(pairs)
+                left.remove((trial, partition))
+                ready[trial] = free[partition] = now + seconds(kind, trial, partition)
+            else:
+                now = min(end for end in (*ready, *free) if end > now)
+        total += max(*ready, *free)
+    return total
+
+
+def test_mean_makespan_is_within_three_percent_of_the_lower_bound(capsys) -> None:
+    ours, theirs, hard = [], [], []
+    for number, (config, workers, seconds) in enumerate(instances()):
+        bound = lower_bound(config, workers, seconds)
+        ratio = Simulation(config, workers, seconds).run().makespan / bound
+        assert ratio >= 1 - 1e-9
+        ours.append(ratio)
+        theirs.append(cerebro(config, seconds, Random(number)) / bound)
+        if number >= 24:
+            hard.append((ours[-1], theirs[-1]))
+    with capsys.disabled():
+        at_8 = [sum(ratios) / len(hard) for ratios in zip(*hard, strict=True)]
+        print(
+            f"\nmakespan / lower bound over {len(ours)} instances: {mean(ours):.4f} "
+            f"(worst {max(ours):.3f}), Cerebro's rule {mean(theirs):.4f}; "
+            f"8 trials on 8 workers: {at_8[0]:.4f}, Cerebro's rule {at_8[1]:.4f}"
+        )
+    assert mean(ours) <= 1.03
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_equal_trials_on_as_many_workers_never_wait() -> None:
+    for size in (2, 4, 8):
+        config, workers, seconds = instance(1, size, size, 2, False, 0.0)
+        assert abs(Simulation(config, workers, seconds).run().makespan - 2 * size) < 1e-9
+
+
+def optimum(seconds: Callable[[int, int], float], trials: int, workers: int) -> float:
+    """The shortest one-epoch schedule without evaluation, by trying every semi-active one."""
+    best = float("inf")
+
+    def extend(left: frozenset[tuple[int, int]], ready: list[float], free: list[float]) -> None:
+        nonlocal best
+        for t in range(trials):
+            if ready[t] + sum(seconds(t, p) for u, p in left if u == t) >= best:
+                return
+        for p in range(workers):
+            if free[p] + sum(seconds(t, q) for t, q in left if q == p) >= best:
+                return
+        if not left:
+            best = max(*ready, *free)
+            return
+        # Whatever comes next in some order of starts: it begins before anything could end.
+        ends = {(t, p): max(ready[t], free[p]) + seconds(t, p) for t, p in left}
+        soonest = min(ends.values())
+        for t, p in sorted(left):
+            if max(ready[t], free[p]) < soonest:
+                extend(
+                    left - {(t, p)},
+                    [*ready[:t], ends[t, p], *ready[t + 1 :]],
+                    [*free[:p], ends[t, p], *free[p + 1 :]],
+                )
+
+    pairs = frozenset((t, p) for t in range(trials) for p in range(workers))
+    extend(pairs, [0.0] * trials, [0.0] * workers)
+    return best
+
+
+def test_small_runs_are_close_to_the_exact_optimum(capsys) -> None:
+    ratios = []
+    for seed in range(24):
+        random = Random(seed)
+        trials, workers = random.randint(2, 3), random.randint(2, 3)
+        config, slots, seconds = instance(seed, trials, workers, 1, False, 0.6)
+        best = optimum(lambda t, p, s=seconds: s("train", t, p), trials, workers)
+        ratio = Simulation(config, slots, seconds).run().makespan / best
+        assert ratio >= 1 - 1e-9
+        ratios.append(ratio)
+    with capsys.disabled():
+        print(
+            f"\nsmall runs / exact optimum: {mean(ratios):.4f} (worst {max(ratios):.3f}), "
+            f"optimal in {sum(ratio < 1 + 1e-9 for ratio in ratios)} of {len(ratios)}"
+        )
+    assert mean(ratios) <= 1.03
+
+
+def test_decisions_at_16_trials_on_8_workers_are_fast() -> None:
+    config, workers, seconds = instance(5, 16, 8, 1, True, 0.5)
+    spent: list[float] = []
+
+    class Timed(HopState):
+        def handle(self, event):
+            start = time.process_time()
+            given = super().handle(event)
+            spent.append(time.process_time() - start)
+            return given
+
+    simulation = Simulation(config, workers, seconds)
+    simulation.state = Timed(config)
+    simulation.run()
+    assert mean(spent) < 0.02  # 5 ms on an idle machine; CPU time, with room for slow ones
