@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,18 +70,19 @@ def resolve_metrics(
     """Turn names, or `{name: (function, "min"|"max")}`, into metrics with a declared direction."""
     if isinstance(metrics, str):
         metrics = [metrics]
+    resolved: list[Metric] = []
     if isinstance(metrics, Mapping):
-        resolved = []
         for name, value in metrics.items():
             if not (isinstance(value, tuple) and len(value) == 2 and callable(value[0])):
                 raise ConfigurationError(
                     f"metric {name!r} is {value!r}; give (function, 'min') or (function, 'max')"
                 )
-            if value[1] not in ("min", "max"):
+            function, direction = value
+            if direction not in ("min", "max"):
                 raise ConfigurationError(
-                    f"metric {name!r} has direction {value[1]!r}; it is 'min' or 'max'"
+                    f"metric {name!r} has direction {direction!r}; it is 'min' or 'max'"
                 )
-            resolved.append(Metric(name, value[0], value[1]))
+            resolved.append(Metric(name, function, cast(Direction, direction)))
     else:
         for name in metrics:
             if name not in KNOWN_METRICS:
@@ -181,7 +182,10 @@ class Recipe:
                         "from this model's own parameters"
                     )
         if self.optimizer.state:
-            raise ConfigurationError("the optimizer has stepped already; give a fresh instance")
+            raise ConfigurationError(
+                f"optimizer {type(self.optimizer).__name__} has state already: give one that has "
+                "not stepped, and whose constructor makes none (as Adagrad's does)"
+            )
 
     @property
     def metric_list(self) -> tuple[Metric, ...]:

@@ -16,7 +16,7 @@ def write_checkpoint(folder: RunFolder, shelf: Shelf, trial: int, visit: int, sh
     for number in range(shards):
         shard = shelf.wait(trial, visit, number, given_up=lambda: True)
         for digest, buffer in shard.segments.values():
-            folder.write_object(digest, memoryview(buffer))
+            folder.write_object(digest, buffer.data)
         frozen, trainable = shard.digests
         entries.append({"frozen": frozen, "trainable": trainable, "cursor": dict(shard.cursor)})
     folder.write_state(trial, visit, {"trial": trial, "visit": visit, "shards": entries})

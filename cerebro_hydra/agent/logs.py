@@ -62,8 +62,11 @@ class _Handler(logging.Handler):
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        for line in self.format(record).splitlines():
-            self._send(_record("log", line))
+        try:
+            for line in self.format(record).splitlines():
+                self._send(_record("log", line))
+        except Exception:
+            self.handleError(record)  # as logging does: a bad call is shown, and harms nothing
 
 
 @contextmanager

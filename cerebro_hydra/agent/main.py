@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -22,10 +22,11 @@ from cerebro_hydra.agent.arrivals import Arrivals
 from cerebro_hydra.agent.checkpoint import write_checkpoint
 from cerebro_hydra.agent.kit import Kits
 from cerebro_hydra.agent.logs import forwarded
-from cerebro_hydra.agent.shelf import Shelf
+from cerebro_hydra.agent.shelf import Shard, Shelf
 from cerebro_hydra.agent.trainer import Task, Trainer
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.errors import TransferFailed
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.instructions import (
@@ -42,6 +43,7 @@ from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control import ControlClient
+from cerebro_hydra.wire.messages import ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
 from cerebro_hydra.wire.shard_server import ShardServer
 
@@ -64,8 +66,7 @@ def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) ->
     released = watchdog.watch_parent()
     try:
         with _scratch(spec) as scratch:
-            training, validation = _partitions(worker, spec, scratch)
-            _Agent(worker, spec, factory, training, validation).run()
+            _Agent(worker, spec, factory, scratch).run()
     finally:
         released.set()
 
@@ -83,12 +84,13 @@ def _scratch(spec: dict[str, Any]) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _partitions(worker: int, spec: dict[str, Any], scratch: str) -> tuple[Partitions, Partitions]:
-    manifest = Manifest.from_json(spec["manifest"])
+def _decode(
+    manifest: Manifest, own: Sequence[int], data_path: str, scratch: str
+) -> tuple[Partitions, Partitions]:
     splits: dict[str, Partitions] = {"train": {}, "val": {}}
     for info in manifest.partitions:
-        if info.index % spec["num_workers"] == worker:
-            cached = CachedPartition.build(info, manifest, spec["data_path"], scratch)
+        if info.index in own:
+            cached = CachedPartition.build(info, manifest, data_path, scratch)
             splits[info.split][info.index] = cached
     return splits["train"], splits["val"]
 
@@ -97,12 +99,7 @@ class _Agent:
     """Wires the rooms together; instructions come on the wire's thread, tasks run on the main."""
 
     def __init__(
-        self,
-        worker: int,
-        spec: dict[str, Any],
-        factory: Callable[..., Any],
-        training: Partitions,
-        validation: Partitions,
+        self, worker: int, spec: dict[str, Any], factory: Callable[..., Any], scratch: str
     ) -> None:
         self._incarnation = uuid.uuid4().hex
         self._folder = RunFolder.open(spec["run_path"])
@@ -111,11 +108,7 @@ class _Agent:
         self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stopping = threading.Event()
         self._ready = threading.Event()
-        self._server = ShardServer(
-            spec["host"],
-            spec["secret"],
-            lambda key: self._shelf.wait(key.trial, key.visit, key.shard),
-        )
+        self._server = ShardServer(spec["host"], spec["secret"], self._published)
         self._arrivals = Arrivals(
             self._incarnation,
             self._shelf,
@@ -125,10 +118,12 @@ class _Agent:
                 events.StateReceived(trial, visit, self._incarnation)
             ),
         )
+        manifest = Manifest.from_json(spec["manifest"])
+        own = range(worker, manifest.num_partitions, spec["num_workers"])
         hello = {
             "incarnation": self._incarnation,
             "worker": worker,
-            "partitions": sorted(training),
+            "partitions": list(own),
             "uri": self._server.uri,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -139,6 +134,12 @@ class _Agent:
         )
         document = RunDocument.from_json(self._control.welcome["document"])
         torch.set_num_threads(document.threads)
+        # Dialled first, so that the user hears at once if the rows can't be read.
+        try:
+            training, validation = _decode(manifest, own, spec["data_path"], scratch)
+        except Exception as error:
+            self._fail(error)
+            raise
         self._kits = Kits(document, factory, training, validation)
         self._trainer = Trainer(
             self._incarnation,
@@ -161,6 +162,20 @@ class _Agent:
         self._control.close()
         self._server.close()
 
+    def _published(self, key: ShardKey) -> Shard:
+        if key.incarnation != self._incarnation:
+            raise TransferFailed(f"{key} was asked for, but here is {self._incarnation}")
+        return self._shelf.wait(key.trial, key.visit, key.shard)
+
+    def _fail(self, error: Exception) -> None:
+        """End the run, not only this agent: a new one would meet the same."""
+        kind = type(error).__name__
+        self._control.send({"kind": "fatal", "type": kind, "error": str(error)})
+        self._stopping.set()
+        self._ready.set()
+        self._control.close()
+        self._server.close()
+
     def _report(self, event: events.Event) -> None:
         self._control.send({"event": to_json(event)})
 
@@ -170,6 +185,8 @@ class _Agent:
 
     def _on_message(self, message: dict[str, Any]) -> None:
         self._ready.wait()  # the first instruction may come before the constructor is through
+        if self._stopping.is_set():
+            return
         if message["do"] == "stop":
             self._stopping.set()
             self._trainer.stop()
@@ -195,6 +212,7 @@ class _Agent:
             shards = self._kits.num_shards(trial)
             write_checkpoint(self._folder, self._shelf, trial, visit, shards)
         except Exception as error:
-            self._control.send({"kind": "fatal", "error": f"checkpoint of trial {trial}: {error}"})
+            why = f"checkpoint of trial {trial}: {error}"
+            self._control.send({"kind": "fatal", "type": type(error).__name__, "error": why})
         else:
             self._report(events.Checkpointed(trial, visit, self._incarnation))

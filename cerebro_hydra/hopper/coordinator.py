@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import SetupError, StoreError
+from cerebro_hydra.errors import CerebroHydraError, DataError, SetupError, StoreError
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.launcher import Launcher
 from cerebro_hydra.hopper.roster import Roster
@@ -34,6 +34,9 @@ from cerebro_hydra.wire.control import ControlServer
 from cerebro_hydra.wire.secret import new_secret
 
 FOR_AGENTS = (StartSubEpoch, FetchShards, Evaluate, Cancel, Checkpoint, Drop)
+
+FATAL = {kind.__name__: kind for kind in (DataError, StoreError)}
+"""What an agent may meet that every other agent in its place would meet too."""
 
 STOP_SECONDS = 20.0
 """How long agents may take to end by themselves after the run is over."""
@@ -100,6 +103,7 @@ class Coordinator:
 
         Raises:
             SetupError: workers are missing, or no agent can be started any more.
+            DataError: an agent can't read its rows as they were prepared.
             StoreError: an agent can't write to the run folder.
         """
         begun = time.monotonic()
@@ -185,14 +189,17 @@ class Coordinator:
         if not isinstance(item, dict):
             return item
         if "hello" in item:
-            return self._roster.admit(item["hello"]).joined
-        worker = self._roster.worker(item["incarnation"])
+            self._roster.admit(item["hello"])
+            return None
+        member = self._roster.member(item["incarnation"])
+        self._observers.on_record({**item, "worker": member.worker})
         if item["kind"] == "fatal":
-            raise StoreError(f"worker {worker} can't write to the run folder: {item['error']}")
+            kind = FATAL.get(item["type"], CerebroHydraError)
+            raise kind(f"worker {member.worker} on {member.host}: {item['error']}")
         if item["kind"] == "agent":
-            self._numeric[str(worker)] = item["numeric"]
+            self._numeric[str(member.worker)] = item["numeric"]
             self._folder.write_json(NUMERIC_FILE, self._numeric)
-        self._observers.on_record({**item, "worker": worker})
+            return member.joined
         return None
 
     def _missing_workers(self) -> SetupError:

@@ -55,8 +55,8 @@ class Roster:
         """Where an agent serves shards; None for the store."""
         return None if incarnation is None else self._members[incarnation].uri
 
-    def worker(self, incarnation: str) -> int:
-        return self._members[incarnation].worker
+    def member(self, incarnation: str) -> Member:
+        return self._members[incarnation]
 
     @property
     def live(self) -> Collection[str]:

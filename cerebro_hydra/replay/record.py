@@ -54,8 +54,9 @@ def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
             record.visits[instruction["visit"]] = place
         case "Redo":
             for visit in instruction["visits"]:
-                if (place := record.visits.pop(visit, None)) is not None:
-                    record.metrics.pop(place[0], None)
+                if visit in record.visits:
+                    epoch, _ = record.visits.pop(visit)
+                    record.metrics.pop(epoch, None)
         case "EndEpoch":
             record.metrics[instruction["epoch"]] = instruction["metrics"]
         case "FinishTrial":

@@ -61,7 +61,7 @@ def train(
         loss_sum, loss_rows = 0.0, 0
         while window := list(islice(stream, recipe.accumulate)):
             rows = sum(batch.rows for batch in window)
-            optimizer.zero_grad()
+            model.zero_grad()
             for microbatch, batch in enumerate(window):
                 current[0] = RandomKey(spec.seed, step, microbatch)
                 loss = recipe.compute_loss(model(*batch.features), batch.labels)

@@ -90,7 +90,7 @@ def load_model(model: nn.Module, saved: SavedState) -> None:
 
 def current_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The same names as a checkpoint's, from a live model and optimizer."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     found: dict[str, Tensor] = {f"param:{n}": p.detach() for n, p in model.named_parameters()}
     found |= {f"buffer:{n}": b for n, b in model.named_buffers()}
     for parameter, state in optimizer.state.items():

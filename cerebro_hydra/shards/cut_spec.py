@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,5 +30,5 @@ class CutSpec:
         return {"mode": self.mode, "at": list(self.at)}
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> CutSpec:
+    def from_json(cls, document: Mapping[str, Any]) -> CutSpec:
         return cls(document["mode"], tuple(document["at"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class StateTemplate:
         }
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> StateTemplate:
+    def from_json(cls, document: Mapping[str, Any]) -> StateTemplate:
         return cls(
             {
                 name: tuple((key, getattr(torch, dtype), tuple(shape)) for key, dtype, shape in e)

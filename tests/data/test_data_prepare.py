@@ -150,17 +150,9 @@ def test_prepared_data_is_found_again(numbers: DataFrame, store: LocalStore) -> 
 
 def test_changed_data_is_prepared_anew(numbers: DataFrame, store: LocalStore) -> None:
     changed = numbers.withColumn("n", F.when(F.col("n") == 7, 700).otherwise(F.col("n")))
-    fingerprints = {
-        prepare(df, store, count, validation, columns).fingerprint
-        for df, count, validation, columns in [
-            (numbers, 2, 0.2, ["n"]),
-            (changed, 2, 0.2, ["n"]),
-            (numbers, 3, 0.2, ["n"]),
-            (numbers, 2, 0.25, ["n"]),
-            (numbers, 2, 0.2, ["n", "even"]),
-        ]
-    }
-    assert len(fingerprints) == 5
+    one, two = (prepare(df, store, 2, 0.2, ["n"]) for df in (numbers, changed))
+    assert one.fingerprint != two.fingerprint
+    assert 700 in [*columns_of(store, two, "train")["n"], *columns_of(store, two, "val")["n"]]
 
 
 def test_half_written_data_is_written_again(numbers: DataFrame, store: LocalStore) -> None:
@@ -208,31 +200,35 @@ def test_dense_and_sparse_vectors_become_arrays(spark: SparkSession, store: Loca
     np.testing.assert_array_equal(rows["x"], expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "values", "dtype"),
-    [
-        (T.ByteType(), [-128, 127], "int64"),
-        (T.ShortType(), [-32768, 5], "int64"),
-        (T.LongType(), [2**62 + 1, -(2**63)], "int64"),
-        (T.FloatType(), [0.1, -1e38], "float32"),
-        (T.DecimalType(10, 2), [decimal.Decimal("1.25"), decimal.Decimal("-3")], "float32"),
-        (T.ArrayType(T.BooleanType()), [[True, False], [False, False]], "bool"),
-        (
-            T.ArrayType(T.ArrayType(T.ArrayType(T.FloatType()))),
-            [[[[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]]], [[[0.0, 0.0]]] * 3],
-            "float32",
-        ),
-    ],
-    ids=str,
-)
-def test_kinds_of_numbers(
-    spark: SparkSession, store: LocalStore, kind: T.DataType, values: list, dtype: str
-) -> None:
-    manifest = prepare(frame(spark, values, kind), store, 1, None, ["id", "x"])
-    rows = columns_of(store, manifest, "train")
-    expected = np.array([np.array(values[i]).astype(dtype) for i in rows["id"]])
-    assert rows["x"].dtype == dtype
-    np.testing.assert_array_equal(rows["x"], expected)
+KINDS = {
+    "int8": (T.ByteType(), [-128, 127], "int64"),
+    "int16": (T.ShortType(), [-32768, 5], "int64"),
+    "int64": (T.LongType(), [2**62 + 1, -(2**63)], "int64"),
+    "float": (T.FloatType(), [0.1, -1e38], "float32"),
+    "decimal": (
+        T.DecimalType(10, 2),
+        [decimal.Decimal("1.25"), decimal.Decimal("-3")],
+        "float32",
+    ),
+    "flags": (T.ArrayType(T.BooleanType()), [[True, False], [False, False]], "bool"),
+    "cube": (
+        T.ArrayType(T.ArrayType(T.ArrayType(T.FloatType()))),
+        [[[[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]]], [[[0.0, 0.0]]] * 3],
+        "float32",
+    ),
+}
+
+
+def test_kinds_of_numbers(spark: SparkSession, store: LocalStore) -> None:
+    fields = [T.StructField(name, kind) for name, (kind, _, _) in KINDS.items()]
+    values = zip(*(values for _, values, _ in KINDS.values()), strict=True)
+    df = spark.createDataFrame(list(values), T.StructType(fields))
+    rows = columns_of(store, prepare(df, store, 1, None, list(KINDS)), "train")
+    order = [0, 1] if rows["int8"][0] == -128 else [1, 0]
+    for name, (_, given, dtype) in KINDS.items():
+        assert rows[name].dtype == dtype
+        expected = np.array([np.array(given[i]).astype(dtype) for i in order])
+        np.testing.assert_array_equal(rows[name], expected, err_msg=name)
 
 
 ARRAY, NESTED = T.ArrayType(T.FloatType()), T.ArrayType(T.ArrayType(T.IntegerType()))
@@ -242,7 +238,6 @@ ARRAY, NESTED = T.ArrayType(T.FloatType()), T.ArrayType(T.ArrayType(T.IntegerTyp
     ("kind", "values", "message"),
     [
         (T.IntegerType(), [1, None, 3], r"'x' is null.* 1 of 3 rows.*id=1, x=None"),
-        (ARRAY, [[1.0], None], r"'x' is null.*id=1"),
         (ARRAY, [[1.0, 2.0], [1.0, None]], r"'x' .*holds null.*id=1, x=\[1\.0, None\]"),
         (NESTED, [[[1]], [None]], r"'x' .*holds null.*id=1"),
         (NESTED, [[[1]], [[None]]], r"'x' .*holds null.*id=1"),
@@ -250,12 +245,10 @@ ARRAY, NESTED = T.ArrayType(T.FloatType()), T.ArrayType(T.ArrayType(T.IntegerTyp
         (T.DoubleType(), [1.0, float("nan")], r"'x' holds NaN.*id=1, x=nan"),
         (T.DoubleType(), [1.0, 2.0, 1e39], r"beyond float32 in 1 of 3 rows.*id=2, x=1e\+39"),
         (ARRAY, [[1.0, 2.0], [float("-inf"), 0.0]], r"'x' holds NaN, infinity.*id=1"),
-        (ARRAY, [[float("nan"), 2.0], [1.0, 0.0]], r"'x' holds NaN, infinity.*id=0"),
         (VectorUDT(), [SparseVector(3, {1: float("inf")})], r"'x' holds NaN, infinity.*id=0"),
         (ARRAY, [[1.0, 2.0], [1.0], [1.0, 2.0]], r"'x' .*from 1 to 2 in dimension 0.*id=1"),
         (NESTED, [[[1, 2]], [[1, 2], [3, 4]]], r"'x' .*from 1 to 2 in dimension 0.*id=0"),
         (NESTED, [[[1], [2]], [[1, 2], [3]]], r"'x' .*from 1 to 2 in dimension 1.*id="),
-        (VectorUDT(), [Vectors.dense(1.0), Vectors.dense(1.0, 2.0)], r"from 1 to 2 in dimension 0"),
         (ARRAY, [[], []], r"'x' holds empty arrays"),
         (T.StringType(), ["a"], r"'x' is string.*StringIndexer"),
         (T.ArrayType(T.StringType()), [["a"]], r"'x' is array<string>.*StringIndexer"),

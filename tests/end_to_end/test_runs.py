@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 import cerebro_hydra
-from cerebro_hydra.errors import AllTrialsFailed
+from cerebro_hydra.errors import AllTrialsFailed, DataError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, hp_choice
@@ -135,3 +136,29 @@ def test_without_validation_the_training_loss_decides(tmp_path: Path) -> None:
     )
     assert list(result.get_best_model_history()) == ["train_loss"]
     assert_replays(result)
+
+
+class SwapsRows(LocalBackend):
+    """Repeats one row in place of another after preparation: the count stays right."""
+
+    def prepare_data(self, store: Any, *arguments: Any, **named: Any) -> Any:
+        manifest = super().prepare_data(store, *arguments, **named)
+        info = manifest.partition("train", 1)
+        folder = Path(store.data_path(manifest.fingerprint), info.path)
+        (path,) = folder.glob("*.parquet")
+        table = parquet.read_table(path)
+        order = [0, 0, *range(2, table.num_rows)]
+        parquet.write_table(table.take(order), path)
+        return manifest
+
+
+def test_a_row_lost_and_another_repeated_end_the_run_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"worker 1 on .*partition"):
+        GridSearch(
+            backend=SwapsRows(2),
+            store=LocalStore(str(tmp_path)),
+            estimator_gen_fn=models.feed_forward,
+            search_space={"lr": hp_choice([0.01])},
+            num_epochs=1,
+            verbose=0,
+        ).fit(classes())

@@ -34,6 +34,8 @@ class ScriptedAgent:
             spec["control"], spec["secret"], hello, self._inbox.put, lambda reason: self.stop()
         )
 
+        self._control.send({"kind": "agent", "numeric": {}})
+
     def stop(self) -> None:
         self._inbox.put({"do": "stop"})
 
