@@ -8,14 +8,13 @@ PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint format notebook venv clean
+.PHONY: help demo test lint format venv clean
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
 	@echo "make test      all tests"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
-	@echo "make notebook  execute the notebooks afresh, in place"
 	@echo "make venv      only the environment, in $(VENV)"
 	@echo "make clean     remove the environment and everything generated"
 
@@ -32,9 +31,6 @@ lint: $(STAMP)
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
-
-notebook: $(STAMP)
-	@$(BIN)/jupyter execute --inplace notebooks/*.ipynb
 
 venv: $(STAMP)
 	@echo "The environment in $(VENV) is ready."
