@@ -13,6 +13,7 @@ from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction, Source
 from cerebro_hydra.plan.journal import fold, record, snapshot
+from cerebro_hydra.plan.policy import Plan
 from cerebro_hydra.plan.simulate import Loss, Simulation
 from cerebro_hydra.plan.visits import visit_order
 
@@ -266,3 +267,83 @@ def test_the_same_events_lead_to_the_same_state() -> None:
     for event in events:
         assert one.handle(event) == other.handle(event)
     assert snapshot(one) == snapshot(other)
+
+
+def in_order(*partitions: int, epochs: int = 1) -> int:
+    """A seed for which the visits of trial 0 begin with these partitions."""
+    each = max(partitions) + 1
+    for seed in range(10_000):
+        run = config(partitions=each, epochs=epochs, order="seeded", seed=seed)
+        visits = [p for epoch in range(epochs) for p in visit_order(run, 0, epoch)]
+        if visits[: len(partitions)] == list(partitions):
+            return seed
+    raise AssertionError(f"no seed visits {partitions}")
+
+
+def test_a_late_receipt_is_not_taken_for_the_fetch_that_replaced_it() -> None:
+    run = Driver(partitions=3, evaluate=False, order="seeded", seed=in_order(0, 1, 2))
+    run.train(run.running["a"], "a")
+    assert "b" in run.running  # fetches state 1 from a
+    run(ev.WorkerLost("a", "killed"))
+    run(ev.WorkerJoined(0, "again", (0,)))
+    run.train(run.running["again"], "again")
+    run(ev.StateReceived(0, 1, "b"))  # sent when state 1 was still the one from a
+    assert not run.state.holders.holds(0, 1, "b")
+    run(ev.SubEpochEnding(run.running["b"], "b"))  # this one can only speak of the new one
+    assert run.state.holders.holds(0, 1, "b")
+
+
+def test_the_kept_copy_is_never_on_the_worker_whose_loss_it_is_kept_for() -> None:
+    seed = in_order(0, 1, 0, epochs=2)
+    run = Driver(partitions=2, epochs=2, evaluate=False, order="seeded", seed=seed)
+    for worker in ("a", "b", "a"):
+        run.train(run.running[worker], worker)
+    (redo,) = of(ins.Redo, run(ev.WorkerLost("a", "killed")))
+    assert redo.visits == (3,)
+
+
+def test_evaluations_of_a_void_state_are_done_again() -> None:
+    run = Driver(partitions=2, order="seeded", seed=in_order(0, 1))
+    run.train(run.running["a"], "a")
+    run.train(run.running["b"], "b")
+    run(evaluated(run.running["b"], "b", 5.0))
+    assert list(run.state.trials[0].sums) == [1]
+    (redo,) = of(ins.Redo, run(ev.WorkerLost("b", "killed")))
+    assert redo.visits == (2,)
+    assert not run.state.trials[0].sums
+
+
+def test_failed_transfers_count_only_in_a_row() -> None:
+    run = Driver(partitions=3, evaluate=False)
+    for _ in range(3):
+        for _ in range(2):
+            ((worker, attempt),) = run.running.items()
+            run(ev.TransferFailed(attempt, worker, "reset"))
+        ((worker, attempt),) = run.running.items()
+        run.train(attempt, worker)
+    assert run.state.trials[0].newest == 3 and run.state.trials[0].status is None
+
+
+def test_an_event_of_another_incarnation_is_not_believed() -> None:
+    run = Driver(evaluate=False)
+    ((worker, attempt),) = run.running.items()
+    other = "b" if worker == "a" else "a"
+    assert run(done(attempt, other)) == []
+    assert run.state.trials[0].newest == 0
+
+
+def test_a_repeated_done_changes_nothing_while_the_first_is_held_back() -> None:
+    run = Driver(evaluate=False)
+    ((first, attempt),) = run.running.items()
+    (start,) = of(ins.StartSubEpoch, run(ev.SubEpochEnding(attempt, first)))
+    run(done(start.attempt, start.incarnation, loss=2.0))
+    run(done(start.attempt, start.incarnation, loss=99.0))
+    run(done(attempt, first))
+    assert [visit.loss_sum for visit in run.state.trials[0].visits] == [1.0, 2.0]
+
+
+def test_nobody_waits_for_an_agent_that_may_never_come() -> None:
+    state = HopState(config(partitions=2, evaluate=False))
+    state.policy.plan = Plan([[0.0, 9.0]], patience=0.9)  # would rather go to partition 1
+    (start,) = state.handle(ev.WorkerJoined(0, "a", (0,)))
+    assert isinstance(start, ins.StartSubEpoch) and start.partition == 0
