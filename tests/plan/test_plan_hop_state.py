@@ -13,9 +13,9 @@ from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction, Source
 from cerebro_hydra.plan.journal import fold, record, snapshot
-from cerebro_hydra.plan.policy import Plan
+from cerebro_hydra.plan.outlook import look
 from cerebro_hydra.plan.simulate import Loss, Simulation
-from cerebro_hydra.plan.visits import visit_order
+from cerebro_hydra.plan.visits import Agent, visit_order
 
 
 def config(trials: int = 1, partitions: int = 2, epochs: int = 1, **more) -> HopConfig:
@@ -344,6 +344,6 @@ def test_a_repeated_done_changes_nothing_while_the_first_is_held_back() -> None:
 
 def test_nobody_waits_for_an_agent_that_may_never_come() -> None:
     state = HopState(config(partitions=2, evaluate=False))
-    state.policy.plan = Plan([[0.0, 9.0]], patience=0.9)  # would rather go to partition 1
-    (start,) = state.handle(ev.WorkerJoined(0, "a", (0,)))
-    assert isinstance(start, ins.StartSubEpoch) and start.partition == 0
+    state.agents[0] = Agent(0, "a", (0,))
+    _, steps = look(state).imagine([[0.0, 9.0]], patience=0.9, horizon=9)  # prefers partition 1
+    assert [step.partition for step in steps] == [0, 1]
