@@ -11,7 +11,7 @@ from cerebro_hydra.plan.events import Event
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction
-from cerebro_hydra.plan.journal import fold
+from cerebro_hydra.plan.journal import fold, record
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
@@ -32,12 +32,7 @@ class Journal:
         self, time: float, event: Event, instructions: Sequence[Instruction]
     ) -> dict[str, Any]:
         """One decision as JSON; `time` (seconds since 1970) is for readers, never for the fold."""
-        line = {
-            "seq": self._records,
-            "time": time,
-            "event": to_json(event),
-            "instructions": [to_json(instruction) for instruction in instructions],
-        }
+        line = {"time": time, **record(self._records, event, instructions)}
         self._records += 1
         return line
 
