@@ -205,7 +205,7 @@ class Recipe:
 
     def compute_loss(self, outputs: Tensor, labels: Sequence[Tensor]) -> Tensor:
         """The mean loss of one batch, a scalar with its graph."""
-        loss = self.loss(outputs, *self.prepare_labels(labels))
+        loss = self.loss(outputs, *self.prepare_labels(outputs, labels))
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigurationError(f"the loss gave {what}; it must give a scalar tensor")
@@ -213,13 +213,21 @@ class Recipe:
 
     def compute_metrics(self, outputs: Tensor, labels: Sequence[Tensor]) -> dict[str, float]:
         """Each metric's mean over one batch."""
-        ready = self.prepare_labels(labels)
+        ready = self.prepare_labels(outputs, labels)
         return {m.name: float(m.function(outputs, *ready)) for m in self._metrics}
 
-    def prepare_labels(self, labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if isinstance(self.loss, CLASS_INDEX_LOSSES):
-            return tuple(x.to(torch.int64) if x.is_floating_point() else x for x in labels)
-        return tuple(labels)
+    def prepare_labels(self, outputs: Tensor, labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The labels as the loss takes them: class numbers as integers, all else as it is."""
+        if not isinstance(self.loss, CLASS_INDEX_LOSSES):
+            return tuple(labels)
+        return tuple(
+            x if self._are_probabilities(x, outputs) else _class_numbers(x) for x in labels
+        )
+
+    def _are_probabilities(self, labels: Tensor, outputs: Tensor) -> bool:
+        # CrossEntropyLoss takes a probability per class as well, in the shape of the outputs.
+        takes_them = isinstance(self.loss, nn.CrossEntropyLoss) and labels.dim() > 1
+        return takes_them and isinstance(outputs, Tensor) and labels.shape == outputs.shape
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any | None:
         """The LR scheduler over an optimizer, or None."""
@@ -231,6 +239,19 @@ class Recipe:
         if takes >= 2:
             return self.lr_scheduler(optimizer, steps_per_epoch)
         return self.lr_scheduler(optimizer)
+
+
+def _class_numbers(labels: Tensor) -> Tensor:
+    if not labels.is_floating_point():
+        return labels
+    numbers = labels.to(torch.int64)
+    wrong = labels[numbers != labels]
+    if len(wrong):
+        raise ConfigurationError(
+            f"label {wrong[0].item()!r} is no class number, and the loss indexes classes by its "
+            "labels; give whole numbers, or a loss for numbers such as MSELoss"
+        )
+    return numbers
 
 
 def recipe_of(built: Any) -> Recipe:
