@@ -78,9 +78,10 @@ class Admission:
             admitted.metrics = metrics
             admitted.specs.append(spec)
         for number, (params, error) in enumerate(refused, start=len(admitted.specs)):
-            admitted.refused.append(
-                {"trial_id": f"trial-{number:03d}", "params": dict(params), "error": error}
-            )
+            trial_id = f"trial-{number:03d}"
+            admitted.refused.append({"trial_id": trial_id, "params": dict(params), "error": error})
+            reason = error.strip().rsplit("\n", 1)[-1]
+            self._report(f"{trial_id}: {dict(params)} failed before training: {reason}")
         return admitted
 
     def _admit(self, trial: int, params: Mapping[str, Any]) -> tuple[TrialSpec, dict[str, str]]:

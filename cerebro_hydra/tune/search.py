@@ -152,6 +152,11 @@ class Search(ABC):
         return admission.admit(self.candidates())
 
     def _check_columns(self, df: DataFrame) -> None:
+        if not isinstance(getattr(df, "columns", None), list):
+            raise ConfigurationError(
+                f"fit got a {type(df).__module__}.{type(df).__name__}; give a Spark DataFrame, "
+                "such as spark.createDataFrame(...) makes"
+            )
         wanted = [*self.feature_columns, *self.label_columns]
         if isinstance(self.validation, str):
             wanted.append(self.validation)

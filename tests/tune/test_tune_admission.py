@@ -96,13 +96,14 @@ def test_steps_per_partition_are_its_windows(tmp_path: Path) -> None:
 
 
 def test_refused_trials_come_last_with_their_tracebacks(tmp_path: Path) -> None:
-    admitted, _, _ = admit(tmp_path, {"width": -1}, {"width": 8}, {"width": -2})
+    admitted, _, told = admit(tmp_path, {"width": -1}, {"width": 8}, {"width": -2})
     assert [spec.params["width"] for spec in admitted.specs] == [8]
     assert [(r["trial_id"], r["params"]["width"]) for r in admitted.refused] == [
         ("trial-001", -1),
         ("trial-002", -2),
     ]
     assert "ValueError: no layer is -2 wide" in admitted.refused[1]["error"]
+    assert "trial-002" in told[-1] and told[-1].endswith("ValueError: no layer is -2 wide")
 
 
 def test_report_is_told_once_per_structure(tmp_path: Path) -> None:

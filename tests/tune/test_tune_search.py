@@ -218,6 +218,11 @@ def test_factory_of_another_model_is_refused(result: SearchResult) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_no_spark_frame_is_refused_by_its_type(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"fit got a builtins.dict; give a Spark Data"):
+        GridSearch(**arguments(tmp_path)).fit({"features": [1.0], "label": [0]})
+
+
 def test_output_columns_are_one_per_label(result: SearchResult) -> None:
     assert result.set_output_columns(["prediction"]) is result
     for wrong in ("prediction", ["a", "b"], []):
