@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from random import Random
 
+import pytest
+
+from cerebro_hydra.plan import policy
 from cerebro_hydra.plan.bound import lower_bound
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.simulate import Seconds, Simulation
 from cerebro_hydra.plan.visits import Kind
 
@@ -155,18 +156,22 @@ def test_small_runs_are_close_to_the_exact_optimum(capsys) -> None:
     assert mean(ratios) <= 1.03
 
 
-def test_decisions_at_16_trials_on_8_workers_are_fast() -> None:
+def test_a_decision_looks_ahead_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bounds the time of a decision, on any machine: the tasks that it imagines."""
     config, workers, seconds = instance(5, 16, 8, 1, True, 0.5)
-    spent: list[float] = []
+    imagined: list[int] = []
+    choose, imagine = policy.Policy.choose, policy._imagine
 
-    class Timed(HopState):
-        def handle(self, event):
-            start = time.process_time()
-            given = super().handle(event)
-            spent.append(time.process_time() - start)
-            return given
+    def counted_choose(self, state, choices):
+        imagined.append(0)
+        return choose(self, state, choices)
 
-    simulation = Simulation(config, workers, seconds)
-    simulation.state = Timed(config)
-    simulation.run()
-    assert mean(spent) < 0.02  # 5 ms on an idle machine; CPU time, with room for slow ones
+    def counted_imagine(*arguments):
+        end, steps = imagine(*arguments)
+        imagined[-1] += len(steps)
+        return end, steps
+
+    monkeypatch.setattr(policy.Policy, "choose", counted_choose)
+    monkeypatch.setattr(policy, "_imagine", counted_imagine)
+    Simulation(config, workers, seconds).run()
+    assert 0 < max(imagined) <= policy.EFFORT + policy.HORIZON
