@@ -158,7 +158,7 @@ def test_small_runs_are_close_to_the_exact_optimum(capsys) -> None:
 
 def test_a_decision_looks_ahead_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     """What bounds the time of a decision, on any machine: the tasks that it imagines."""
-    config, workers, seconds = instance(5, 16, 8, 1, True, 0.5)
+    config, workers, seconds = instance(27, 8, 8, 1, False, 0.5)
     imagined: list[int] = []
     choose, imagine = policy.Policy.choose, policy._imagine
 
@@ -174,4 +174,4 @@ def test_a_decision_looks_ahead_only_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(policy.Policy, "choose", counted_choose)
     monkeypatch.setattr(policy, "_imagine", counted_imagine)
     Simulation(config, workers, seconds).run()
-    assert 0 < max(imagined) <= policy.EFFORT + policy.HORIZON
+    assert 300 < max(imagined) <= 800  # the case is hard enough to use what is allowed
