@@ -14,6 +14,7 @@ from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.errors import TransferFailed
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import FetchShards, Source, StartSubEpoch
+from cerebro_hydra.shards.digest import digest
 from tests.agent.standins import SECONDS, Peer, StandInKits
 
 VISIT = 3
@@ -57,6 +58,16 @@ def test_a_task_is_trained_and_published() -> None:
     bench.perform()
     assert isinstance(bench.outcome, events.SubEpochDone)
     assert bench.shelf.wait(0, VISIT, 0).buffers["trainable"][0] == 2
+
+
+def test_the_state_before_is_kept_as_it_was() -> None:
+    bench = Bench()
+    bench.perform()
+    before, after = (bench.shelf.wait(0, visit, 0) for visit in (VISIT - 1, VISIT))
+    assert before.buffers["trainable"].tolist() == [1] * 8
+    for state in (before, after):
+        named, buffer = state.segments["trainable"]
+        assert digest(buffer) == named
 
 
 def test_a_fetch_that_fails_before_the_task_waits_for_it_is_reported() -> None:
