@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from cerebro_hydra.plan.estimates import Estimates
 from cerebro_hydra.plan.holders import STORE, Holders
 from cerebro_hydra.plan.hop_config import HopConfig
@@ -129,7 +132,9 @@ class Assignments:
             first = chain[0]
             expected = self.estimates.seconds(first.kind, first.trial, first.partition)
             attempt.started_at = max(attempt.started_at, first.started_at + expected)
-        kind = StartSubEpoch if attempt.kind == "train" else Evaluate
+        kind: Callable[..., Instruction] = Evaluate
+        if attempt.kind == "train":
+            kind = partial(StartSubEpoch, metrics=self._metrics_before(attempt))
         self._out.append(
             kind(
                 attempt=attempt.number,
@@ -142,6 +147,13 @@ class Assignments:
                 source=attempt.source,
             )
         )
+
+    def _metrics_before(self, attempt: Attempt) -> dict[str, float]:
+        """The metrics of the epoch before, for the first visit of an epoch."""
+        first = attempt.visit == attempt.epoch * self.config.partitions + 1
+        if not first or attempt.epoch == 0:
+            return {}
+        return dict(self.trials[attempt.trial].history[attempt.epoch - 1])
 
     def _running(self, number: int, incarnation: str) -> Attempt | None:
         """The attempt that an event speaks of, unless it is over."""

@@ -18,6 +18,8 @@ class StartSubEpoch:
     """Train the trial over one partition, from state ``source.visit`` to state ``visit``.
 
     The source may still be ending its own sub-epoch: the agent then waits for the shards there.
+    ``metrics`` is what ``EndEpoch`` said of the epoch before, on the first visit of an epoch;
+    empty on all others and in epoch 0. A repeated visit is given the same again.
     """
 
     attempt: int
@@ -28,6 +30,7 @@ class StartSubEpoch:
     worker: int
     incarnation: str
     source: Source
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)

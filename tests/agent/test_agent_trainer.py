@@ -18,7 +18,7 @@ from cerebro_hydra.shards.digest import digest
 from tests.agent.standins import SECONDS, Peer, StandInKits
 
 VISIT = 3
-TASK = StartSubEpoch(7, 0, VISIT, 1, 0, 0, "me", Source(VISIT - 1, "a"))
+TASK = StartSubEpoch(7, 0, VISIT, 1, 0, 0, "me", Source(VISIT - 1, "a"), {})
 
 
 class Bench:

@@ -38,12 +38,14 @@ class Driver:
 
     def __init__(self, **more) -> None:
         self.state = HopState(config(**more))
+        self.told: list[Instruction] = []
         for worker in range(self.state.config.partitions):
             self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
 
     def __call__(self, event: ev.Event) -> list[Instruction]:
         self.last = self.state.handle(event)
         self.state.validate()
+        self.told += self.last
         return self.last
 
     def train(self, attempt: int, worker: str) -> list[Instruction]:
@@ -145,6 +147,20 @@ def test_an_epoch_ends_with_numbers_merged_in_partition_order() -> None:
     expected = {"train_loss": 0.25, "val_loss": (0.0 + 1.0 + 1e16) / 4, "val_accuracy": 0.5}
     assert end == ins.EndEpoch(0, 0, expected)
     assert of(ins.StartSubEpoch, run.last)[0].epoch == 1
+
+
+def test_the_first_visit_of_an_epoch_carries_the_metrics_of_the_one_before_also_again() -> None:
+    seed = in_order(0, 1, 0, 1, epochs=2)
+    run = Driver(partitions=2, epochs=2, evaluate=False, order="seeded", seed=seed)
+    run.train(run.running["a"], "a")
+    run.train(run.running["b"], "b")
+    run(ev.StateReceived(0, 2, "a"))
+    run(ev.WorkerLost("a", "killed"))
+    run(ev.WorkerJoined(0, "again", (0,)))
+    run.train(run.running["again"], "again")
+    starts = [(start.visit, start.metrics) for start in of(ins.StartSubEpoch, run.told)]
+    before = {"train_loss": 0.25}
+    assert starts == [(1, {}), (2, {}), (3, before), (3, before), (4, {})]
 
 
 def test_a_metric_over_no_rows_is_nan_and_its_journal_folds() -> None:
