@@ -215,7 +215,9 @@ class Trainer:
         sums = kit.engine.evaluate(self._watched(task), need)
         seconds = time.perf_counter() - begun
         hop = self._arrivals.take_hop(task.trial)
-        self._report(events.EvaluationDone(task.attempt, self._incarnation, sums, seconds, hop))
+        self._report(
+            events.EvaluationDone(task.attempt, self._incarnation, sums, seconds, hop, states={})
+        )
 
     def _watched(self, task: Evaluate) -> Iterator[Batch]:
         for batch in self._kits.validation(task.trial, task.partition):

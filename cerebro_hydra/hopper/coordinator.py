@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import queue
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import CerebroHydraError, DataError, SetupError, StoreError
+from cerebro_hydra.errors import (
+    CerebroHydraError,
+    ConfigurationError,
+    DataError,
+    SetupError,
+    StoreError,
+)
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.launcher import Launcher
 from cerebro_hydra.hopper.roster import Roster
 from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.events import Event, WorkerLost
+from cerebro_hydra.plan.events import Event, Measured, MeasureFailed, WorkerLost
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import (
@@ -26,6 +33,7 @@ from cerebro_hydra.plan.instructions import (
     FetchShards,
     FinishRun,
     Instruction,
+    Measure,
     StartSubEpoch,
 )
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, RunDocument
@@ -49,6 +57,9 @@ class _Exit:
     error: BaseException | None
 
 
+MeasureStates = Callable[[int, list[dict[str, Any]]], dict[str, float]]
+"""Merges what a trial's custom metrics made of each validation partition, in partition order."""
+
 _Item = Event | dict[str, Any] | _Exit
 
 
@@ -68,6 +79,12 @@ class Coordinator:
         observers: see every record, in order.
         host: address to listen on, for the driver and for agents.
         join_timeout: seconds without any progress that missing workers may take to come.
+        measure: called with a trial and the states of its custom metrics, by name, one dict per
+            validation partition; returns a value per name. Runs on the caller's thread; what it
+            raises fails the trial alone.
+
+    Raises:
+        ConfigurationError: a trial has custom metrics and there is no `measure`.
     """
 
     def __init__(
@@ -82,6 +99,7 @@ class Coordinator:
         observers: Sequence[Observer] = (),
         host: str = "127.0.0.1",
         join_timeout: float = 120.0,
+        measure: MeasureStates | None = None,
     ) -> None:
         self._folder = folder
         self._document = document
@@ -93,6 +111,7 @@ class Coordinator:
         self._host = host
         self._join_timeout = join_timeout
         self._config = hop_config(document, manifest)
+        self._measure = _checked(measure, self._config)
         self._state = HopState(self._config)
         self._roster = Roster(launcher.num_workers)
         self._numeric: dict[str, Any] = {}
@@ -217,8 +236,36 @@ class Coordinator:
                 uri = self._roster.uri(source.incarnation) if source is not None else None
                 message = {"do": to_json(instruction), "uri": uri}
                 self._control.send(instruction.incarnation, message)
+            elif isinstance(instruction, Measure):
+                self._inbox.put(self._measured(instruction))
             elif isinstance(instruction, FinishRun):
                 return
+
+    def _measured(self, task: Measure) -> Measured | MeasureFailed:
+        named = (task.attempt, task.trial, task.epoch)
+        names = self._config.trials[task.trial].custom_metrics
+        try:
+            values = self._measure(task.trial, list(task.states))
+            if values.keys() != set(names):
+                raise ConfigurationError(
+                    f"the custom metrics are {list(names)}, but {sorted(values)} were measured; "
+                    "return one value for each"
+                )
+            return Measured(*named, {name: float(values[name]) for name in names})
+        except Exception:
+            return MeasureFailed(*named, traceback.format_exc())
+
+
+def _checked(measure: MeasureStates | None, config: HopConfig) -> MeasureStates:
+    if measure is not None:
+        return measure
+    for trial in config.trials:
+        if trial.custom_metrics:
+            raise ConfigurationError(
+                f"trial {trial.trial} has the custom metrics {list(trial.custom_metrics)}, and "
+                "nothing measures them; pass measure= to the Coordinator"
+            )
+    return lambda trial, states: {}
 
 
 def hop_config(document: RunDocument, manifest: Manifest) -> HopConfig:
@@ -229,6 +276,7 @@ def hop_config(document: RunDocument, manifest: Manifest) -> HopConfig:
             cost=float(max(1, sum(spec.steps) * spec.batch_size * spec.accumulate * spec.nbytes)),
             nbytes=spec.nbytes,
             initial_digests=spec.shards,
+            custom_metrics=spec.custom_metrics,
         )
         for spec in document.trials
     )

@@ -60,6 +60,8 @@ def _encode(value: Any) -> Any:
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
     if origin is UnionType:
         if value is None and NoneType in args:
             return None

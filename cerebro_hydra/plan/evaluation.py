@@ -8,8 +8,10 @@ from math import nan
 from cerebro_hydra.plan.visits import Sums, Visit
 
 
-def epoch_metrics(visits: Iterable[Visit], sums: dict[int, Sums]) -> dict[str, float]:
-    """Return "train_loss" and a "val_<name>" for every evaluated name.
+def epoch_metrics(
+    visits: Iterable[Visit], sums: dict[int, Sums], custom: dict[str, float]
+) -> dict[str, float]:
+    """Return "train_loss" and a "val_<name>" for every evaluated name, the custom ones last.
 
     Sums are added as Python floats (float64) in partition order, then divided by the rows;
     a metric over no rows is NaN.
@@ -19,7 +21,7 @@ def epoch_metrics(visits: Iterable[Visit], sums: dict[int, Sums]) -> dict[str, f
     evaluated = [sums[partition] for partition in sorted(sums)]
     for name in evaluated[0] if evaluated else ():
         metrics[f"val_{name}"] = _mean(part[name] for part in evaluated)
-    return metrics
+    return metrics | {f"val_{name}": value for name, value in custom.items()}
 
 
 def _mean(parts: Iterable[tuple[float, int]]) -> float:

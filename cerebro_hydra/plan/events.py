@@ -7,6 +7,7 @@ when that is over. Seconds are measured by the shell, because the core knows no 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,38 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone:
-    """One validation partition is evaluated: (sum, rows) for "loss" and for every metric."""
+    """One validation partition is evaluated.
+
+    ``sums`` has (sum, rows) for "loss" and for every metric that is a mean over rows; ``states``
+    the JSON value that each custom metric made of the partition, by name.
+    """
 
     attempt: int
     incarnation: str
     sums: dict[str, tuple[float, int]]
     seconds: float
     hop: Hop
+    states: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The custom metrics of an epoch, by name; answers the ``Measure`` of the same attempt."""
+
+    attempt: int
+    trial: int
+    epoch: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureFailed:
+    """The user's code that merges custom metrics failed: the trial fails with this traceback."""
+
+    attempt: int
+    trial: int
+    epoch: int
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +155,8 @@ Event = (
     | TaskFailed
     | TransferFailed
     | EvaluationDone
+    | Measured
+    | MeasureFailed
     | Checkpointed
     | TrialStopped
 )

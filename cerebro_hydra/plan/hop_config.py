@@ -15,13 +15,15 @@ class TrialConfig:
     """One trial as the decisions see it.
 
     ``cost`` is the relative work of one sub-epoch (any positive unit, the same for all trials);
-    ``nbytes`` the size of its state; ``initial_digests`` one (frozen, trainable) pair per shard.
+    ``nbytes`` the size of its state; ``initial_digests`` one (frozen, trainable) pair per shard;
+    ``custom_metrics`` names what the user's code merges after every epoch (``Measure``).
     """
 
     trial: int
     cost: float
     nbytes: int
     initial_digests: tuple[tuple[str, str], ...]
+    custom_metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from cerebro_hydra.plan.events import (
     Checkpointed,
     EvaluationDone,
     Event,
+    Measured,
+    MeasureFailed,
     StateReceived,
     SubEpochDone,
     SubEpochEnding,
@@ -43,6 +45,7 @@ from cerebro_hydra.plan.instructions import (
     FinishRun,
     FinishTrial,
     Instruction,
+    Measure,
     Redo,
 )
 from cerebro_hydra.plan.policy import Policy
@@ -80,6 +83,12 @@ class HopState(Assignments):
                 self._done(event)
             case EvaluationDone():
                 self._evaluated(event)
+            case Measured():
+                if self._measuring(event):
+                    self._end_epoch(event.trial, event.values)
+            case MeasureFailed():
+                if self._measuring(event):
+                    self._end(event.trial, "failed", event.error)
             case StateReceived():
                 self._received(event)
             case TaskFailed():
@@ -149,7 +158,7 @@ class HopState(Assignments):
                 self.holders.forget_state(index, visit)
             del trial.visits[left:]
             del trial.history[left // self.config.partitions :]
-            trial.sums.clear()
+            trial.forget_evaluation()
             self._log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
             self._out.append(Redo(index, void, reason))
         for attempt in trial.attempts:
@@ -209,12 +218,16 @@ class HopState(Assignments):
         trial = self.trials[attempt.trial]
         self._has_source(attempt)
         trial.sums[attempt.partition] = event.sums
+        trial.states[attempt.partition] = event.states
         trial.transfer_failures = 0
         self.estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
         self.estimates.reach(attempt.started_at + event.seconds)
         self._release(attempt)
         del trial.evaluations[attempt.partition]
         del self.attempts[attempt.number]
+
+    def _measuring(self, event: Measured | MeasureFailed) -> bool:
+        return self.trials[event.trial].measuring == event.attempt
 
     def _received(self, event: StateReceived) -> None:
         trial, held = self.trials[event.trial], (event.visit, event.incarnation)
@@ -252,11 +265,13 @@ class HopState(Assignments):
         if trial.status is None and trial.stop is None:
             if len(trial.history) < self.config.epochs:
                 trial.stop = event.reason
+                trial.forget_evaluation()
             self._log(event.trial, f"stopped: {event.reason}")
 
     def _end(self, index: int, status: str, reason: str) -> None:
         trial = self.trials[index]
         self._abandon_all(trial)
+        trial.forget_evaluation()
         trial.status = status
         trial.saving = None
         self._log(index, status)
@@ -286,17 +301,28 @@ class HopState(Assignments):
         partitions = self.config.partitions
         evaluated = len(trial.sums) == partitions or not self.config.evaluate
         if trial.epoch_trained(partitions) and evaluated and trial.stop is None:
-            epoch = len(trial.history)
-            metrics = epoch_metrics(trial.visits[epoch * partitions :], trial.sums)
-            trial.history.append(metrics)
-            trial.sums = {}
-            self._log(index, f"epoch {epoch} ended: {metrics}")
-            self._out.append(EndEpoch(index, epoch, metrics))
+            if not (trial.states and trial.config.custom_metrics):
+                self._end_epoch(index, {})
+            elif trial.measuring is None:
+                trial.measuring = self._next_attempt
+                self._next_attempt += 1
+                states = tuple(trial.states[partition] for partition in range(partitions))
+                self._out.append(Measure(trial.measuring, index, len(trial.history), states))
         if trial.stop is not None:
             self._abandon_all(trial)
             self._save(index, trial, "stopped", trial.stop)
         elif len(trial.history) == self.config.epochs:
             self._save(index, trial, "finished", "")
+
+    def _end_epoch(self, index: int, custom: dict[str, float]) -> None:
+        trial = self.trials[index]
+        epoch = len(trial.history)
+        visits = trial.visits[epoch * self.config.partitions :]
+        metrics = epoch_metrics(visits, trial.sums, custom)
+        trial.history.append(metrics)
+        trial.forget_evaluation()
+        self._log(index, f"epoch {epoch} ended: {metrics}")
+        self._out.append(EndEpoch(index, epoch, metrics))
 
     def _save(self, index: int, trial: Trial, status: str, reason: str) -> None:
         """End the trial once its newest state is in the store."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,20 @@ class Evaluate:
     worker: int
     incarnation: str
     source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Let the user's code merge an epoch's custom metrics: it is evaluated on every partition.
+
+    ``states`` has what the metrics made of each partition, in partition order. ``attempt`` is a
+    number that no other task has, so that the answer to a void epoch is not taken for this one's.
+    """
+
+    attempt: int
+    trial: int
+    epoch: int
+    states: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +149,7 @@ Instruction = (
     StartSubEpoch
     | FetchShards
     | Evaluate
+    | Measure
     | Cancel
     | Checkpoint
     | Drop

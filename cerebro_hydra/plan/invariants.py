@@ -58,6 +58,10 @@ def _check_visits(state: HopState, index: int, trial: Trial) -> None:
     assert ended <= complete, f"trial {index} ended epoch {ended - 1} before training it"
     late = complete - ended
     assert late == 0 or (late == 1 and begun == 0), f"trial {index} goes on before its evaluation"
+    assert trial.states.keys() == trial.sums.keys(), f"trial {index}: sums without states"
+    if trial.measuring is not None:
+        whole = late == 1 and len(trial.sums) == partitions
+        assert whole, f"trial {index} is measured before it is evaluated whole"
     visited = trial.visited(partitions)
     assert len(set(visited)) == len(visited), f"trial {index} would visit twice: {visited}"
 

@@ -155,6 +155,15 @@ class Simulation:
                 state = (instruction.incarnation, instruction.trial, instruction.visit)
                 self._held.discard(state)
                 self._fetches.pop(state, None)
+            case ins.Measure():
+                names = self.state.config.trials[instruction.trial].custom_metrics
+                measured = ev.Measured(
+                    instruction.attempt,
+                    instruction.trial,
+                    instruction.epoch,
+                    dict.fromkeys(names, 1.0),
+                )
+                self._at(self.now, lambda: self._tell(measured))
             case ins.Checkpoint():
                 done = ev.Checkpointed(
                     instruction.trial, instruction.visit, instruction.incarnation
@@ -208,8 +217,11 @@ class Simulation:
         self._finish(task.attempt)
         if isinstance(task, ins.Evaluate):
             sums = {"loss": (1.0, 1)}
+            hop = ev.Hop(0, 0, 0.0)
+            names = self.state.config.trials[task.trial].custom_metrics
+            states = dict.fromkeys(names)
             self._tell(
-                ev.EvaluationDone(task.attempt, task.incarnation, sums, seconds, ev.Hop(0, 0, 0.0))
+                ev.EvaluationDone(task.attempt, task.incarnation, sums, seconds, hop, states)
             )
             return
         made = (task.incarnation, task.trial, task.visit)

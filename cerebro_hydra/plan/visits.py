@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from cerebro_hydra.plan.events import SubEpochDone
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
@@ -83,6 +83,8 @@ class Trial:
     chain: list[Attempt] = field(default_factory=list)  # the next visit, and the one after it
     evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
     sums: dict[int, Sums] = field(default_factory=dict)  # evaluated partitions of this epoch
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)  # of custom metrics, likewise
+    measuring: int | None = None  # the number of the ``Measure`` that is not answered yet
     transfer_failures: int = 0  # in a row, since the last thing that worked
     # (visit, incarnation) whose fetch was given up: a receipt may be late and speak of that one
     doubtful: set[tuple[int, str]] = field(default_factory=set)
@@ -100,6 +102,10 @@ class Trial:
     def attempts(self) -> list[Attempt]:
         """Everything that runs or is reserved for it."""
         return [*self.chain, *self.evaluations.values()]
+
+    def forget_evaluation(self) -> None:
+        """The epoch that was being evaluated is over, or void."""
+        self.sums, self.states, self.measuring = {}, {}, None
 
     def visited(self, partitions: int) -> list[int]:
         """The partitions of this epoch that are trained or being trained, in visit order."""

@@ -31,6 +31,10 @@ class TrialSpec:
     steps: tuple[int, ...]
     shards: tuple[tuple[str, str], ...]
     """Digests of state 0: (frozen, trainable) of every shard."""
+    patience: int | None = None
+    """Epochs in a row that may be no better before the trial stops early; None: it never does."""
+    custom_metrics: tuple[str, ...] = ()
+    """Names of the metrics that the user's code merges from partitions."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -39,7 +43,8 @@ class TrialSpec:
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> TrialSpec:
         shards = tuple((frozen, trainable) for frozen, trainable in doc["shards"])
-        return cls(**{**doc, "steps": tuple(doc["steps"]), "shards": shards})
+        tuples = {name: tuple(doc[name]) for name in ("steps", "custom_metrics")}
+        return cls(**{**doc, **tuples, "shards": shards})
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,13 @@ class ScriptedAgent:
                     events.SubEpochEnding(attempt, me),
                     events.SubEpochDone(attempt, me, 5, 0.5 + partition, digests, 30, 0.01, hop),
                 ]
-            case Evaluate(attempt, trial, _, visit):
+            case Evaluate(attempt, trial, _, visit, partition):
                 sums = {"loss": (2.0, 4), "accuracy": (float(trial), 4)}
                 return [
                     events.StateReceived(trial, visit, me),
-                    events.EvaluationDone(attempt, me, sums, 0.01, events.Hop(10, 20, 0.001)),
+                    events.EvaluationDone(
+                        attempt, me, sums, 0.01, events.Hop(10, 20, 0.001), {"seen": [partition]}
+                    ),
                 ]
             case Checkpoint(trial, visit):
                 return [events.Checkpointed(trial, visit, me)]

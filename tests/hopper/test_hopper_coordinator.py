@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
-from cerebro_hydra.errors import SetupError
+from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.journal import read, restore
 from cerebro_hydra.plan import events
@@ -29,7 +30,9 @@ def manifest(partitions: int) -> Manifest:
     return Manifest("f" * 8, (ColumnSpec("x", "float32", (2,)),), tuple(infos))
 
 
-def document(trials: int, partitions: int, epochs: int, order: str = "dynamic") -> RunDocument:
+def document(
+    trials: int, partitions: int, epochs: int, order: str = "dynamic", **of_trials: Any
+) -> RunDocument:
     specs = tuple(
         TrialSpec(
             trial=t,
@@ -43,6 +46,7 @@ def document(trials: int, partitions: int, epochs: int, order: str = "dynamic") 
             accumulate=1,
             steps=(1,) * partitions,
             shards=((f"frozen-{t}", f"trained-{t}-0"),),
+            **of_trials,
         )
         for t in range(trials)
     )
@@ -137,6 +141,35 @@ def test_seeded_orders_are_the_same_in_every_run(tmp_path: Any) -> None:
         folder, _, _ = run(tmp_path / name, ScriptedLauncher(3), document(4, 3, 2, order="seeded"))
         logs.append([read_trial(folder, trial).visit_log for trial in range(4)])
     assert logs[0] == logs[1]
+
+
+def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp_path: Any) -> None:
+    threads = set()
+
+    def measure(trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
+        threads.add(threading.current_thread())
+        if trial == 1:
+            raise RuntimeError("no such class")
+        return {"seen": 10 * trial + sum(states[p]["seen"][0] * 2**p for p in range(2))}
+
+    doc = document(3, 2, 2, custom_metrics=("seen",))
+    folder, state, _ = run(tmp_path, ScriptedLauncher(2), doc, measure=measure)
+    assert threads == {threading.current_thread()}
+    assert [read_trial(folder, t).status for t in range(3)] == ["finished", "failed", "finished"]
+    assert [m["val_seen"] for m in read_trial(folder, 2).metrics.values()] == [22.0, 22.0]
+    assert snapshot(restore(folder)) == snapshot(state)
+
+
+def test_a_custom_metric_without_a_value_fails_its_trial_with_both_names(tmp_path: Any) -> None:
+    doc = document(1, 1, 1, custom_metrics=("auc",))
+    view = run(tmp_path, ScriptedLauncher(1), doc, measure=lambda *_: {"auc": 1.0, "f1": 1.0})[2]
+    (finish,) = [i for r in view.records for i in r.get("instructions", ()) if "status" in i]
+    assert "the custom metrics are ['auc'], but ['auc', 'f1'] were measured" in finish["reason"]
+
+
+def test_custom_metrics_that_nothing_measures_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"trial 0 has the custom metrics \['auc'\]"):
+        run(tmp_path, ScriptedLauncher(1), document(1, 1, 1, custom_metrics=("auc",)))
 
 
 def test_workers_that_never_come_are_named(tmp_path: Any) -> None:

@@ -9,11 +9,19 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.errors import ConfigurationError, JournalError
 from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.events import Event, StateReceived
+from cerebro_hydra.plan.events import EvaluationDone, Event, StateReceived
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.instructions import Instruction, Source
+from cerebro_hydra.plan.instructions import Instruction, Measure, Source
 
 st.register_type_strategy(float, st.floats(allow_nan=False))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+states = st.dictionaries(st.text(), json_values, max_size=3)
+st.register_type_strategy(EvaluationDone, st.builds(EvaluationDone, states=states))
+st.register_type_strategy(Measure, st.builds(Measure, states=st.lists(states).map(tuple)))
 records = st.one_of(*(st.from_type(kind) for kind in (*get_args(Event), *get_args(Instruction))))
 configs = st.integers(1, 3).flatmap(
     lambda trials: st.builds(

@@ -151,7 +151,7 @@ class World:
         if isinstance(task, ins.Evaluate):
             del agent.tasks[attempt]
             sums = {"loss": val_loss(content, task.partition)}
-            agent.outbox.append(ev.EvaluationDone(attempt, me, sums, 1.0, ev.Hop(0, 0, 0.0)))
+            agent.outbox.append(ev.EvaluationDone(attempt, me, sums, 1.0, ev.Hop(0, 0, 0.0), {}))
         elif attempt not in agent.ending:
             agent.ending.add(attempt)
             agent.outbox.append(ev.SubEpochEnding(attempt, me))

@@ -18,8 +18,10 @@ from cerebro_hydra.plan.simulate import Loss, Simulation
 from cerebro_hydra.plan.visits import Agent, visit_order
 
 
-def config(trials: int = 1, partitions: int = 2, epochs: int = 1, **more) -> HopConfig:
-    each = (TrialConfig(t, 1.0, 100, ((f"f{t}", f"t{t}"),)) for t in range(trials))
+def config(
+    trials: int = 1, partitions: int = 2, epochs: int = 1, custom: tuple[str, ...] = (), **more
+) -> HopConfig:
+    each = (TrialConfig(t, 1.0, 100, ((f"f{t}", f"t{t}"),), custom) for t in range(trials))
     return HopConfig(tuple(each), partitions, epochs, **more)
 
 
@@ -30,7 +32,7 @@ def done(attempt: int, worker: str, loss: float = 1.0, digest: str = "") -> ev.S
 
 def evaluated(attempt: int, worker: str, loss: float, rows: int = 2) -> ev.EvaluationDone:
     sums = {"loss": (loss, rows), "accuracy": (1.0, rows)}
-    return ev.EvaluationDone(attempt, worker, sums, 1.0, ev.Hop(0, 0, 0.0))
+    return ev.EvaluationDone(attempt, worker, sums, 1.0, ev.Hop(0, 0, 0.0), {"seen": attempt})
 
 
 class Driver:
@@ -161,6 +163,56 @@ def test_the_first_visit_of_an_epoch_carries_the_metrics_of_the_one_before_also_
     starts = [(start.visit, start.metrics) for start in of(ins.StartSubEpoch, run.told)]
     before = {"train_loss": 0.25}
     assert starts == [(1, {}), (2, {}), (3, before), (3, before), (4, {})]
+
+
+def measuring(**more) -> tuple[Driver, ins.Measure]:
+    """Trial 0 has a custom metric, is trained on a and b, and evaluated on both."""
+    run = Driver(order="seeded", seed=in_order(0, 1), custom=("auc",), **more)
+    run.train(run.running["a"], "a")
+    run.train(run.running["b"], "b")
+    run(evaluated(run.running["b"], "b", 5.0))
+    (measure,) = of(ins.Measure, run(evaluated(run.running["a"], "a", 3.0)))
+    return run, measure
+
+
+def test_custom_metrics_are_merged_in_partition_order_before_the_epoch_ends() -> None:
+    run, measure = measuring()
+    on = {event.attempt: event.partition for event in of(ins.Evaluate, run.told)}
+    assert [on[states["seen"]] for states in measure.states] == [0, 1]
+    assert not of(ins.EndEpoch, run.told)
+    measured = ev.Measured(measure.attempt, 0, 0, {"auc": 0.75})
+    (end,) = of(ins.EndEpoch, run(measured))
+    assert list(end.metrics.items()) == [
+        ("train_loss", 0.25),
+        ("val_loss", 2.0),
+        ("val_accuracy", 0.5),
+        ("val_auc", 0.75),
+    ]
+    assert not of(ins.EndEpoch, run(measured))
+
+
+def test_a_trial_whose_custom_metric_fails_fails_with_its_traceback() -> None:
+    run, measure = measuring()
+    failed = ev.MeasureFailed(measure.attempt, 0, 0, "Traceback: boom")
+    (finish,) = of(ins.FinishTrial, run(failed))
+    assert (finish.status, finish.reason) == ("failed", "Traceback: boom")
+
+
+def test_a_measurement_of_a_void_epoch_is_ignored_and_made_again() -> None:
+    run, void = measuring()
+    run(ev.WorkerLost("a", "killed"))
+    (redo,) = of(ins.Redo, run(ev.WorkerLost("b", "killed")))
+    assert redo.visits == (1, 2)
+    for worker, again in enumerate("cd"):
+        run(ev.WorkerJoined(worker, again, (worker,)))
+    for worker in "cd":
+        run.train(run.running[worker], worker)
+    for worker in "cd":
+        run(evaluated(run.running[worker], worker, 9.0))
+    (measure,) = of(ins.Measure, run.last)
+    assert not of(ins.EndEpoch, run(ev.Measured(void.attempt, 0, 0, {"auc": 0.1})))
+    (end,) = of(ins.EndEpoch, run(ev.Measured(measure.attempt, 0, 0, {"auc": 0.9})))
+    assert end.metrics["val_auc"] == 0.9
 
 
 def test_a_metric_over_no_rows_is_nan_and_its_journal_folds() -> None:
