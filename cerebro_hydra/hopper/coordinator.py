@@ -277,6 +277,7 @@ def hop_config(document: RunDocument, manifest: Manifest) -> HopConfig:
             nbytes=spec.nbytes,
             initial_digests=spec.shards,
             custom_metrics=spec.custom_metrics,
+            patience=spec.patience,
         )
         for spec in document.trials
     )
@@ -287,4 +288,6 @@ def hop_config(document: RunDocument, manifest: Manifest) -> HopConfig:
         order=document.order,
         seed=document.seed,
         evaluate=manifest.has_validation,
+        metric=("val_" if manifest.has_validation else "train_") + document.evaluation_metric,
+        direction=document.metrics[document.evaluation_metric],
     )

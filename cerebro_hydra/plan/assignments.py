@@ -17,6 +17,7 @@ from cerebro_hydra.plan.instructions import (
     Source,
     StartSubEpoch,
 )
+from cerebro_hydra.plan.outcome import outcome
 from cerebro_hydra.plan.visits import Agent, Attempt, Choice, Kind, Trial, visit_order
 
 
@@ -65,7 +66,7 @@ class Assignments:
         return found
 
     def _open_tasks(self, index: int, trial: Trial) -> list[tuple[Kind, int]]:
-        if trial.status is not None or trial.saving is not None or trial.stop is not None:
+        if trial.status is not None or outcome(self.config, trial) is not None:
             return []
         partitions = range(self.config.partitions)
         if trial.epoch_trained(len(partitions)):

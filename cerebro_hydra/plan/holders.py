@@ -77,10 +77,6 @@ class Holders:
         """The known states of a trial, oldest first."""
         return sorted(visit for other, visit in self._segments if other == trial)
 
-    def newest(self, trial: int) -> int:
-        """The newest state that is whole somewhere."""
-        return max(visit for visit in self.visits(trial) if self.where(trial, visit))
-
     def share(self, trial: int, visit: int, where: str) -> float:
         """How much of the state is already there, as a share of its segments."""
         segments = self._segments[trial, visit]

@@ -8,6 +8,7 @@ from math import isfinite
 from cerebro_hydra.errors import ConfigurationError
 
 ORDERS = ("dynamic", "seeded")
+DIRECTIONS = ("min", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,9 @@ class TrialConfig:
 
     ``cost`` is the relative work of one sub-epoch (any positive unit, the same for all trials);
     ``nbytes`` the size of its state; ``initial_digests`` one (frozen, trainable) pair per shard;
-    ``custom_metrics`` names what the user's code merges after every epoch (``Measure``).
+    ``custom_metrics`` names what the user's code merges after every epoch (``Measure``). With a
+    ``patience``, the trial ends when so many epochs in a row were not better, and its result is
+    the state after its best epoch; with None it trains all epochs, and its result is the newest.
     """
 
     trial: int
@@ -24,11 +27,15 @@ class TrialConfig:
     nbytes: int
     initial_digests: tuple[tuple[str, str], ...]
     custom_metrics: tuple[str, ...] = ()
+    patience: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HopConfig:
     """All trials of a run, and the data they visit.
+
+    ``metric``, a name in the metrics of an epoch such as "val_loss", and ``direction``, "min" or
+    "max", say which epoch of a trial with patience is its best.
 
     Raises:
         ConfigurationError: a number or name can't be used.
@@ -40,11 +47,17 @@ class HopConfig:
     order: str = "dynamic"
     seed: int = 0
     evaluate: bool = True
+    metric: str = "train_loss"
+    direction: str = "min"
 
     def __post_init__(self) -> None:
         """Refuse what no run can start with."""
         if self.order not in ORDERS:
             raise ConfigurationError(f"order={self.order!r} is unknown; choose one of {ORDERS}")
+        if self.direction not in DIRECTIONS:
+            raise ConfigurationError(
+                f"direction={self.direction!r} is unknown; choose one of {DIRECTIONS}"
+            )
         for name in ("partitions", "epochs"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be at least 1")
@@ -55,3 +68,16 @@ class HopConfig:
                 raise ConfigurationError(f"trial {trial.trial} stands at index {index}")
             if not (isfinite(trial.cost) and trial.cost > 0):
                 raise ConfigurationError(f"cost={trial.cost} of trial {index} must be positive")
+            if trial.patience is not None:
+                self._check_patience(index, trial.patience)
+
+    def _check_patience(self, index: int, patience: int) -> None:
+        if type(patience) is not int or patience < 1:
+            raise ConfigurationError(
+                f"patience={patience!r} of trial {index} must be a whole number of epochs from 1"
+            )
+        if not self.evaluate and self.metric != "train_loss":
+            raise ConfigurationError(
+                f"trial {index} has patience with metric={self.metric!r}, which needs validation "
+                "data; add some, or use metric='train_loss'"
+            )

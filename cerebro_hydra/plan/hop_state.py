@@ -11,8 +11,9 @@
 A trial is a chain of states: state v is made by its v-th sub-epoch from state v - 1. A commit is
 provisional: state v - 1 is kept until state v survives the loss of any one worker. When a loss
 makes states unreachable, the trial goes back to its newest reachable one (``Redo``), and every
-attempt that was built on the void states is cancelled. Events of attempts and incarnations that
-are over are ignored, so duplicates and late messages do no harm.
+attempt that was built on the void states is cancelled. The best state of a trial with patience is
+kept alike until it is in the store, to which it is written while training goes on. Events of
+attempts and incarnations that are over are ignored, so duplicates and late messages do no harm.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ from cerebro_hydra.plan.instructions import (
     Measure,
     Redo,
 )
+from cerebro_hydra.plan.keeping import Keeping
+from cerebro_hydra.plan.outcome import best_visit, outcome, result
 from cerebro_hydra.plan.policy import Policy
 from cerebro_hydra.plan.visits import Agent, Attempt, Trial, Visit
 
@@ -59,6 +62,7 @@ class HopState(Assignments):
 
     def __init__(self, config: HopConfig) -> None:
         super().__init__(config)
+        self.keeping = Keeping(config, self.holders)
         self.policy = Policy(config)
         self.finished = False
         self._fenced: set[str] = set()  # incarnations that are over
@@ -145,27 +149,31 @@ class HopState(Assignments):
                 self._abandon(attempt)
         self.holders.forget_worker(incarnation)
         for index, trial in enumerate(self.trials):
+            if trial.saving is not None and trial.saving[1] == incarnation:
+                trial.saving = None
             if trial.status is None:
                 self._recover(index, trial, incarnation, reason)
 
     def _recover(self, index: int, trial: Trial, lost: str, reason: str) -> None:
-        """Go back to the newest state that is left, and leave sources that are gone."""
-        left = self.holders.newest(index)
-        if left < trial.newest:
-            void = tuple(range(left + 1, trial.newest + 1))
-            self._abandon_all(trial)
-            for visit in void:
-                self.holders.forget_state(index, visit)
-            del trial.visits[left:]
-            del trial.history[left // self.config.partitions :]
-            trial.forget_evaluation()
-            self._log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
-            self._out.append(Redo(index, void, reason))
+        """Go back if a state that the trial needs is gone, and leave sources that are."""
+        if not self.keeping.intact(index, trial):
+            self._go_back(index, trial, self.keeping.fallback(index, trial), reason)
         for attempt in trial.attempts:
             if attempt.source.incarnation == lost and not attempt.received:
                 self._abandon(attempt)
-        if trial.saving is not None and trial.saving[1] == lost:
-            trial.saving = None
+
+    def _go_back(self, index: int, trial: Trial, left: int, reason: str) -> None:
+        void = tuple(range(left + 1, trial.newest + 1))
+        self._abandon_all(trial)
+        for visit in void:
+            for place in self.holders.where(index, visit):
+                self._drop(index, visit, place)
+            self.holders.forget_state(index, visit)
+        del trial.visits[left:]
+        del trial.history[left // self.config.partitions :]
+        trial.forget_evaluation()
+        self._log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
+        self._out.append(Redo(index, void, reason))
 
     # ------------------------------------------------------------------ tasks
 
@@ -254,8 +262,10 @@ class HopState(Assignments):
 
     def _checkpointed(self, event: Checkpointed) -> None:
         trial = self.trials[event.trial]
-        if self.agent(event.incarnation) is None or trial.status is not None:
+        if self.agent(event.incarnation) is None:
             return
+        if trial.saving == (event.visit, event.incarnation):
+            trial.saving = None
         if self.holders.holds(event.trial, event.visit, event.incarnation):
             self.holders.add(event.trial, event.visit, STORE)
             self._log(event.trial, f"state {event.visit} is in the store")
@@ -263,7 +273,7 @@ class HopState(Assignments):
     def _stop(self, event: TrialStopped) -> None:
         trial = self.trials[event.trial]
         if trial.status is None and trial.stop is None:
-            if len(trial.history) < self.config.epochs:
+            if outcome(self.config, trial) is None:
                 trial.stop = event.reason
                 trial.forget_evaluation()
             self._log(event.trial, f"stopped: {event.reason}")
@@ -273,9 +283,9 @@ class HopState(Assignments):
         self._abandon_all(trial)
         trial.forget_evaluation()
         trial.status = status
-        trial.saving = None
-        self._log(index, status)
-        self._out.append(FinishTrial(index, status, reason))
+        trial.result = 0 if status == "failed" else result(self.config, trial)
+        self._log(index, f"{status} with state {trial.result}")
+        self._out.append(FinishTrial(index, status, reason, trial.result))
 
     # ------------------------------------------------------------------ after every event
 
@@ -308,11 +318,14 @@ class HopState(Assignments):
                 self._next_attempt += 1
                 states = tuple(trial.states[partition] for partition in range(partitions))
                 self._out.append(Measure(trial.measuring, index, len(trial.history), states))
-        if trial.stop is not None:
+        if trial.status is not None:
+            return
+        if over := outcome(self.config, trial):
             self._abandon_all(trial)
-            self._save(index, trial, "stopped", trial.stop)
-        elif len(trial.history) == self.config.epochs:
-            self._save(index, trial, "finished", "")
+            if self._saved(index, trial, result(self.config, trial)):
+                self._end(index, *over)
+        elif (best := best_visit(self.config, trial, trial.newest)) is not None:
+            self._saved(index, trial, best)
 
     def _end_epoch(self, index: int, custom: dict[str, float]) -> None:
         trial = self.trials[index]
@@ -323,32 +336,33 @@ class HopState(Assignments):
         trial.forget_evaluation()
         self._log(index, f"epoch {epoch} ended: {metrics}")
         self._out.append(EndEpoch(index, epoch, metrics))
+        if trial.config.patience is not None and self.config.metric not in metrics:
+            reason = (
+                f"patience needs {self.config.metric!r}, which no epoch has; "
+                f"choose one of {sorted(metrics)}"
+            )
+            self._end(index, "failed", reason)
 
-    def _save(self, index: int, trial: Trial, status: str, reason: str) -> None:
-        """End the trial once its newest state is in the store."""
-        places = self.holders.where(index, trial.newest)
+    def _saved(self, index: int, trial: Trial, visit: int) -> bool:
+        """Whether the state is in the store; has it written if nothing else is being written."""
+        places = self.holders.where(index, visit)
         if STORE in places:
-            self._end(index, status, reason)
-        elif trial.saving is None:
-            trial.saving = (trial.newest, places[0])
-            self._out.append(Checkpoint(index, trial.newest, places[0]))
+            return True
+        if trial.saving is None:
+            trial.saving = (visit, places[0])
+            self._out.append(Checkpoint(index, visit, places[0]))
+        return False
 
     def _collect(self, index: int, trial: Trial) -> None:
-        """Keep the newest state, and the newest one that outlives any one worker."""
-        keep: set[tuple[int, str]] = set()
-        if trial.status is None:
-            newest = self.holders.where(index, trial.newest)
-            keep.update((trial.newest, place) for place in newest)
-            if len(newest) == 1 and newest[0] != STORE:
-                for visit in reversed(self.holders.visits(index)[:-1]):
-                    others = [p for p in self.holders.where(index, visit) if p != newest[0]]
-                    if others:
-                        keep.add((visit, others[0]))
-                        break
+        """Drop every copy that need not be kept."""
+        kept = self.keeping.kept(index, trial)
         for visit in self.holders.visits(index):
             for place in self.holders.where(index, visit):
-                if place != STORE and (visit, place) not in keep:
-                    self.holders.drop(index, visit, place)
-                    self._out.append(Drop(index, visit, place))
+                if place != STORE and (visit, place) not in kept:
+                    self._drop(index, visit, place)
             if not self.holders.where(index, visit):
                 self.holders.forget_state(index, visit)
+
+    def _drop(self, index: int, visit: int, place: str) -> None:
+        self.holders.drop(index, visit, place)
+        self._out.append(Drop(index, visit, place))

@@ -133,11 +133,16 @@ class EndEpoch:
 
 @dataclass(frozen=True, slots=True)
 class FinishTrial:
-    """The trial is over: "finished", "failed" or "stopped", with the reason if there is one."""
+    """The trial is over: "finished", "failed" or "stopped", with the reason if there is one.
+
+    Its result, which is in the store, is the state after ``visit``: the best one of a trial with
+    patience, if an epoch was finite, else the newest. A failed trial has none: ``visit`` is 0.
+    """
 
     trial: int
     status: str
     reason: str
+    visit: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from cerebro_hydra.plan.holders import STORE
+from cerebro_hydra.plan.outcome import best_visit, needed, result
 from cerebro_hydra.plan.visits import Attempt, Trial
 
 if TYPE_CHECKING:
@@ -82,20 +83,30 @@ def _check_chain(index: int, trial: Trial) -> None:
 
 def _check_states(state: HopState, index: int, trial: Trial) -> None:
     visits = state.holders.visits(index)
+    if trial.saving is not None:
+        assert state.agent(trial.saving[1]), f"trial {index} is saved by {trial.saving[1]}: lost"
+        held = state.holders.holds(index, *trial.saving)
+        assert held, f"trial {index}: state {trial.saving} is being saved, and dropped"
     if trial.status is not None:
         assert not trial.attempts, f"trial {index} is over and runs"
         for visit in visits:
-            places = state.holders.where(index, visit)
-            assert places == [STORE], f"trial {index} is over and held by {places}"
+            copies = {(visit, place) for place in state.holders.where(index, visit)}
+            extra = copies - {(visit, STORE), trial.saving}
+            assert not extra, f"trial {index} is over and held by {extra}"
+        if trial.status != "failed":
+            assert trial.result == result(state.config, trial), f"trial {index}: another result"
+            saved = state.holders.holds(index, trial.result, STORE)
+            assert saved, f"trial {index}: its result, state {trial.result}, is not in the store"
         return
-    newest = state.holders.where(index, trial.newest)
-    assert newest, f"trial {index}: state {trial.newest} is nowhere"
-    assert max(visits) == trial.newest, f"trial {index}: states {visits} of {trial.newest} visits"
+    assert max(visits) <= trial.newest, f"trial {index}: states {visits} of {trial.newest} visits"
+    for visit in needed(state.config, trial):
+        assert state.holders.where(index, visit), f"trial {index}: state {visit} is nowhere"
+    best = best_visit(state.config, trial, trial.newest)
+    if best is not None and not state.holders.holds(index, best, STORE):
+        assert trial.saving, f"trial {index}: state {best} is its best, and nothing is saved"
     for lost in state.agents.values():
-        left = [
-            visit for visit in visits if set(state.holders.where(index, visit)) - {lost.incarnation}
-        ]
-        assert left, f"trial {index} would not outlive worker {lost.worker}"
+        back = state.keeping.fallback(index, trial, lost.incarnation)
+        assert back <= trial.newest, f"trial {index} would not outlive worker {lost.worker}"
 
 
 def _check_attempt(state: HopState, trial: Trial, attempt: Attempt) -> None:

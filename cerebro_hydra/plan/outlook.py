@@ -6,6 +6,7 @@ import heapq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from cerebro_hydra.plan.outcome import outcome
 from cerebro_hydra.plan.visits import Kind, visit_order
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def look(state: HopState) -> Outlook:
     load = dict.fromkeys(free, 0.0)
     prospects = {}
     for index, trial in enumerate(state.trials):
-        if trial.status is not None or trial.stop is not None or trial.saving is not None:
+        if trial.status is not None or outcome(config, trial) is not None:
             continue
         epoch = len(trial.history)
         kind: Kind = "evaluate" if trial.epoch_trained(config.partitions) else "train"

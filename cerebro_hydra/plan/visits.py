@@ -91,6 +91,7 @@ class Trial:
     saving: tuple[int, str] | None = None  # the checkpoint under way: visit, incarnation
     stop: str | None = None  # why it was stopped, once it was
     status: str | None = None  # how it ended, once it has
+    result: int | None = None  # the visit of the state that it ended with; None while it trains
     log: list[str] = field(default_factory=list)
 
     @property

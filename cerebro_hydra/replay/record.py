@@ -18,6 +18,8 @@ class TrialRecord:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Epoch → measured values."""
     status: str = "unfinished"
+    result_visit: int | None = None
+    """The state that is the trial's result, 0 if it failed; None while it is unfinished."""
 
     @property
     def visit_log(self) -> list[tuple[int, int]]:
@@ -61,6 +63,7 @@ def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
             record.metrics[instruction["epoch"]] = instruction["metrics"]
         case "FinishTrial":
             record.status = instruction["status"]
+            record.result_visit = instruction["visit"]
 
 
 def final_visit(folder: RunFolder, trial: int) -> int:

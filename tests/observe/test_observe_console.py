@@ -153,7 +153,7 @@ def test_final_table_has_the_best_first_and_says_the_direction(
     view.apply({"kind": "start", "document": document.to_json()})
     for trial, accuracy in enumerate([0.5, 0.75, float("nan")]):
         metrics = {"train_loss": 1.0, "val_loss": 1.0, "val_accuracy": accuracy}
-        instructions = [ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "")]
+        instructions = [ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "", 4)]
         view.apply(
             {
                 "kind": "journal",

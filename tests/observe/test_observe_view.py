@@ -116,7 +116,7 @@ def test_best_is_the_highest_accuracy_and_nan_never_wins(make_document) -> None:
                 ev.TrialStopped(trial, ""),
                 ended(trial, 0, train_loss=1.0, val_loss=1.0, val_accuracy=1.0 - trial / 10),
                 ended(trial, 1, train_loss=1.0, val_loss=1.0, val_accuracy=score),
-                ins.FinishTrial(trial, "finished", ""),
+                ins.FinishTrial(trial, "finished", "", 4),
             )
         )
     assert [t.trial for t in view.best_first()] == [1, 3, 0, 2]
@@ -129,7 +129,7 @@ def test_best_by_loss_is_the_lowest_and_failed_trials_never_win(make_document) -
             journal(
                 ev.TrialStopped(trial, ""),
                 ended(trial, 0, train_loss=loss),
-                ins.FinishTrial(trial, status, "why"),
+                ins.FinishTrial(trial, status, "why", 2),
             )
         )
     assert view.metric == "train_loss"
@@ -147,7 +147,7 @@ def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials(make_
     # 3 epochs of 2 partitions at 2 s each; two trials share one worker.
     assert view.eta(first) == pytest.approx(5 * 2.0 * 2)
     assert view.eta(second) == pytest.approx(6 * 2.0 * 2)
-    view.apply(journal(QUIET, ins.FinishTrial(1, "failed", "boom")))
+    view.apply(journal(QUIET, ins.FinishTrial(1, "failed", "boom", 0)))
     assert view.eta(second) is None
     assert view.eta(first) == pytest.approx(5 * 2.0)
 

@@ -31,7 +31,7 @@ def test_what_a_lost_worker_held_is_gone_and_the_store_stays() -> None:
     table.define(0, 1, [("f", "b")])
     table.add(0, 0, STORE)
     table.add(0, 1, "w")
-    assert table.newest(0) == 1
+    assert table.where(0, 1) == ["w"]
     table.forget_worker("w")
-    assert table.newest(0) == 0
+    assert table.where(0, 1) == [] and table.where(0, 0) == [STORE]
     assert {holder.tier for holder in table} == {STORE}

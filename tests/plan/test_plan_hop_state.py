@@ -234,7 +234,7 @@ def test_a_trial_is_finished_once_its_last_state_is_in_the_store() -> None:
     (checkpoint,) = of(ins.Checkpoint, run(done(0, "a")))
     assert checkpoint == ins.Checkpoint(0, 1, "a")
     run(ev.Checkpointed(0, 1, "a"))
-    assert run.last == [ins.FinishTrial(0, "finished", ""), ins.Drop(0, 1, "a"), ins.FinishRun()]
+    assert run.last == [ins.FinishTrial(0, "finished", "", 1), ins.Drop(0, 1, "a"), ins.FinishRun()]
     assert run(ev.Checkpointed(0, 1, "a")) == []
 
 
@@ -243,7 +243,7 @@ def test_a_failing_trial_fails_alone() -> None:
     attempt = run.running["a"]
     trial = run.state.attempts[attempt].trial
     run(ev.TaskFailed(attempt, "a", "Traceback: boom"))
-    assert ins.FinishTrial(trial, "failed", "Traceback: boom") in run.last
+    assert ins.FinishTrial(trial, "failed", "Traceback: boom", 0) in run.last
     assert run.state.trials[1 - trial].status is None and run.running
 
 
@@ -254,7 +254,7 @@ def test_a_stopped_trial_saves_its_last_state_and_ends() -> None:
     ((w2, a2),) = run.running.items()
     run(ev.TrialStopped(0, "pruned"))
     assert ins.Cancel(a2, w2) in run.last and ins.Checkpoint(0, 1, w1) in run.last
-    assert ins.FinishTrial(0, "stopped", "pruned") in run(ev.Checkpointed(0, 1, w1))
+    assert ins.FinishTrial(0, "stopped", "pruned", 1) in run(ev.Checkpointed(0, 1, w1))
 
 
 def test_a_failed_transfer_is_tried_again_but_not_for_ever() -> None:

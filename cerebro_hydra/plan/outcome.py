@@ -1,0 +1,82 @@
+"""How a trial ends, and which of its states is its result: pure functions of its history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf, isfinite
+from typing import NamedTuple
+
+from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.visits import Trial
+
+
+class Outcome(NamedTuple):
+    """What a trial is to end as, once its result is in the store."""
+
+    status: str
+    reason: str
+
+
+def outcome(config: HopConfig, trial: Trial) -> Outcome | None:
+    """Return how the trial ends, or None while it has epochs to train."""
+    if trial.stop is not None:
+        return Outcome("stopped", trial.stop)
+    if len(trial.history) == config.epochs:
+        return Outcome("finished", "")
+    patience = trial.config.patience
+    if patience is None:
+        return None
+    best = best_epoch(_values(config, trial), config.direction)
+    if len(trial.history) - (0 if best is None else best + 1) < patience:
+        return None
+    epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
+    if best is None:
+        return Outcome("finished", f"stopped early: {config.metric} was not finite in {epochs}")
+    value = trial.history[best][config.metric]
+    reason = (
+        f"stopped early: {config.metric} was best after epoch {best + 1} ({value:.4g}) "
+        f"and not better for {epochs}"
+    )
+    return Outcome("finished", reason)
+
+
+def best_epoch(values: Iterable[float], direction: str) -> int | None:
+    """Return the first epoch with the best finite value, or None if there is none.
+
+    ``direction`` is "min" or "max".
+    """
+    best, at = inf, None
+    for epoch, value in enumerate(values):
+        loss = -value if direction == "max" else value
+        if isfinite(value) and loss < best:
+            best, at = loss, epoch
+    return at
+
+
+def best_visit(config: HopConfig, trial: Trial, visits: int) -> int | None:
+    """Return the state after the best of the epochs that ended within the first ``visits``.
+
+    None if the trial has no patience, or no such epoch was finite.
+    """
+    if trial.config.patience is None:
+        return None
+    values = _values(config, trial)[: visits // config.partitions]
+    best = best_epoch(values, config.direction)
+    return None if best is None else (best + 1) * config.partitions
+
+
+def result(config: HopConfig, trial: Trial) -> int:
+    """Return the state that is the trial's result as things stand: its best, else its newest."""
+    best = best_visit(config, trial, trial.newest)
+    return trial.newest if best is None else best
+
+
+def needed(config: HopConfig, trial: Trial) -> set[int]:
+    """Return the states that a trial can't do without: its result, and what it goes on from."""
+    if outcome(config, trial) is not None:
+        return {result(config, trial)}
+    return {result(config, trial), trial.newest}
+
+
+def _values(config: HopConfig, trial: Trial) -> Sequence[float]:
+    return [metrics[config.metric] for metrics in trial.history]
