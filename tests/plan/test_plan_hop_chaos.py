@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from math import inf, isfinite, nan
 from random import Random
 
 from hypothesis import given, settings
@@ -21,9 +22,17 @@ from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal import fold, record, snapshot
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.plan.visits import visit_order
+from cerebro_hydra.plan.visits import Trial, visit_order
 
 Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit
+
+
+SCORES = (nan, inf, 0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def score(trial: int, epoch: int, seed: int) -> float:
+    """What decides which epoch is best, whatever the order of its visits."""
+    return Random(seed_of(seed, "score", trial, epoch)).choice(SCORES)
 
 
 def val_loss(content: Content, partition: int) -> tuple[float, int]:
@@ -43,6 +52,7 @@ class FakeAgent:
     tasks: dict[int, ins.StartSubEpoch | ins.Evaluate] = field(default_factory=dict)
     ending: set[int] = field(default_factory=set)
     fetches: dict[tuple[int, int], ins.Source] = field(default_factory=dict)
+    saves: deque[tuple[int, int]] = field(default_factory=deque)
 
 
 class World:
@@ -54,6 +64,7 @@ class World:
         self.news: deque[ev.Event] = deque()  # from the shell itself
         self.instructions: list[ins.Instruction] = []
         self.journal: list[dict] = []
+        self.broken_measure: int | None = None
         for worker in range(len(workers)):
             self.join(worker)
 
@@ -73,6 +84,19 @@ class World:
         for instruction in given:
             if incarnation := getattr(instruction, "incarnation", None):
                 agents[incarnation].inbox.append(instruction)
+            if isinstance(instruction, ins.Measure):
+                self.news.append(self.measure(instruction))
+
+    def measure(self, task: ins.Measure) -> ev.Event:
+        """The user's code: fails if told to, else has the sum of what evaluations saw."""
+        named = (task.attempt, task.trial, task.epoch)
+        assert [state["partition"] for state in task.states] == list(range(self.config.partitions))
+        (content,) = {json.dumps(state["content"]) for state in task.states}
+        assert len(json.loads(content)) == (task.epoch + 1) * self.config.partitions
+        if self.broken_measure == task.trial:
+            return ev.MeasureFailed(*named, "injected")
+        value = score(task.trial, task.epoch, self.config.seed)
+        return ev.Measured(*named, {"score": value, "seen": float(len(content))})
 
     # -------------------------------------------------------------- what can happen next
 
@@ -87,6 +111,8 @@ class World:
                 continue
             if agent.inbox:
                 found.append(lambda a=agent: self.obey(a, a.inbox.popleft()))
+            if agent.saves:
+                found.append(lambda a=agent: self.save(a, a.saves.popleft()))
             for key, source in agent.fetches.items():
                 if step := self.fetching(agent, key, source):
                     found.append(step)
@@ -112,9 +138,11 @@ class World:
                 agent.held.pop((instruction.trial, instruction.visit), None)
                 agent.fetches.pop((instruction.trial, instruction.visit), None)
             case ins.Checkpoint():
-                key = (instruction.trial, instruction.visit)
-                self.store[key] = agent.held[key]
-                agent.outbox.append(ev.Checkpointed(*key, agent.incarnation))
+                agent.saves.append((instruction.trial, instruction.visit))
+
+    def save(self, agent: FakeAgent, key: tuple[int, int]) -> None:
+        self.store[key] = agent.held[key]  # a state is never dropped while it is being saved
+        agent.outbox.append(ev.Checkpointed(*key, agent.incarnation))
 
     def want(self, agent: FakeAgent, trial: int, source: ins.Source) -> None:
         if (trial, source.visit) not in agent.held:
@@ -150,9 +178,14 @@ class World:
         attempt, me = task.attempt, agent.incarnation
         if isinstance(task, ins.Evaluate):
             del agent.tasks[attempt]
-            sums = {"loss": val_loss(content, task.partition)}
-            agent.outbox.append(ev.EvaluationDone(attempt, me, sums, 1.0, ev.Hop(0, 0, 0.0), {}))
+            value = score(task.trial, task.epoch, self.config.seed)
+            sums = {"loss": val_loss(content, task.partition), "plain": (value, 1)}
+            states = {"partition": task.partition, "content": content}
+            agent.outbox.append(
+                ev.EvaluationDone(attempt, me, sums, 1.0, ev.Hop(0, 0, 0.0), states)
+            )
         elif attempt not in agent.ending:
+            self.check_metrics(task)
             agent.ending.add(attempt)
             agent.outbox.append(ev.SubEpochEnding(attempt, me))
         else:
@@ -161,9 +194,19 @@ class World:
             agent.held[key] = (*content, (task.epoch, task.partition))
             agent.made_by[key] = attempt
             digests = ((f"frozen/{task.trial}", f"{task.trial}/{hash(agent.held[key])}"),)
+            loss = 2 * score(task.trial, task.epoch, self.config.seed)
             agent.outbox.append(
-                ev.SubEpochDone(attempt, me, 2, 1.0, digests, 9, 1.0, ev.Hop(9, 0, 0.5))
+                ev.SubEpochDone(attempt, me, 2, loss, digests, 9, 1.0, ev.Hop(9, 0, 0.5))
             )
+
+    def check_metrics(self, task: ins.StartSubEpoch) -> None:
+        before = task.source.visit // self.config.partitions
+        if task.epoch == 0 or task.source.visit % self.config.partitions:
+            assert task.metrics == {}
+        else:
+            assert task.epoch == before
+            loss = score(task.trial, task.epoch - 1, self.config.seed)
+            assert repr(task.metrics["train_loss"]) == repr(loss)
 
     # -------------------------------------------------------------- faults
 
@@ -194,6 +237,8 @@ class World:
                 agent.fetches.pop((task.trial, task.source.visit), None)
                 event_type = ev.TaskFailed if kind == "task" else ev.TransferFailed
                 agent.outbox.append(event_type(task.attempt, agent.incarnation, "injected"))
+        elif kind == "measure":
+            self.broken_measure = random.randrange(len(self.config.trials))
         elif kind == "stop":
             trial = random.randrange(len(self.config.trials))
             self.news.append(ev.TrialStopped(trial, "pruned"))
@@ -215,24 +260,41 @@ class World:
         raise AssertionError("the run does not end")
 
 
+METRICS = ("train_loss", "val_plain", "val_score")
+FAULTS = ("kill", "duplicate", "task", "transfer", "stop", "measure")
+
+
 @st.composite
-def worlds(draw, faults: tuple[str, ...] = ("kill", "duplicate", "task", "transfer", "stop")):
+def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
     partitions = draw(st.integers(1, 4))
     cut = draw(st.integers(1, partitions))
     workers = [tuple(range(partitions))[i::cut] for i in range(cut)]
+    evaluate = draw(st.booleans())
+    metric = draw(st.sampled_from(METRICS)) if evaluate else "train_loss"
     trials = tuple(
-        TrialConfig(t, draw(st.sampled_from([0.5, 1.0, 3.0])), 100, ((f"f/{t}", f"t/{t}"),))
+        TrialConfig(
+            t,
+            draw(st.sampled_from([0.5, 1.0, 3.0])),
+            100,
+            ((f"f/{t}", f"t/{t}"),),
+            custom_metrics=("score", "seen")
+            if metric == "val_score" or draw(st.booleans())
+            else (),
+            patience=draw(st.sampled_from([None, 1, 2])),
+        )
         for t in range(draw(st.integers(1, 4)))
     )
     config = HopConfig(
         trials,
         partitions,
-        epochs=draw(st.integers(1, 2)),
-        order=draw(st.sampled_from(["dynamic", "seeded"])),
-        seed=draw(st.integers(0, 3)),
-        evaluate=draw(st.booleans()),
+        epochs=draw(st.integers(1, 5)) if partitions < 3 else draw(st.integers(1, 2)),
+        order=order or draw(st.sampled_from(["dynamic", "seeded"])),
+        seed=draw(st.integers(0, 2**16)),
+        evaluate=evaluate,
+        metric=metric,
+        direction=draw(st.sampled_from(["min", "max"])),
     )
-    limits = {"kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "stop": 1}
+    limits = {"kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "stop": 1, "measure": 1}
     budget = Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults})
     return World(config, workers, budget)
 
@@ -255,6 +317,29 @@ def surviving_commits(instructions: list[ins.Instruction], trial: int) -> list[i
     return alive
 
 
+def expected_result(config: HopConfig, index: int, trial: Trial) -> tuple[int, str]:
+    """The best epoch by the trial's own history, told without the code that is tested."""
+    patience, sign = trial.config.patience, -1 if config.direction == "max" else 1
+    best, waited = None, 0
+    for epoch, metrics in enumerate(trial.history):
+        assert patience is None or waited < patience, "it goes on after its patience ended"
+        value = metrics[config.metric]
+        better = isfinite(value) and (best is None or sign * value < sign * best[1])
+        best, waited = ((epoch, value), 0) if better else (best, waited + 1)
+    if patience is None or (trial.status == "stopped" and best is None):
+        return len(trial.visits), ""
+    early = waited >= patience and len(trial.history) < config.epochs
+    epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
+    if best is None:
+        why = f"stopped early: {config.metric} was not finite in {epochs}"
+        return len(trial.visits), why if early else ""
+    why = (
+        f"stopped early: {config.metric} was best after epoch {best[0] + 1} ({best[1]:.4g}) "
+        f"and not better for {epochs}"
+    )
+    return (best[0] + 1) * config.partitions, why if early else ""
+
+
 def check_outcome(world: World) -> None:
     config = world.config
     assert world.instructions.count(ins.FinishRun()) == 1
@@ -267,11 +352,21 @@ def check_outcome(world: World) -> None:
         commits = surviving_commits(world.instructions, index)
         assert tuple((c.epoch, c.partition) for c in commits) == log
         if trial.status == "failed":
+            assert over[0].visit == 0
             continue
-        assert world.store[index, len(log)] == log  # what is saved is what the log says
+        result, reason = expected_result(config, index, trial)
+        assert over[0].visit == result
+        assert world.store[index, result] == log[:result]  # what is saved is what the log says
         for epoch, metrics in enumerate(trial.history):
             state = log[: (epoch + 1) * config.partitions]
-            assert metrics["train_loss"] == 0.5
+            value = score(index, epoch, config.seed)
+            assert repr(metrics["train_loss"]) == repr(value)
+            if config.evaluate:
+                assert repr(metrics["val_plain"]) == repr(value)
+                custom = {"val_score", "val_seen"} if trial.config.custom_metrics else set()
+                assert metrics.keys() == {"train_loss", "val_loss", "val_plain"} | custom
+            if "val_score" in metrics:
+                assert repr(metrics["val_score"]) == repr(value)
             if config.evaluate:
                 sums = [val_loss(state, p)[0] for p in range(config.partitions)]
                 total = 0.0
@@ -279,15 +374,18 @@ def check_outcome(world: World) -> None:
                     total += part
                 assert metrics["val_loss"] == total / (3 * config.partitions)
         if trial.status == "finished":
-            everything = {(e, p) for e in range(config.epochs) for p in range(config.partitions)}
+            epochs = len(trial.history)
+            assert over[0].reason == reason
+            assert epochs == config.epochs or "stopped early" in reason
+            everything = {(e, p) for e in range(epochs) for p in range(config.partitions)}
             assert set(log) == everything and len(log) == len(everything)
             if config.order == "seeded":
-                orders = [visit_order(config, index, e) for e in range(config.epochs)]
+                orders = [visit_order(config, index, e) for e in range(epochs)]
                 assert log == tuple((e, p) for e, order in enumerate(orders) for p in order)
     for agent in world.agents:  # garbage collection reached everyone that lives
         while agent.alive and agent.inbox:
             world.obey(agent, agent.inbox.popleft())
-        if agent.alive and not agent.outbox:
+        if agent.alive and not agent.outbox and not agent.saves:
             assert not agent.held and not agent.tasks and not agent.fetches
 
 
@@ -306,6 +404,25 @@ def test_without_faults_of_its_own_every_trial_finishes(world, script) -> None:
     assert {trial.status for trial in world.state.trials} == {"finished"}
 
 
+@settings(max_examples=100, deadline=None)
+@given(worlds(faults=("kill", "duplicate"), order="seeded"), scripts)
+def test_seeded_runs_with_losses_have_the_histories_of_the_undisturbed_run(world, script) -> None:
+    calm = World(world.config, world.workers, Counter())
+    calm.run([])
+    world.run(script)
+    for mine, other in zip(world.state.trials, calm.state.trials, strict=True):
+        assert repr(mine.history) == repr(other.history)
+        assert mine.result == other.result
+        assert (
+            world.store[mine.config.trial, mine.result]
+            == calm.store[other.config.trial, other.result]
+        )
+
+
+def pinned(state: HopState) -> str:
+    return repr(snapshot(state))  # as text, where NaN equals NaN
+
+
 @settings(max_examples=15, deadline=None)
 @given(worlds(), scripts)
 def test_every_prefix_of_the_journal_folds_to_the_state_at_that_time(world, script) -> None:
@@ -315,6 +432,6 @@ def test_every_prefix_of_the_journal_folds_to_the_state_at_that_time(world, scri
     for length, line in enumerate(text):
         if length % max(1, len(text) // 20) == 0:
             prefix = map(json.loads, text[:length])
-            assert snapshot(fold(world.config, prefix)) == snapshot(live)
+            assert pinned(fold(world.config, prefix)) == pinned(live)
         live.handle(from_json(json.loads(line)["event"]))
-    assert snapshot(live) == snapshot(world.state)
+    assert pinned(live) == pinned(world.state)
