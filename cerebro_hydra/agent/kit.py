@@ -9,10 +9,11 @@ from typing import Any
 
 from cerebro_hydra.data.batches import Batch, batches, row_order
 from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.recipe import Recipe, build_recipe
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.layout import TrialLayout
+from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.state_template import StateTemplate
 from cerebro_hydra.shards.structure import StructureCache
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -42,6 +43,7 @@ class Kits:
         validation: dict[int, CachedPartition],
     ) -> None:
         self._document = document
+        self._columns = Columns.of(document)
         self._factory = factory
         self._training = training
         self._validation = validation
@@ -59,12 +61,11 @@ class Kits:
         return self._kits[trial]
 
     def _build(self, spec: TrialSpec) -> Kit:
-        recipe = build_recipe(self._factory, spec.params, self._document.seed)
+        recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         part = next(iter(self._training.values()))
         example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
-        structure = self._structures.get(
-            recipe.model, CutSpec.from_json(spec.cut), example.features
-        )
+        sample = Sample.of(recipe, (example.features, example.labels))
+        structure = self._structures.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, structure, StateTemplate.from_json(spec.template))
         engine = Engine(structure, layout, recipe, spec.seed, spec.steps_per_epoch)
         return Kit(spec, recipe, engine, structure.num_shards)
@@ -87,5 +88,4 @@ class Kits:
         return self._batches(self._validation[partition], spec.batch_size, None)
 
     def _batches(self, part: CachedPartition, batch_size: int, order: Any) -> Iterator[Batch]:
-        document = self._document
-        return batches(part, document.feature_columns, document.label_columns, batch_size, order)
+        return batches(part, self._columns.features, self._columns.targets, batch_size, order)

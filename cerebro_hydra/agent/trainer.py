@@ -139,6 +139,7 @@ class Trainer:
             need,
             publish,
             self._progress(task, kit.spec.steps[task.partition], start_step),
+            epoch_metrics=task.metrics or None,
         )
         seconds = time.perf_counter() - begun
         self._check_rows(task, totals.rows)
@@ -212,11 +213,13 @@ class Trainer:
             return given.buffers, dict(given.cursor) or None
 
         begun = time.perf_counter()
-        sums = kit.engine.evaluate(self._watched(task), need)
+        found = kit.engine.evaluate(self._watched(task), need)
         seconds = time.perf_counter() - begun
         hop = self._arrivals.take_hop(task.trial)
         self._report(
-            events.EvaluationDone(task.attempt, self._incarnation, sums, seconds, hop, states={})
+            events.EvaluationDone(
+                task.attempt, self._incarnation, found.sums, seconds, hop, found.states
+            )
         )
 
     def _watched(self, task: Evaluate) -> Iterator[Batch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.recipe import Recipe, numeric_fingerprint
-from cerebro_hydra.replay.record import final_visit, read_trial
+from cerebro_hydra.replay.record import read_trial, result_visit
 from cerebro_hydra.replay.run_data import RunData
-from cerebro_hydra.replay.states import SavedState, current_state, read_saved
+from cerebro_hydra.replay.states import Replayed, SavedState, read_saved
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, TrialSpec
 
 
@@ -42,10 +42,11 @@ class ReplayReport:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run says that its trial became."""
+    """What a run says that its trial became; `visit` made the state that is its result."""
 
     trial_id: str
     visit_log: list[tuple[int, int]]
+    visit: int
     problem: str | None
     metrics: Mapping[int, dict[str, float]]
     saved: SavedState = field(repr=False)
@@ -58,19 +59,17 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
         ReplayError: the trial has no final state.
     """
     record = read_trial(run.folder, spec.trial)
-    visit = final_visit(run.folder, spec.trial)
+    visit = result_visit(run.folder, spec.trial)
     problem = record.problem(len(run.training))
-    if problem is None and len(record.visit_log) != visit:
-        problem = f"the journal has {len(record.visit_log)} visits, the final state {visit}"
+    if problem is None and len(record.visit_log) < visit:
+        problem = f"the journal has {len(record.visit_log)} visits, the result is that of {visit}"
     saved = read_saved(run.folder, spec.trial, visit)
-    return Expected(spec.trial_id, record.visit_log, problem, record.metrics, saved)
+    return Expected(spec.trial_id, record.visit_log, visit, problem, record.metrics, saved)
 
 
-def compare(
-    recipe: Recipe, history: Sequence[dict[str, float]], expected: Expected, run: RunData
-) -> ReplayReport:
+def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData) -> ReplayReport:
     """Hold a replayed trial against what its run left behind."""
-    differences = _differences(recipe, history, expected)
+    differences = _differences(recipe, replayed, expected)
     first = expected.problem or next(differences, None)
     return ReplayReport(
         trial_id=expected.trial_id,
@@ -81,25 +80,22 @@ def compare(
     )
 
 
-def _differences(
-    recipe: Recipe, history: Sequence[dict[str, float]], expected: Expected
-) -> Iterator[str]:
-    replayed = current_state(recipe.model, recipe.optimizer)
-    saved = expected.saved.tensors
+def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iterator[str]:
+    tensors, saved = replayed.tensors, expected.saved.tensors
     persistent = recipe.model.state_dict()
-    for name in sorted(saved.keys() | replayed.keys()):
+    for name in sorted(saved.keys() | tensors.keys()):
         kind, _, at = name.partition(":")
         if kind == "buffer" and name not in saved and at not in persistent:
             continue  # not persistent: the factory makes it, no checkpoint holds it
-        if name not in saved or name not in replayed:
+        if name not in saved or name not in tensors:
             yield f"{name} exists only in the {'run' if name in saved else 'replay'}"
-        elif (difference := tensor_difference(saved[name], replayed[name])) is not None:
+        elif (difference := tensor_difference(saved[name], tensors[name])) is not None:
             yield f"{name}{difference}"
     if expected.saved.damage is not None:
         yield expected.saved.damage
     for shard, groups in enumerate(expected.saved.groups):
-        yield from _group_differences(shard, groups, recipe.optimizer.param_groups)
-    replayed_metrics = dict(enumerate(history))
+        yield from _group_differences(shard, groups, replayed.groups)
+    replayed_metrics = dict(enumerate(replayed.history))
     for epoch in sorted(replayed_metrics.keys() | expected.metrics.keys()):
         measured, run = replayed_metrics.get(epoch, {}), expected.metrics.get(epoch, {})
         for name in sorted(measured.keys() | run.keys()):

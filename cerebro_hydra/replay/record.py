@@ -66,16 +66,15 @@ def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
             record.result_visit = instruction["visit"]
 
 
-def final_visit(folder: RunFolder, trial: int) -> int:
-    """The last state of a trial that the run folder holds, beside its initial one.
+def result_visit(folder: RunFolder, trial: int) -> int:
+    """The visit that made the state which is a trial's result.
 
     Raises:
         ReplayError: there is none: the trial failed, or the run did not end.
     """
-    visit = max(folder.states(trial), default=0)
-    if visit == 0:
+    visit = read_trial(folder, trial).result_visit
+    if not visit:
         raise ReplayError(
-            f"trial {trial} of {folder.path} has no final state to compare with: "
-            "it failed, or its run did not end"
+            f"trial {trial} of {folder.path} has no final state: it failed, or its run did not end"
         )
     return visit

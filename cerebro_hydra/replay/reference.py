@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.data.batches import row_order
-from cerebro_hydra.recipe import RandomKey, Recipe, build_recipe, units
+from cerebro_hydra.recipe import Columns, RandomKey, Recipe, build_recipe, measure, units
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
 from cerebro_hydra.replay.factories import find
 from cerebro_hydra.replay.run_data import RunData, with_threads
-from cerebro_hydra.replay.states import load_model, read_saved
+from cerebro_hydra.replay.states import Replayed, load_model, read_saved
 from cerebro_hydra.storage.run_document import TrialSpec
 
 
@@ -35,25 +36,36 @@ def replay(run_path: str, trial_id: str, factory: Any = None) -> ReplayReport:
         run = RunData.open(run_path, scratch)
         spec = run.trial(trial_id)
         expected = expectations(run, spec)
-        recipe = build_recipe(find(run_path, run.document.factory, factory), spec.params, run.seed)
+        named = find(run_path, run.document.factory, factory)
+        recipe = build_recipe(named, spec.params, run.seed, Columns.of(run.document))
         load_model(recipe.model, read_saved(run.folder, spec.trial, 0))
         with with_threads(run.document.threads):
-            history = train(recipe, run, spec, expected.visit_log)
-        return compare(recipe, history, expected, run)
+            replayed = train(recipe, run, spec, expected.visit_log, expected.visit)
+        return compare(recipe, replayed, expected, run)
 
 
 def train(
-    recipe: Recipe, run: RunData, spec: TrialSpec, visit_log: list[tuple[int, int]]
-) -> list[dict[str, float]]:
-    """Train along a visit log; return what is measured at the end of each epoch."""
+    recipe: Recipe, run: RunData, spec: TrialSpec, visit_log: list[tuple[int, int]], result: int
+) -> Replayed:
+    """Train along a visit log.
+
+    Args:
+        result: the visit after which the trial's state is its result.
+    """
     model, optimizer = recipe.model, recipe.optimizer
-    scheduler = recipe.make_scheduler(optimizer, spec.steps_per_epoch)
+    schedule = recipe.lr_schedule
+    scheduler = schedule.make(optimizer, spec.steps_per_epoch)
+    ema = None
+    if recipe.ema is not None:
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
     reseed_units(model, current := [RandomKey(spec.seed, 0, 0)])
-    history: list[dict[str, float]] = []
+    replayed = Replayed()
     losses: dict[int, tuple[float, int]] = {}
     step = 0
-    for epoch, partition in visit_log:
+    for visit, (epoch, partition) in enumerate(visit_log, start=1):
         model.train()
+        if epoch > 0 and not losses:
+            schedule.begin_epoch(scheduler, replayed.history[-1])
         part = run.training[partition]
         stream = run.batches(
             part, spec.batch_size, row_order(part.rows, run.seed, epoch, partition)
@@ -63,37 +75,54 @@ def train(
             rows = sum(batch.rows for batch in window)
             model.zero_grad()
             for microbatch, batch in enumerate(window):
-                current[0] = RandomKey(spec.seed, step, microbatch)
-                loss = recipe.compute_loss(model(*batch.features), batch.labels)
+                key = current[0] = RandomKey(spec.seed, step, microbatch)
+                features, targets = recipe.collated(batch.features, batch.labels, key)
+                with recipe.precision():
+                    outputs = recipe.call(model, recipe.inputs(features, targets))
+                    loss = recipe.compute_loss(outputs, targets)
                 loss_sum, loss_rows = loss_sum + loss.item() * batch.rows, loss_rows + batch.rows
                 (loss * (batch.rows / rows) if len(window) > 1 else loss).backward()
             if recipe.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
+            if recipe.clip_grad_value is not None:
+                nn.utils.clip_grad_value_(model.parameters(), recipe.clip_grad_value)
             optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
+            schedule.after_step(scheduler)
+            if ema is not None:
+                ema.update_parameters(model)
             step += 1
         losses[partition] = (loss_sum, loss_rows)
+        if visit == result:
+            replayed.keep(model, optimizer, ema)
         if len(losses) == len(run.training):
-            history.append({"train_loss": mean(losses)} | evaluate(recipe, run, spec))
+            evaluated = model if ema is None else ema.module
+            measured = evaluate(recipe, evaluated, run, spec)
+            replayed.history.append({"train_loss": mean(losses)} | measured)
             losses = {}
-    return history
+    return replayed
 
 
-def evaluate(recipe: Recipe, run: RunData, spec: TrialSpec) -> dict[str, float]:
-    """Loss and metrics over all validation partitions, weighted by rows."""
-    recipe.model.eval()
+def evaluate(recipe: Recipe, model: nn.Module, run: RunData, spec: TrialSpec) -> dict[str, float]:
+    """Loss and metrics over all validation partitions, weighted by rows or merged."""
+    model.eval()
     measured: dict[str, dict[int, tuple[float, int]]] = {}
-    with torch.no_grad():
-        for partition, part in run.validation.items():
-            for batch in run.batches(part, spec.batch_size, None):
-                outputs = recipe.model(*batch.features)
-                values = {"loss": recipe.compute_loss(outputs, batch.labels).item()}
-                values |= recipe.compute_metrics(outputs, batch.labels)
-                for name, value in values.items():
-                    total, rows = measured.setdefault(name, {}).get(partition, (0.0, 0))
-                    measured[name][partition] = total + value * batch.rows, rows + batch.rows
-    return {f"val_{name}": mean(sums) for name, sums in measured.items()}
+    states: list[dict[str, Any]] = []
+    for partition, part in run.validation.items():
+        states.append({})
+        for batch in run.batches(part, spec.batch_size, None):
+            features, targets = recipe.collated(batch.features, batch.labels, None)
+            with torch.no_grad(), recipe.precision():
+                outputs = recipe.call(model, recipe.inputs(features, targets))
+                values = {"loss": recipe.compute_loss(outputs, targets).item()}
+                values |= recipe.compute_metrics(outputs, targets)
+                recipe.update_states(states[-1], outputs, targets)
+            for name, value in values.items():
+                total, rows = measured.setdefault(name, {}).get(partition, (0.0, 0))
+                measured[name][partition] = total + value * batch.rows, rows + batch.rows
+    merged = {name: mean(sums) for name, sums in measured.items()}
+    if states:
+        merged |= measure(recipe.state_metrics, states)
+    return {f"val_{name}": value for name, value in merged.items()}
 
 
 def mean(sums: dict[int, tuple[float, int]]) -> float:

@@ -14,6 +14,7 @@ from cerebro_hydra.data.batches import Batch, batches
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import MANIFEST_NAME, Manifest
 from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -58,8 +59,8 @@ class RunData:
 
     def batches(self, part: CachedPartition, batch_size: int, order: Any) -> Iterator[Batch]:
         """The batches of a partition, in an order or as stored."""
-        document = self.document
-        return batches(part, document.feature_columns, document.label_columns, batch_size, order)
+        columns = Columns.of(self.document)
+        return batches(part, columns.features, columns.targets, batch_size, order)
 
 
 @contextmanager

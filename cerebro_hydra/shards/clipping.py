@@ -1,4 +1,4 @@
-"""Clipping by the global norm, shard by shard, with the bits of `clip_grad_norm_`."""
+"""Clipping shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_value_`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ def scale_grads(params: Mapping[str, Tensor], coefficient: Tensor) -> None:
     grads = {name: p.grad for name, p in params.items() if p.grad is not None}
     for names in _by_dtype(grads).values():
         torch._foreach_mul_([grads[n] for n in names], coefficient)
+
+
+def clamp_grads(params: Mapping[str, Tensor], limit: float) -> None:
+    """Bring every element of the gradients into [-limit, limit]."""
+    torch.nn.utils.clip_grad_value_(params.values(), limit)
 
 
 def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[torch.dtype, list[str]]:

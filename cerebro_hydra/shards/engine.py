@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from cerebro_hydra.errors import NonFiniteLoss
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.plan.validate import validate
 from cerebro_hydra.recipe import RandomKey, Recipe
-from cerebro_hydra.shards.clipping import clip_coefficient, grad_norms, scale_grads
+from cerebro_hydra.shards.clipping import clamp_grads, clip_coefficient, grad_norms, scale_grads
 from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
@@ -24,7 +25,7 @@ from cerebro_hydra.shards.state import ShardState, read_state
 from cerebro_hydra.shards.structure import Structure
 from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
 
-__all__ = ["Engine", "TrainTotals", "read_state"]
+__all__ = ["Engine", "Evaluation", "TrainTotals", "read_state"]
 
 Cursor = dict[str, Any]
 Need = Callable[[int], tuple[Segments, Cursor | None]]
@@ -35,7 +36,8 @@ _TRIAL = 0  # an engine runs one trial, so the trial of its actions is always th
 
 
 class Batch(Protocol):
-    """Rows of one batch; tensors have them as first dimension."""
+    """Rows of one batch; tensors have them as first dimension. `labels` ends with a row's weight,
+    if the recipe's columns have one."""
 
     @property
     def features(self) -> tuple[Tensor, ...]: ...
@@ -43,6 +45,17 @@ class Batch(Protocol):
     def labels(self) -> tuple[Tensor, ...]: ...
     @property
     def rows(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a partition's validation rows gave.
+
+    `sums` has the loss and every metric times rows, with the rows; `states` the custom metrics'.
+    """
+
+    sums: dict[str, tuple[float, int]]
+    states: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,8 @@ class Engine:
         self._steps_per_epoch = steps_per_epoch
         self._keep = mode == "keep"
         self._programs: dict[tuple[int, bool], list[Action]] = {}
+        self._owner = {t.name: t.owner for t in (*structure.params, *structure.buffers)}
+        self._shapes_seen: set[tuple[torch.Size, ...]] = set()
 
     def train(
         self,
@@ -92,6 +107,7 @@ class Engine:
         need: Need,
         publish: Publish,
         on_step: OnStep | None = None,
+        epoch_metrics: Mapping[str, float] | None = None,
     ) -> TrainTotals:
         """Train over a sub-epoch.
 
@@ -104,12 +120,15 @@ class Engine:
             publish: takes shard k's segments and cursor right after its last update; from then on
                 the engine does not touch them.
             on_step: hears of each step and its mean loss.
+            epoch_metrics: what the epoch before measured, if this sub-epoch begins one but the
+                first: LR schedulers may step on it.
 
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite; nothing was published.
+            ConfigurationError: a batch has a shape that the cut model can't take.
         """
         run = _SubEpoch(self._structure, self._layout, self._recipe, self._steps_per_epoch,
-                        self._keep, need, publish)  # fmt: skip
+                        self._keep, need, publish, epoch_metrics)  # fmt: skip
         loss_sum, rows, step = 0.0, 0, start_step
         for window, is_last in _with_last(windows):
             batches = self._microbatches(window, step)
@@ -124,56 +143,86 @@ class Engine:
             step += 1
         return TrainTotals(loss_sum, rows, step - start_step)
 
-    def evaluate(self, batches: Iterable[Batch], need: Need) -> dict[str, tuple[float, int]]:
-        """Sums of loss and metrics, each times rows, with the rows; segments are only read.
+    def evaluate(self, batches: Iterable[Batch], need: Need) -> Evaluation:
+        """Measure on one partition's validation rows; segments are only read.
 
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite.
         """
-        states: dict[int, ShardState] = {}
-        structure = self._structure
+        recipe, structure = self._recipe, self._structure
+        shards: dict[int, ShardState] = {}
         sums: dict[str, float] = {}
+        states: dict[str, Any] = {}
         rows = 0
-        owner = {t.name: t.owner for t in (*structure.params, *structure.buffers)}
         scratch: dict[str, Tensor] = {}
         for number, batch in enumerate(batches):
-            values: dict[str, Any] = {}
-            with torch.no_grad():
+            features, targets = recipe.collated(batch.features, batch.labels, None)
+            inputs = recipe.inputs(features, targets)
+            self._check_shapes(inputs)
+            with torch.no_grad(), recipe.precision():
                 for k, program in enumerate(structure.eval):
-                    if k not in states:
+                    if k not in shards:
                         segments, _ = need(k)
-                        states[k] = ShardState.bind(self._layout.shards[k], **segments)
+                        shards[k] = ShardState.bind(self._layout.shards[k], **segments)
                         for name in program.mutates:
-                            scratch[name] = states[owner[name]].buffers[name].clone()
-                    tensors: list[Tensor] = [states[owner[n]].params[n] for n in program.params]
-                    tensors += [
-                        scratch.get(n, states[owner[n]].buffers[n]) for n in program.buffers
-                    ]
-                    inputs = [values[n] for n in program.reads]
-                    inputs += [batch.features[i] for i in program.features]
-                    out = program.run(*tensors, *inputs)
-                    values = dict(zip(program.writes, out, strict=False))
-                outputs = structure.outputs(out, False)
-                measured = {"loss": self._recipe.compute_loss(outputs, batch.labels).item()}
-                measured |= self._recipe.compute_metrics(outputs, batch.labels)
+                            scratch[name] = shards[self._owner[name]].buffers[name].clone()
+                outputs = self._forward(shards, scratch, inputs)
+                measured = {"loss": recipe.compute_loss(outputs, targets).item()}
+                measured |= recipe.compute_metrics(outputs, targets)
+                recipe.update_states(states, outputs, targets)
             if not math.isfinite(measured["loss"]):
                 raise NonFiniteLoss(f"the validation loss of batch {number} is {measured['loss']}")
             rows += batch.rows
             for name, value in measured.items():
                 sums[name] = sums.get(name, 0.0) + value * batch.rows
-        return {name: (value, rows) for name, value in sums.items()}
+        return Evaluation({name: (value, rows) for name, value in sums.items()}, states)
+
+    def _forward(
+        self, shards: Mapping[int, ShardState], scratch: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+    ) -> Any:  # fmt: skip
+        values: dict[str, Any] = {}
+        out: Sequence[Any] = ()
+        for program in self._structure.eval:
+            tensors = [shards[self._owner[n]].evaluated[n] for n in program.params]
+            tensors += [scratch.get(n, shards[self._owner[n]].buffers[n]) for n in program.buffers]
+            live = [values[n] for n in program.reads]
+            out = program.run(*tensors, *live, *(inputs[i] for i in program.inputs))
+            values = dict(zip(program.writes, out, strict=False))
+        return self._structure.outputs(out, False)
 
     def _microbatches(self, window: Sequence[Batch], step: int) -> list[Microbatch]:
         total = sum(batch.rows for batch in window)
         return [
-            Microbatch(
-                features=batch.features,
-                loss_of=_loss_of(self._recipe, batch.labels),
-                weight=batch.rows / total if len(window) > 1 else None,
-                key=RandomKey(self._trial_seed, step, number),
+            self._microbatch(
+                batch,
+                RandomKey(self._trial_seed, step, number),
+                batch.rows / total if len(window) > 1 else None,
             )
             for number, batch in enumerate(window)
         ]
+
+    def _microbatch(self, batch: Batch, key: RandomKey, weight: float | None) -> Microbatch:
+        features, targets = self._recipe.collated(batch.features, batch.labels, key)
+        inputs = self._recipe.inputs(features, targets)
+        self._check_shapes(inputs)
+        loss_of = partial(self._recipe.compute_loss, targets=targets)
+        return Microbatch(inputs=inputs, loss_of=loss_of, weight=weight, key=key)
+
+    def _check_shapes(self, inputs: Sequence[Tensor]) -> None:
+        """A graph may take for granted what only some shapes meet; each is checked once."""
+        if self._recipe.collate is None:
+            return  # prepared columns have one shape
+        shapes = tuple(x.shape for x in inputs)
+        if shapes in self._shapes_seen:
+            return
+        for guards in self._structure.guards:
+            if (broken := guards.broken(inputs)) is not None:
+                raise ConfigurationError(
+                    f"collate gave a batch of shapes {[tuple(s) for s in shapes]}, which the cut "
+                    f"model can't take: {broken}; give such batches another shape, or shards=1"
+                )
+        self._shapes_seen.add(shapes)
 
     def _actions(self, microbatches: int, send: bool) -> list[Action]:
         if (microbatches, send) not in self._programs:
@@ -191,17 +240,18 @@ class _SubEpoch:
 
     def __init__(
         self, structure: Structure, layout: TrialLayout, recipe: Recipe, steps_per_epoch: int,
-        keep: bool, need: Need, publish: Publish,
+        keep: bool, need: Need, publish: Publish, epoch_metrics: Mapping[str, float] | None,
     ) -> None:  # fmt: skip
         self._layout = layout
         self._recipe = recipe
         self._steps_per_epoch = steps_per_epoch
         self._need = need
         self._publish = publish
+        self._epoch_metrics = epoch_metrics
         self._order = [p.name for p in structure.params]
         self._states: dict[int, ShardState] = {}
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
-        self._tasks = ShardTasks(structure, self._states, keep)
+        self._tasks = ShardTasks(structure, self._states, recipe.precision, keep)
         self._coefficient: Tensor | None = None
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
 
@@ -224,7 +274,7 @@ class _SubEpoch:
                 case ActionKind.B:
                     self._tasks.backward(k, batches[microbatch or 0])
                 case ActionKind.U:
-                    self._update(k)
+                    self._update(k, step)
                 case ActionKind.SEND:
                     self._send(k, step + 1)
                 case _:
@@ -235,16 +285,18 @@ class _SubEpoch:
         state = ShardState.bind(self._layout.shards[k], **segments)
         mine = {self._original[name]: p for name, p in state.params.items()}
         optimizer = clone_optimizer(self._recipe.optimizer, mine)
-        scheduler = self._recipe.make_scheduler(optimizer, self._steps_per_epoch)
+        scheduler = self._recipe.lr_schedule.make(optimizer, self._steps_per_epoch)
         if cursor is not None:
             if cursor["step"] != step:
                 raise ValueError(f"shard {k} is at step {cursor['step']}, training at step {step}")
             restore_cursor(cursor, optimizer, scheduler)
+        if self._epoch_metrics is not None:
+            self._recipe.lr_schedule.begin_epoch(scheduler, self._epoch_metrics)
         state.load_optimizer(optimizer)
         self._states[k] = state
         self._optimizers[k] = (optimizer, scheduler)
 
-    def _update(self, k: int) -> None:
+    def _update(self, k: int, step: int) -> None:
         state = self._states[k]
         limit = self._recipe.clip_grad_norm
         if limit is not None:
@@ -254,11 +306,14 @@ class _SubEpoch:
                     norms |= grad_norms(each.params)
                 self._coefficient = clip_coefficient(norms, self._order, limit)
             scale_grads(state.params, self._coefficient)
+        if self._recipe.clip_grad_value is not None:
+            clamp_grads(state.params, self._recipe.clip_grad_value)
         optimizer, scheduler = self._optimizers[k]
         optimizer.step()
         state.keep_optimizer(optimizer)
-        if scheduler is not None:
-            scheduler.step()
+        self._recipe.lr_schedule.after_step(scheduler)
+        if self._recipe.ema is not None:
+            state.average(self._recipe.ema, first=step == 0)
         for parameter in state.params.values():
             parameter.grad = None
 
@@ -273,7 +328,3 @@ def _with_last(windows: Iterable[Sequence[Batch]]) -> Iterable[tuple[Sequence[Ba
     end = object()
     for window, following in itertools.pairwise(itertools.chain(windows, [end])):
         yield window, following is end  # type: ignore[misc]
-
-
-def _loss_of(recipe: Recipe, labels: Sequence[Tensor]) -> Callable[[Any], Tensor]:
-    return lambda outputs: recipe.compute_loss(outputs, labels)

@@ -107,7 +107,7 @@ class TrialLayout:
 
     @classmethod
     def make(cls, recipe: Recipe, structure: Structure, template: StateTemplate) -> TrialLayout:
-        """Lay out a recipe's parameters, buffers and optimizer state.
+        """Lay out a recipe's parameters, their moving averages, buffers and optimizer state.
 
         Raises:
             ConfigurationError: a tensor has a type that safetensors lacks, or two parameters
@@ -115,14 +115,20 @@ class TrialLayout:
         """
         _check_no_overlap(recipe)
         return cls(
-            tuple(_shard_layout(structure, template, k) for k in range(structure.num_shards))
+            tuple(
+                _shard_layout(structure, template, k, recipe.ema is not None)
+                for k in range(structure.num_shards)
+            )
         )
 
 
 def initial_segments(recipe: Recipe, layout: TrialLayout) -> list[Segments]:
-    """State 0 of a trial: the recipe's parameters and buffers, no optimizer state yet."""
+    """State 0 of a trial: parameters, buffers, and what state the optimizer's constructor made."""
     tensors: dict[str, Tensor] = {}
-    tensors |= {f"param:{n}": p for n, p in recipe.model.named_parameters()}
+    for name, parameter in recipe.model.named_parameters():
+        tensors[f"param:{name}"] = tensors[f"ema:{name}"] = parameter
+        for key, value in recipe.optimizer.state.get(parameter, {}).items():
+            tensors[f"optim:{name}:{key}"] = value
     tensors |= {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
     shards = []
     for shard in layout.shards:
@@ -131,8 +137,18 @@ def initial_segments(recipe: Recipe, layout: TrialLayout) -> list[Segments]:
             for entry in segment.entries:
                 if entry.name in tensors:
                     entry.view(segments[which]).copy_(tensors[entry.name].detach())
+                elif entry.name == EXISTS:
+                    made = [
+                        e.name in tensors for e in segment.entries if is_optimizer_state(e.name)
+                    ]
+                    entry.view(segments[which]).copy_(torch.tensor(made, dtype=torch.uint8))
         shards.append(segments)
     return shards
+
+
+def is_optimizer_state(name: str) -> bool:
+    """Whether a tensor of this name in a segment has a mark in `exists`."""
+    return name.startswith("optim:")
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -176,7 +192,9 @@ def _check_no_overlap(recipe: Recipe) -> None:
             )
 
 
-def _shard_layout(structure: Structure, template: StateTemplate, shard: int) -> ShardLayout:
+def _shard_layout(
+    structure: Structure, template: StateTemplate, shard: int, ema: bool
+) -> ShardLayout:
     params = [p for p in structure.params if p.owner == shard]
     buffers = [b for b in structure.buffers if b.owner == shard]
     state = [
@@ -188,6 +206,9 @@ def _shard_layout(structure: Structure, template: StateTemplate, shard: int) -> 
     named = [(f"param:{p.name}", p) for p in params] + [(f"buffer:{b.name}", b) for b in buffers]
     frozen = [(n, i.dtype, i.shape, i.strides) for n, i in named if i.frozen]
     trainable = [(n, i.dtype, i.shape, i.strides) for n, i in named if not i.frozen]
+    if ema:
+        averaged = [p for p in params if not p.frozen]
+        trainable += [(f"ema:{p.name}", p.dtype, p.shape, p.strides) for p in averaged]
     marks = [(EXISTS, torch.uint8, (len(state),), (1,))] if state else []
     return ShardLayout(_segment(frozen), _segment([*trainable, *state, *marks]))
 

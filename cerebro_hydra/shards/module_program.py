@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cerebro_hydra.recipe import units
+from cerebro_hydra.recipe import Call, units
 from cerebro_hydra.shards.program import Program
 from cerebro_hydra.shards.reseed import FORWARD, enter_unit, install_unit_hooks
+from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.trace import CutFailed
 
 LIVE = "x{}"  # the one value that enters the shard of this number
@@ -53,16 +54,18 @@ def layer_programs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[Pr
             nn.Sequential(OrderedDict((n, getattr(skeleton, n)) for n in children[start:end])),
             reads=(LIVE.format(k),) if k else (),
             writes=(LIVE.format(k + 1),) if k < last else (),
-            features=() if k else (0,),
+            inputs=() if k else (0,),
+            call=Call(),
             train=train,
         )
         for k, (start, end) in enumerate(ranges)
     )
 
 
-def whole_program(model: nn.Module, num_features: int, train: bool) -> Program:
+def whole_program(model: nn.Module, sample: Sample, train: bool) -> Program:
     """The model as one shard."""
-    return _program(model, _skeleton(model, train), (), (), tuple(range(num_features)), train=train)
+    inputs = tuple(range(len(sample.inputs)))
+    return _program(model, _skeleton(model, train), (), (), inputs, sample.call, train=train)
 
 
 def _skeleton(model: nn.Module, train: bool) -> nn.Module:
@@ -76,20 +79,20 @@ def _skeleton(model: nn.Module, train: bool) -> nn.Module:
 
 def _program(
     model: nn.Module, part: nn.Module, reads: tuple[str, ...], writes: tuple[str, ...],
-    features: tuple[int, ...], train: bool,
+    inputs: tuple[int, ...], call: Call, train: bool,
 ) -> Program:  # fmt: skip
     params = _names(model.named_parameters(remove_duplicate=False), part.named_parameters())
     buffers = _names(model.named_buffers(remove_duplicate=False), part.named_buffers())
     if train:
         install_unit_hooks(part, _entered(first=not reads))
     return Program(
-        run=_runner(part, tuple(params), tuple(buffers), bool(writes)),
+        run=_runner(part, tuple(params), tuple(buffers), call, bool(writes)),
         params=tuple(params.values()),
         buffers=tuple(buffers.values()),
         mutates=frozenset(buffers.values()),  # which ones it writes to is not known beforehand
         reads=reads,
         writes=writes,
-        features=features,
+        inputs=inputs,
         units=tuple(f"{name}@0" for name in units(part)),
     )
 
@@ -112,14 +115,15 @@ def _names(every: Any, local: Any) -> dict[str, str]:
 
 
 def _runner(
-    part: nn.Module, params: tuple[str, ...], buffers: tuple[str, ...], ships: bool
+    part: nn.Module, params: tuple[str, ...], buffers: tuple[str, ...], call: Call, ships: bool
 ) -> Callable[..., Sequence[Any]]:
     count = len(params) + len(buffers)
 
     def run(*arguments: Tensor) -> Sequence[Any]:
         given = dict(zip((*params, *buffers), arguments, strict=False))
         state = dict(given)
-        out = functional_call(part, state, arguments[count:])
+        args, kwargs = call.arguments(arguments[count:])
+        out = functional_call(part, state, args, kwargs)
         for name in buffers:
             if state[name] is not given[name]:  # assigned anew instead of written in place
                 given[name].copy_(state[name].detach())

@@ -16,7 +16,7 @@ _NOT_CLONED = ("param_groups", "state", "step", "_opt_called")
 def clone_optimizer(
     optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]
 ) -> torch.optim.Optimizer:
-    """The same optimizer, without state, over the parameters given.
+    """The same optimizer over the parameters given, with a copy of their state if they have any.
 
     Groups stay, even empty ones, so that their indices mean the same in every shard.
 
@@ -27,6 +27,9 @@ def clone_optimizer(
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CLONED}
     clone.__dict__.update(attributes)
     clone.state = defaultdict(dict)
+    for parameter, state in optimizer.state.items():
+        if id(parameter) in params:
+            clone.state[params[id(parameter)]] = copy.deepcopy(state)
     clone.param_groups = []
     for group in optimizer.param_groups:
         kept = [i for i, p in enumerate(group["params"]) if id(p) in params]

@@ -1,4 +1,4 @@
-"""The pure function of one shard: parameters, buffers, live values and features go in.
+"""The pure function of one shard: parameters, buffers, live values and inputs go in.
 
 Nothing of a trial is kept inside, so trials of equal structure share programs.
 """
@@ -19,7 +19,7 @@ from cerebro_hydra.shards.trace import RANDOM, FlatGraph
 class Program:
     """One shard's forward in one mode.
 
-    `run(*params, *buffers, *live, *features)` gives the values of `writes` as a tuple; the last
+    `run(*params, *buffers, *live, *inputs)` gives the values of `writes` as a tuple; the last
     shard's `writes` is empty and it gives the model's outputs, flattened.
     """
 
@@ -29,7 +29,7 @@ class Program:
     mutates: frozenset[str]  # those of its buffers that it writes to, in place
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    features: tuple[int, ...]
+    inputs: tuple[int, ...]
     units: tuple[str, ...]  # the unit calls inside, in order
     crossing: tuple[tuple[str, str, tuple[int | None, ...], int], ...] = ()
     """What `reads` is: name, dtype, shape (None: rows), bytes for the traced batch."""
@@ -112,9 +112,9 @@ def _program(
     needed = _inputs_of(flat, body, results, set(reads))
     params = [n for n in flat.params if n in needed]
     buffers = [n for n in flat.buffers if n in needed]
-    features = [n for n in flat.features if n in needed]
+    inputs = [n for n in flat.inputs if n in needed]
     copies: dict[fx.Node, fx.Node] = {
-        n: graph.placeholder(n.name) for n in (*params, *buffers, *reads, *features)
+        n: graph.placeholder(n.name) for n in (*params, *buffers, *reads, *inputs)
     }
 
     def copied(node: fx.Node) -> fx.Node:
@@ -140,7 +140,7 @@ def _program(
         mutates=frozenset(mutated),
         reads=tuple(n.name for n in reads),
         writes=() if is_last else tuple(n.name for n in results),
-        features=tuple(flat.features[n] for n in features),
+        inputs=tuple(flat.inputs[n] for n in inputs),
         units=units,
         crossing=tuple(_describe(n) for n in reads),
     )

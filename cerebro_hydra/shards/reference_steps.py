@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.reseed import enter_unit, random_key, unit_hooks
+from cerebro_hydra.shards.sample import Example, fresh
 
-Example = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 T = TypeVar("T")
 
 
@@ -27,7 +27,12 @@ class ReferenceSteps:
         pairs = zip(recipe.model.parameters(), self.model.parameters(), strict=True)
         mapping = {id(original): twin for original, twin in pairs}
         self.optimizer = clone_optimizer(recipe.optimizer, mapping)
-        self.scheduler = recipe.make_scheduler(self.optimizer, steps_per_epoch)
+        self.scheduler = recipe.lr_schedule.make(self.optimizer, steps_per_epoch)
+        self.ema = (
+            None
+            if recipe.ema is None
+            else AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
+        )
         self._recipe = recipe
         self._seed = trial_seed
         self._step = 0
@@ -38,16 +43,17 @@ class ReferenceSteps:
         Raises:
             ConfigurationError: the user's model, loss or optimizer fails on this batch.
         """
-        features, labels = batch
+        recipe = self._recipe
         self.model.zero_grad(set_to_none=True)
         losses = []
         with unit_hooks(self.model, enter_unit):
             for number in range(microbatches):
-                with random_key(RandomKey(self._seed, self._step, number)):
-                    outputs = _attempt("forward", batch, self.model, *fresh(features))
-                    loss = _attempt(
-                        "loss", batch, self._recipe.compute_loss, outputs, fresh(labels)
-                    )
+                key = RandomKey(self._seed, self._step, number)
+                features, targets = _attempt("collate", batch, recipe.collated, *fresh(batch), key)
+                inputs = recipe.inputs(features, targets)
+                with random_key(key), recipe.precision():
+                    outputs = _attempt("forward", batch, recipe.call, self.model, inputs)
+                    loss = _attempt("loss", batch, recipe.compute_loss, outputs, targets)
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):
                     raise ConfigurationError(
@@ -61,18 +67,16 @@ class ReferenceSteps:
                 if microbatches > 1:
                     loss = loss * (1 / microbatches)
                 _attempt("backward", batch, loss.backward)
-        if self._recipe.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._recipe.clip_grad_norm)
+        if recipe.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_grad_norm)
+        if recipe.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), recipe.clip_grad_value)
         _attempt("optimizer step", batch, self.optimizer.step)
-        if self.scheduler is not None:
-            self.scheduler.step()
+        recipe.lr_schedule.after_step(self.scheduler)
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
         self._step += 1
         return losses
-
-
-def fresh(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copies: a model may write into its batch, and admission uses a batch more than once."""
-    return tuple(tensor.clone() for tensor in tensors)
 
 
 def _attempt(what: str, batch: Example, function: Callable[..., T], *arguments: Any) -> T:

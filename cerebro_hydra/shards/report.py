@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,11 @@ class CrossingValue:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """One shard: where it begins and ends, what it holds, what comes in from the shard before."""
+    """One shard: where it begins and ends and why, what it holds, what comes in from before."""
 
     first_unit: str
     last_unit: str
+    why: str
     trainable_params: int
     frozen_params: int
     state_nbytes: int
@@ -63,11 +65,18 @@ class CutReport:
                 f"{shard.trainable_params:,} trainable and {shard.frozen_params:,} frozen "
                 f"parameters, {shard.state_nbytes:,} B of state"
                 + (f", receives {crossing}" if crossing else "")
+                + f" ({shard.why})"
             )
         return "\n".join(lines)
 
     @classmethod
-    def of(cls, structure: Structure, layout: TrialLayout, fallback: str | None) -> CutReport:
+    def of(
+        cls,
+        structure: Structure,
+        layout: TrialLayout,
+        why: Sequence[str],
+        fallback: str | None,
+    ) -> CutReport:
         shards = []
         for k, program in enumerate(structure.train):
             names = [unit.removesuffix("@0") for unit in program.units] or ["(the model)"]
@@ -75,6 +84,7 @@ class CutReport:
                 ShardReport(
                     first_unit=names[0],
                     last_unit=names[-1],
+                    why=why[k],
                     trainable_params=_count(structure, k, frozen=False),
                     frozen_params=_count(structure, k, frozen=True),
                     state_nbytes=layout.shards[k].nbytes,

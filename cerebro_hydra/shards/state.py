@@ -23,7 +23,7 @@ from cerebro_hydra.shards.layout import (
 
 
 class ShardState:
-    """Parameters (leaves), buffers and optimizer state of a shard.
+    """Parameters (leaves), their moving averages, buffers and optimizer state of a shard.
 
     `trainable` is the memory that training writes to. It is the segment that was bound unless that
     one was not 64-byte aligned; then it is a copy, because kernels may round otherwise.
@@ -38,6 +38,7 @@ class ShardState:
         self._trainable_memory = _writable(self.trainable)
         self.params: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
+        self.ema: dict[str, Tensor] = {}
         self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
         self._exists = torch.zeros(0, dtype=torch.uint8)
         for segment, memory, is_frozen in (
@@ -66,12 +67,33 @@ class ShardState:
             self.params[rest] = nn.Parameter(view, requires_grad=not is_frozen)
         elif kind == "buffer":
             self.buffers[rest] = view
+        elif kind == "ema":
+            self.ema[rest] = view
         elif kind == "optim":
             param, _, key = rest.rpartition(":")
             states = self._state.setdefault(param, {})
             states[key] = (view, sum(map(len, self._state.values())))
         elif name == EXISTS:
             self._exists = view
+
+    @property
+    def evaluated(self) -> dict[str, Tensor]:
+        """The parameters that evaluation uses: moving averages where they are kept."""
+        return {**self.params, **self.ema}
+
+    def average(self, decay: float, first: bool) -> None:
+        """Move the averages towards the parameters; `torch.optim.swa_utils.AveragedModel`'s rule.
+
+        Args:
+            first: the trial's first step, after which the averages are the parameters.
+        """
+        averages = list(self.ema.values())
+        current = [self.params[name].detach() for name in self.ema]
+        if first:
+            for average, parameter in zip(averages, current, strict=True):
+                average.copy_(parameter)
+        elif averages:
+            torch._foreach_lerp_(averages, current, 1 - decay)
 
     def existing_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Parameter name → key → tensor, of the state that exists by now."""
@@ -114,7 +136,10 @@ class ShardState:
 
 
 def read_state(recipe: Recipe, layout: TrialLayout, segments: Sequence[Segments]) -> None:
-    """Load a whole trial's segments into `recipe.model` and `recipe.optimizer`, in place."""
+    """Load a whole trial's segments into `recipe.model` and `recipe.optimizer`, in place.
+
+    The model gets the parameters under training, not their moving averages.
+    """
     params = dict(recipe.model.named_parameters())
     buffers = dict(recipe.model.named_buffers())
     with torch.no_grad():

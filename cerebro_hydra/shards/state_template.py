@@ -51,6 +51,8 @@ class StateTemplate:
         entries: dict[str, tuple[Entry, ...]] = {}
         example: tuple[Tensor, tuple[Entry, ...]] | None = None
         for parameter, state in optimizer.state.items():
+            if not parameter.requires_grad:
+                continue  # Adagrad makes state for whatever it is given
             name = names[id(parameter)]
             entries[name] = tuple(
                 _entry(optimizer, name, key, value)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.shards.guards import Guards
 from cerebro_hydra.shards.module_program import layer_programs, whole_program
 from cerebro_hydra.shards.program import Program, cut_graph
+from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.structure_key import structure_key
 from cerebro_hydra.shards.trace import CutFailed, Trace, trace
 
@@ -46,6 +48,8 @@ class Structure:
     tied: dict[str, tuple[int, ...]]
     outputs: Callable[[Sequence[Any], bool], Any]
     """What the last shard gave, and whether in training, as the model's own output."""
+    guards: tuple[Guards, ...] = ()
+    """What a batch of another shape than the sample's has to meet."""
 
     @property
     def num_shards(self) -> int:
@@ -63,21 +67,18 @@ class Structure:
         return tuple(b.name for b in self.buffers if b.owner == shard)
 
     @classmethod
-    def build(
-        cls, model: nn.Module, spec: CutSpec, example_features: tuple[Tensor, ...]
-    ) -> Structure:
+    def build(cls, model: nn.Module, spec: CutSpec, sample: Sample) -> Structure:
         """Cut a model as a spec says; the model itself is not changed.
 
         Raises:
             CutFailed: the spec does not fit this model.
         """
         if spec.mode == "export":
-            return cls.cut(model, spec, trace(model, example_features))
+            return cls.cut(model, spec, trace(model, sample))
         if spec.mode == "layers":
             train, evaluation = (layer_programs(model, spec.at, mode) for mode in (True, False))
         else:
-            count = len(example_features)
-            train, evaluation = ((whole_program(model, count, mode),) for mode in (True, False))
+            train, evaluation = ((whole_program(model, sample, mode),) for mode in (True, False))
         return cls._assemble(model, spec, train, evaluation, lambda flat, training: flat[0])
 
     @classmethod
@@ -93,12 +94,14 @@ class Structure:
         def outputs(flat: Sequence[Any], training: bool) -> Any:
             return pytree.tree_unflatten(list(flat), specs[training])
 
-        return cls._assemble(model, spec, train, evaluation, outputs)
+        guards = (traced.train.guards, traced.eval.guards)
+        return cls._assemble(model, spec, train, evaluation, outputs, guards)
 
     @classmethod
     def _assemble(
         cls, model: nn.Module, spec: CutSpec, train: tuple[Program, ...],
         evaluation: tuple[Program, ...], outputs: Callable[[Sequence[Any], bool], Any],
+        guards: tuple[Guards, ...] = (),
     ) -> Structure:  # fmt: skip
         param_owner: dict[str, int] = {}
         buffer_owner: dict[str, int] = {}
@@ -125,7 +128,7 @@ class Structure:
             users.add(info.owner)
             if len(users) > 1 and not info.frozen:
                 tied[info.name] = tuple(sorted(users))
-        return cls(spec, train, evaluation, params, buffers, tied, outputs)
+        return cls(spec, train, evaluation, params, buffers, tied, outputs, guards)
 
 
 def _info(name: str, tensor: Tensor, owner: int, frozen: bool) -> TensorInfo:
@@ -155,29 +158,28 @@ class StructureCache:
     def __init__(self) -> None:
         self._structures: dict[Any, Structure] = {}
         self._traces: dict[Any, Trace | CutFailed] = {}
+        self._times: dict[Any, list[float]] = {}
 
-    def get(
-        self, model: nn.Module, spec: CutSpec, example_features: tuple[Tensor, ...]
-    ) -> Structure:
+    def get(self, model: nn.Module, spec: CutSpec, sample: Sample) -> Structure:
         """The structure of a model, built at the first call for it; see `Structure.build`."""
-        key = structure_key(model, example_features)
+        key = structure_key(model, sample)
         if key is None:
-            return Structure.build(model, spec, example_features)
+            return Structure.build(model, spec, sample)
         if (key, spec) not in self._structures:
             if spec.mode == "export":
-                structure = Structure.cut(model, spec, self.trace(model, example_features))
+                structure = Structure.cut(model, spec, self.trace(model, sample))
             else:
-                structure = Structure.build(model, spec, example_features)
+                structure = Structure.build(model, spec, sample)
             self._structures[key, spec] = structure
         return self._structures[key, spec]
 
-    def trace(self, model: nn.Module, example_features: tuple[Tensor, ...]) -> Trace:
+    def trace(self, model: nn.Module, sample: Sample) -> Trace:
         """The graphs of a model, exported at the first call for it; see `trace.trace`."""
-        key = structure_key(model, example_features)
+        key = structure_key(model, sample)
         found = None if key is None else self._traces.get(key)
         if found is None:
             try:
-                found = trace(model, example_features)
+                found = trace(model, sample)
             except CutFailed as error:
                 found = error
             if key is not None:
@@ -185,3 +187,18 @@ class StructureCache:
         if isinstance(found, CutFailed):
             raise found
         return found
+
+    def times(
+        self,
+        model: nn.Module,
+        spec: CutSpec,
+        sample: Sample,
+        measure: Callable[[], list[float]],
+    ) -> list[float]:
+        """Seconds of each shard, measured at the first call: equal models get equal cuts."""
+        key = structure_key(model, sample)
+        if key is None:
+            return measure()
+        if (key, spec) not in self._times:
+            self._times[key, spec] = measure()
+        return self._times[key, spec]

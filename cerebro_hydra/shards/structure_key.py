@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.shards.sample import Sample
 
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), type(...))
 _BY_IDENTITY = (
@@ -23,7 +25,7 @@ class _Unknown(Exception):
     """A value whose equality can't be told."""
 
 
-def structure_key(model: nn.Module, example_features: tuple[Tensor, ...]) -> Hashable | None:
+def structure_key(model: nn.Module, sample: Sample) -> Hashable | None:
     """Equal for models whose exported graphs are equal; None if that can't be told.
 
     Values of parameters and persistent buffers don't matter, nor does the number of rows.
@@ -36,7 +38,10 @@ def structure_key(model: nn.Module, example_features: tuple[Tensor, ...]) -> Has
         )
     except (_Unknown, RecursionError):
         return None
-    return modules, tuple((x.dtype, tuple(x.shape[1:])) for x in example_features)
+    forms = tuple(
+        (x.dtype, x.dim() if sample.free_shapes else tuple(x.shape[1:])) for x in sample.inputs
+    )
+    return modules, forms, sample.call, sample.autocast, sample.free_shapes
 
 
 def _module(module: nn.Module, seen: dict[int, int]) -> Hashable:
@@ -87,6 +92,10 @@ def _value(value: Any, seen: dict[int, int]) -> Hashable:
         return (type(value), frozenset(_value(v, seen) for v in value))
     if isinstance(value, nn.Module):
         return _module(value, seen)
+    if isinstance(value, nn.Parameter):
+        return _form(value, seen)
+    if isinstance(value, weakref.ref):
+        return _value(value(), seen)
     if type(value) is Tensor:
         return _content(value)
     if _is_plain(type(value)):

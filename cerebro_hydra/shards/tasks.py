@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ class Graph:
 class Microbatch:
     """One batch on its way through the shards: values go forward, gradients backward."""
 
-    features: Sequence[Tensor]
+    inputs: Sequence[Tensor]
     loss_of: LossOf
     weight: float | None  # what its loss counts in a window of several, or None
     key: RandomKey
@@ -53,9 +54,16 @@ class ShardTasks:
     follows at once.
     """
 
-    def __init__(self, structure: Structure, states: Mapping[int, ShardState], keep: bool) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        states: Mapping[int, ShardState],
+        precision: Callable[[], AbstractContextManager[Any]],
+        keep: bool,
+    ) -> None:
         self._structure = structure
         self._states = states
+        self._precision = precision
         self._keep = keep
         self._last = structure.num_shards - 1
         self._param_owner = {p.name: p.owner for p in structure.params}
@@ -137,18 +145,18 @@ class ShardTasks:
                 param = tied[name] = param.detach().requires_grad_()
             params.append(param)
         leaves: dict[str, Tensor] = {}
-        inputs: list[Any] = []
+        live: list[Any] = []
         for name in program.reads:
             value = batch.values[name]
             if name in batch.needs_grad:
                 leaves[name] = leaf = value.detach().requires_grad_()
                 value = leaf.view_as(leaf)  # not a leaf, as it is in the uncut model
-            inputs.append(value)
-        features = [batch.features[i] for i in program.features]
-        with torch.enable_grad(), random_key(batch.key):
+            live.append(value)
+        inputs = [batch.inputs[i] for i in program.inputs]
+        with torch.enable_grad(), self._precision(), random_key(batch.key):
             if k == 0 and not program.reads:
                 batch.key.reseed("")
-            out = program.run(*params, *(buffers[n] for n in program.buffers), *inputs, *features)
+            out = program.run(*params, *(buffers[n] for n in program.buffers), *live, *inputs)
             if k == self._last:
                 loss = batch.loss_of(self._structure.outputs(out, True))
                 return Graph(leaves, {}, tied, loss)

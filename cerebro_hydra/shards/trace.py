@@ -7,6 +7,7 @@ directly before a marker, and nowhere that an in-place operation reaches across.
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from cerebro_hydra.shards.guards import Guards
 from cerebro_hydra.shards.reseed import FORWARD, MARKER, unit_hooks
+from cerebro_hydra.shards.sample import Sample
 
 RANDOM = torch.Tag.nondeterministic_seeded
 _DROPPED = {torch.ops.aten._assert_tensor_metadata.default}
@@ -29,16 +32,17 @@ class CutFailed(Exception):
 
 @dataclass(frozen=True)
 class FlatGraph:
-    """One exported graph: placeholders are parameters, buffers, constants, then features."""
+    """One exported graph: placeholders are parameters, buffers, constants, then inputs."""
 
     graph: fx.Graph
     params: dict[fx.Node, str]
     buffers: dict[fx.Node, str]
     constants: dict[fx.Node, Tensor]
-    features: dict[fx.Node, int]
+    inputs: dict[fx.Node, int]
     out_spec: Any
+    guards: Guards
     markers: dict[str, fx.Node]
-    recomputed: frozenset[fx.Node]  # made from features and constants alone, never shipped
+    recomputed: frozenset[fx.Node]  # made from inputs and constants alone, never shipped
     mutated_buffers: frozenset[str]
     illegal: frozenset[str]  # markers at which a cut would part an in-place operation
 
@@ -50,44 +54,51 @@ class Trace:
     train: FlatGraph
     eval: FlatGraph
     legal: tuple[str, ...]
-    costs: tuple[float, ...]  # of the ranges that the legal cuts part, len(legal) + 1
 
 
-def trace(model: nn.Module, features: tuple[Tensor, ...]) -> Trace:
+def trace(model: nn.Module, sample: Sample) -> Trace:
     """Export a copy of the model in both modes.
 
     Args:
-        features: one batch, first dimension = rows; other batch sizes run on the same graph.
+        sample: one batch; other numbers of rows run on the same graph, and other shapes that meet
+            its guards if the sample says that they may come.
 
     Raises:
         CutFailed: the model can't be exported, or does in its forward what no cut can keep.
     """
     twin = copy.deepcopy(model)
-    train = _flatten(twin, features, train=True)
-    evaluation = _flatten(twin, features, train=False)
-    legal = _legal_cuts(train, evaluation)
-    return Trace(train, evaluation, legal, _costs(train, legal))
+    train = _flatten(twin, sample, train=True)
+    evaluation = _flatten(twin, sample, train=False)
+    return Trace(train, evaluation, _legal_cuts(train, evaluation))
 
 
-def _flatten(model: nn.Module, features: tuple[Tensor, ...], train: bool) -> FlatGraph:
+def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
     model.train(train)
-    if all(x.dim() and x.shape[0] == 1 for x in features):
-        features = tuple(torch.cat([x, x]) for x in features)  # one row would be taken for fixed
-    rows = tuple({0: Dim.AUTO} if x.dim() else {} for x in features)
+    inputs = sample.inputs
+    if all(x.dim() and x.shape[0] == 1 for x in inputs):
+        inputs = tuple(torch.cat([x, x]) for x in inputs)  # one row would be taken for fixed
+    args, kwargs = sample.call.arguments(inputs)
+    shapes: Any = [_free(x, sample.free_shapes) for x in inputs]
+    if kwargs:
+        names = [*inspect.signature(model.forward).parameters]
+        given = sample.call.names or names[: len(args)]
+        shapes = dict.fromkeys(kwargs) | dict(zip(given, shapes, strict=False))
+    elif _takes_varargs(model):
+        shapes = (tuple(shapes),)
     try:
-        with unit_hooks(model, MARKER), torch.set_grad_enabled(train):
-            program = torch.export.export(
-                model,
-                features,
-                dynamic_shapes=(rows,) if _takes_varargs(model) else rows,
-                strict=False,
-            )
+        with unit_hooks(model, MARKER), torch.set_grad_enabled(train), sample.precision():
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise CutFailed(
             f"torch.export failed ({type(error).__name__}: {lines[0] if lines else ''})"
         ) from error
-    return _read(model, program)
+    return _read(model, program, Guards.of(model, sample.call, program))
+
+
+def _free(tensor: Tensor, in_all: bool) -> dict[int, Any]:
+    """Which dimensions may differ in other batches: rows, or as many as the model lets."""
+    return {dim: Dim.AUTO for dim in range(tensor.dim()) if dim == 0 or in_all}
 
 
 def _takes_varargs(model: nn.Module) -> bool:
@@ -95,7 +106,7 @@ def _takes_varargs(model: nn.Module) -> bool:
     return code is not None and code.co_argcount == 1 and bool(code.co_flags & 0x04)
 
 
-def _read(model: nn.Module, program: ExportedProgram) -> FlatGraph:
+def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGraph:
     first_name = _first_names(model.named_parameters(remove_duplicate=False))
     first_name |= _first_names(model.named_buffers(remove_duplicate=False))
     persistent = set(model.state_dict(keep_vars=True))
@@ -104,7 +115,7 @@ def _read(model: nn.Module, program: ExportedProgram) -> FlatGraph:
     params: dict[fx.Node, str] = {}
     buffers: dict[fx.Node, str] = {}
     constants: dict[fx.Node, Tensor] = {}
-    features: dict[fx.Node, int] = {}
+    inputs: dict[fx.Node, int] = {}
     for spec in program.graph_signature.input_specs:
         node = placeholders[spec.arg.name]
         if spec.kind is InputKind.PARAMETER:
@@ -114,7 +125,7 @@ def _read(model: nn.Module, program: ExportedProgram) -> FlatGraph:
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[node] = program.constants[str(spec.target)]
         elif spec.kind is InputKind.USER_INPUT:
-            features[node] = len(features)
+            inputs[node] = len(inputs)
         else:
             raise CutFailed(f"its graph takes a {spec.kind.name.lower()} ({spec.target})")
     for out in program.graph_signature.output_specs:
@@ -132,7 +143,7 @@ def _read(model: nn.Module, program: ExportedProgram) -> FlatGraph:
     for node, name in params.items():
         if groups.is_mutated(node):
             raise CutFailed(f"its forward writes into parameter {name!r}")
-    for node in (*features, *constants):
+    for node in (*inputs, *constants):
         if groups.is_mutated(node):
             raise CutFailed(f"its forward writes into its own input or constant ({node.name})")
     mutated = frozenset(name for node, name in buffers.items() if groups.is_mutated(node))
@@ -144,8 +155,8 @@ def _read(model: nn.Module, program: ExportedProgram) -> FlatGraph:
             del buffers[node]
     markers = {n.args[0]: n for n in graph.nodes if n.target is MARKER and n.args[0] != FORWARD}
     return FlatGraph(
-        graph, params, buffers, constants, features, program.call_spec.out_spec, markers,
-        _recomputed(graph, groups, set(features) | set(constants), buffers, mutated),
+        graph, params, buffers, constants, inputs, program.call_spec.out_spec, guards, markers,
+        _recomputed(graph, groups, set(inputs) | set(constants), buffers, mutated),
         mutated, frozenset(u for u, n in markers.items() if groups.reaches_across(n)),
     )  # fmt: skip
 
@@ -280,28 +291,3 @@ def _legal_cuts(train: FlatGraph, evaluation: FlatGraph) -> tuple[str, ...]:
     if legal and not working:
         legal.pop()
     return tuple(legal)
-
-
-def _costs(flat: FlatGraph, legal: tuple[str, ...]) -> tuple[float, ...]:
-    """Parameters first used and activations made between legal cuts, in elements."""
-    costs = [0.0]
-    seen: set[fx.Node] = set()
-    for node in flat.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target is MARKER and node.args[0] in legal:
-            costs.append(0.0)
-        used = {n for n in node.all_input_nodes if n in flat.params} - seen
-        seen |= used
-        costs[-1] += sum(_elements(n) for n in used) + _elements(node)
-    return tuple(costs)
-
-
-def _elements(node: fx.Node) -> float:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return 0.0
-    total = 1.0
-    for size in value.shape:
-        total *= size if isinstance(size, int) else (size.node.hint or 1)
-    return total

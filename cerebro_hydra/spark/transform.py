@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import build_recipe
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe, predictions
 from cerebro_hydra.spark import arrow_columns
 from cerebro_hydra.spark.launcher import pickle_factory
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pyspark import Broadcast
     from pyspark.sql import DataFrame
 
-# The model of the last transform that ran in this Python worker, by the transform's name.
-_built: dict[str, nn.Module] = {}
+# The recipe of the last transform that ran in this Python worker, by the transform's name.
+_built: dict[str, Recipe] = {}
 
 
 def transform(
@@ -32,8 +32,8 @@ def transform(
     params: Mapping[str, Any],
     seed: int,
     state: Mapping[str, bytes],
-    columns: Sequence[ColumnSpec],
-    feature_columns: Sequence[str],
+    specs: Sequence[ColumnSpec],
+    columns: Columns,
     output_columns: Sequence[str],
     batch_size: int | None = None,
 ) -> DataFrame:
@@ -50,9 +50,9 @@ def transform(
         seed: of the search.
         state: safetensors files whose tensors are named as in the model's `state_dict`; together
             they hold all of it, tied tensors once or more.
-        columns: types and shapes that the model was trained with.
-        feature_columns: what `forward` takes, in order.
-        output_columns: one name per tensor that `forward` gives.
+        specs: types and shapes of the columns that the model was trained with.
+        columns: those that it was trained on; `forward` takes the features.
+        output_columns: one name per prediction, see `recipe.predictions`.
         batch_size: rows per forward pass; None takes the recipe's.
 
     Raises:
@@ -62,12 +62,10 @@ def transform(
             computed: null, NaN or another shape.
     """
     _check_output_names(df, output_columns)
-    specs = _specs(columns, feature_columns)
+    specs = _specs(specs, columns.features)
     with torch.random.fork_rng(devices=[]):
-        recipe = build_recipe(factory, params, seed)
-    model = _ready(recipe.model, state)
-    with torch.no_grad():
-        sample = _forward(model, [_zeros(spec) for spec in specs], len(output_columns))
+        recipe = _ready(build_recipe(factory, params, seed, columns), state)
+    sample = _forward(recipe, tuple(_zeros(spec) for spec in specs), len(output_columns))
 
     from pyspark.sql import types
 
@@ -89,7 +87,7 @@ def transform(
     job = _Job(
         name=uuid.uuid4().hex,
         payload=df.sparkSession.sparkContext.broadcast(
-            (pickle_factory(factory), dict(params), seed, dict(state))
+            (pickle_factory(factory), dict(params), seed, columns, dict(state))
         ),
         specs=specs,
         kept=len(df.columns),
@@ -153,9 +151,10 @@ def _specs(columns: Sequence[ColumnSpec], feature_columns: Sequence[str]) -> lis
     return [by_name[name] for name in feature_columns]
 
 
-def _ready(model: nn.Module, state: Mapping[str, bytes]) -> nn.Module:
-    load_state(model, state.values())
-    return model.eval()
+def _ready(recipe: Recipe, state: Mapping[str, bytes]) -> Recipe:
+    load_state(recipe.model, state.values())
+    recipe.model.eval()
+    return recipe
 
 
 def _zeros(spec: ColumnSpec) -> Tensor:
@@ -163,26 +162,23 @@ def _zeros(spec: ColumnSpec) -> Tensor:
     return torch.zeros((2, *spec.shape), dtype=getattr(torch, spec.dtype))
 
 
-def _forward(model: nn.Module, features: Sequence[Tensor], outputs: int) -> list[Tensor]:
-    given = model(*features)
-    tensors = [given] if isinstance(given, Tensor) else given
-    if not isinstance(tensors, list | tuple) or not all(isinstance(t, Tensor) for t in tensors):
-        raise ConfigurationError(
-            f"forward gave a {type(given).__name__}; transform needs a tensor or a tuple of them"
-        )
+def _forward(recipe: Recipe, features: tuple[Tensor, ...], outputs: int) -> list[Tensor]:
+    rows = len(features[0])
+    features, _ = recipe.collated(features, (), None)
+    with torch.no_grad(), recipe.precision():
+        tensors = predictions(recipe.call(recipe.model, features))
     if len(tensors) != outputs:
         raise ConfigurationError(
             f"forward gives {len(tensors)} tensors and there are {outputs} output columns; name "
             "each with set_output_columns([...])"
         )
-    rows = len(features[0])
     for tensor in tensors:
         if tensor.dim() == 0 or len(tensor) != rows:
             raise ConfigurationError(
                 f"forward gave shape {tuple(tensor.shape)} for {rows} rows; transform needs one "
                 "entry per row, rows first"
             )
-    return list(tensors)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -190,7 +186,7 @@ class _Job:
     """What Spark's Python workers need for one transform; it travels in the query's closure."""
 
     name: str
-    payload: Broadcast[tuple[bytes, dict[str, Any], int, dict[str, bytes]]]
+    payload: Broadcast[tuple[bytes, dict[str, Any], int, Columns, dict[str, bytes]]]
     specs: Sequence[ColumnSpec]
     kept: int
     outputs: int
@@ -201,25 +197,24 @@ class _Job:
         import pyarrow as pa
 
         for batch in record_batches:
-            model = self._model()
+            recipe = self._recipe()
             # One record batch per pass: an output can be far larger than its row.
             for start in range(0, batch.num_rows, self.batch_size):
                 columns = batch.slice(start, self.batch_size).columns
-                features = [
+                features = tuple(
                     arrow_columns.to_tensor(column, spec)
                     for column, spec in zip(columns[self.kept :], self.specs, strict=True)
-                ]
-                with torch.no_grad():
-                    tensors = _forward(model, features, self.outputs)
+                )
+                tensors = _forward(recipe, features, self.outputs)
                 arrays = [*columns[: self.kept], *map(arrow_columns.from_tensor, tensors)]
                 yield pa.RecordBatch.from_arrays(arrays, names=[str(i) for i in range(len(arrays))])
 
-    def _model(self) -> nn.Module:
+    def _recipe(self) -> Recipe:
         if self.name not in _built:
             from pyspark.serializers import CloudPickleSerializer
 
-            factory, params, seed, state = self.payload.value
-            recipe = build_recipe(CloudPickleSerializer().loads(factory), params, seed)
+            factory, params, seed, columns, state = self.payload.value
+            built = build_recipe(CloudPickleSerializer().loads(factory), params, seed, columns)
             _built.clear()
-            _built[self.name] = _ready(recipe.model, state)
+            _built[self.name] = _ready(built, state)
         return _built[self.name]

@@ -52,7 +52,8 @@ class RunDocument:
     """One run of a search.
 
     `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
-    it; `metrics` maps every measured name to its direction; `store` and `fingerprint` find the
+    it; `metrics` maps every measured name to its direction; `sample_weight_column` weighs rows;
+    `store` and `fingerprint` find the
     prepared data again; `threads` is what every agent computes with.
     """
 
@@ -71,6 +72,7 @@ class RunDocument:
     validated: bool
     threads: int
     trials: tuple[TrialSpec, ...]
+    sample_weight_column: str | None = None
     format: int = 1
 
     def to_json(self) -> dict[str, Any]:

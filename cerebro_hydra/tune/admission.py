@@ -9,7 +9,15 @@ from typing import Any
 
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import build_recipe, trial_seed
+from cerebro_hydra.recipe import (
+    Columns,
+    Metric,
+    Recipe,
+    build_recipe,
+    load_warm_start,
+    measure,
+    trial_seed,
+)
 from cerebro_hydra.shards.admission import CutReport, admit
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import initial_segments
@@ -32,6 +40,12 @@ class Admitted:
     """{"trial_id", "params", "error"}: the error is the traceback."""
     metrics: dict[str, str] = field(default_factory=dict)
     """Direction of every measured name, "loss" first."""
+    measures: list[tuple[Metric, ...]] = field(default_factory=list)
+    """What merges the custom metrics of each trial."""
+
+    def measure(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
+        """A trial's custom metrics, from their states on all partitions."""
+        return measure(self.measures[trial], states)
 
 
 class Admission:
@@ -40,6 +54,7 @@ class Admission:
     def __init__(
         self,
         factory: Callable[[Any], Any],
+        columns: Columns,
         samples: Samples,
         folder: RunFolder,
         seed: int,
@@ -47,6 +62,7 @@ class Admission:
     ) -> None:
         """Admit nothing yet; `report` is given the story of every new structure."""
         self._factory = factory
+        self._columns = columns
         self._samples = samples
         self._folder = folder
         self._seed = seed
@@ -65,10 +81,12 @@ class Admission:
         refused: list[tuple[Mapping[str, Any], str]] = []
         for params in candidates:
             try:
-                spec, metrics = self._admit(len(admitted.specs), params)
+                spec, recipe = self._admit(len(admitted.specs), params)
             except Exception:
                 refused.append((params, traceback.format_exc()))
                 continue
+            metrics: dict[str, str] = {"loss": "min"}
+            metrics |= {m.name: m.direction for m in recipe.metric_list}
             if admitted.specs and metrics != admitted.metrics:
                 raise ConfigurationError(
                     f"trials measure different things: {dict(params)} measures {metrics}, "
@@ -76,6 +94,7 @@ class Admission:
                     "give all SparkEstimators the same metrics"
                 )
             admitted.metrics = metrics
+            admitted.measures.append(recipe.state_metrics)
             admitted.specs.append(spec)
         for number, (params, error) in enumerate(refused, start=len(admitted.specs)):
             trial_id = f"trial-{number:03d}"
@@ -84,8 +103,10 @@ class Admission:
             self._report(f"{trial_id}: {dict(params)} failed before training: {reason}")
         return admitted
 
-    def _admit(self, trial: int, params: Mapping[str, Any]) -> tuple[TrialSpec, dict[str, str]]:
-        recipe = build_recipe(self._factory, params, self._seed)
+    def _admit(self, trial: int, params: Mapping[str, Any]) -> tuple[TrialSpec, Recipe]:
+        recipe = build_recipe(self._factory, params, self._seed, self._columns)
+        if recipe.warm_start is not None:
+            load_warm_start(recipe.model, recipe.warm_start)
         seed = trial_seed(self._seed, trial)
         examples = [(b.features, b.labels) for b in self._samples.batches(recipe.batch_size)]
         admission = admit(recipe, examples, seed, self._structures)
@@ -112,10 +133,11 @@ class Admission:
                 for rows in self._samples.partition_rows
             ),
             shards=tuple(shards),
+            patience=recipe.early_stopping,
+            custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
         )
         self._tell(spec, admission.report)
-        metrics = {"loss": "min"} | {m.name: m.direction for m in recipe.metric_list}
-        return spec, metrics
+        return spec, recipe
 
     def _tell(self, spec: TrialSpec, report: CutReport) -> None:
         """Report a cut, unless a trial before has the same but for its batch size."""

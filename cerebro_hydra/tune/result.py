@@ -128,11 +128,12 @@ class SearchResult:
             ConfigurationError: there is no such trial, or it did not finish.
             ReplayError: its factory can't be found; says how to give it.
         """
-        from cerebro_hydra.tune.trained import trained_model
+        from cerebro_hydra.tune.trained import trained_recipe
 
         trial = self._finished(trial_id)
         factory = factories.find(self.run_path, self.document.factory, self._factory)
-        return trained_model(self._folder, self.document, self.trials.index(trial), factory)
+        number = self.trials.index(trial)
+        return trained_recipe(self._folder, self.document, number, factory).model
 
     def set_output_columns(self, output_columns: Sequence[str]) -> SearchResult:
         """Name the columns that `transform` adds, one per label column; returns itself."""
@@ -153,20 +154,21 @@ class SearchResult:
             ReplayError: the factory can't be found; says how to give it.
             StoreError: the prepared data is gone, whose manifest says what the columns hold.
         """
+        from cerebro_hydra.recipe import Columns
         from cerebro_hydra.spark.transform import transform
-        from cerebro_hydra.tune.trained import trained_model, weights_file
+        from cerebro_hydra.tune.trained import trained_recipe, weights_file
 
         trial = self.document.trials[self.trials.index(self.best_trial)]
         factory = factories.find(self.run_path, self.document.factory, self._factory)
-        model = trained_model(self._folder, self.document, trial.trial, factory)
+        model = trained_recipe(self._folder, self.document, trial.trial, factory).model
         return transform(
             df,
             factory=factory,
             params=trial.params,
             seed=self.document.seed,
             state={"model": weights_file(model)},
-            columns=self._manifest().columns,
-            feature_columns=self.document.feature_columns,
+            specs=self._manifest().columns,
+            columns=Columns.of(self.document),
             output_columns=self._output_columns
             or [f"{name}__output" for name in self.document.label_columns],
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest, stored_name
 from cerebro_hydra.data.reader import read_columns
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Columns
 
 
 class Samples:
@@ -24,8 +24,7 @@ class Samples:
         self,
         manifest: Manifest,
         data_path: str,
-        feature_columns: Sequence[str],
-        label_columns: Sequence[str],
+        columns: Columns,
     ) -> None:
         """Read nothing yet.
 
@@ -34,8 +33,7 @@ class Samples:
         """
         self.manifest = manifest
         self._data_path = data_path
-        self._feature_columns = feature_columns
-        self._label_columns = label_columns
+        self._columns = columns
         self._head: CachedPartition | None = None
         self.partition_rows = [manifest.rows("train", i) for i in range(manifest.num_partitions)]
         if min(self.partition_rows, default=0) < 1:
@@ -57,7 +55,7 @@ class Samples:
         head = self._first_rows(size)
         # Partition 0 may be a row shorter than the one that the size comes from.
         order = np.arange(size, dtype=np.int64) % head.rows
-        (batch,) = batches(head, self._feature_columns, self._label_columns, size, order)
+        (batch,) = batches(head, self._columns.features, self._columns.targets, size, order)
         return batch
 
     def _first_rows(self, count: int) -> CachedPartition:

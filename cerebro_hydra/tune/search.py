@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from cerebro_hydra.data.manifest import Manifest
+    from cerebro_hydra.recipe import Columns
     from cerebro_hydra.spark import SparkBackend
 
 
@@ -39,8 +40,11 @@ class Search(ABC):
         evaluation_metric: "loss" or the name of a metric; decides which trial is best.
         validation: share of rows to hold out, or the name of a column that says which; None
             validates on nothing, and then the training loss decides.
-        feature_columns: one positional argument of the model's forward each.
+        feature_columns: they go to the arguments of the model's forward that have their names, or
+            by position if not all do.
         label_columns: what the loss takes after the model's outputs.
+        sample_weight_column: what a row's loss counts, in training and in the validation loss, or
+            None.
         seed: of everything random.
         order: "dynamic" sends a trial to whichever worker is free, "seeded" fixes every trial's
             order of partitions beforehand, so that two runs give the same bits.
@@ -63,6 +67,7 @@ class Search(ABC):
         validation: float | str | None = 0.2,
         feature_columns: Sequence[str] = ("features",),
         label_columns: Sequence[str] = ("label",),
+        sample_weight_column: str | None = None,
         seed: int = 0,
         order: str = "dynamic",
         verbose: int = 1,
@@ -95,6 +100,14 @@ class Search(ABC):
             raise ConfigurationError(
                 f"{sorted(both)[0]!r} is in feature_columns and in label_columns; leave it in one"
             )
+        self.sample_weight_column = sample_weight_column
+        if sample_weight_column is not None:
+            (weight,) = _names("sample_weight_column", [sample_weight_column])
+            if weight in (*self.feature_columns, *self.label_columns):
+                raise ConfigurationError(
+                    f"sample_weight_column is {weight!r}, which is a feature or label column too; "
+                    "give a column of its own"
+                )
         self.seed = _whole("seed", seed, least=0)
         if order not in ORDERS:
             raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
@@ -124,7 +137,7 @@ class Search(ABC):
             df,
             validation=self.validation,
             feature_columns=self.feature_columns,
-            label_columns=self.label_columns,
+            label_columns=self._columns().targets,
             seed=self.seed,
         )
         admitted = self._admit(folder, manifest)
@@ -134,7 +147,7 @@ class Search(ABC):
             raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
         document = self._document(folder, manifest, admitted)
         folder.write_json(RUN_FILE, document.to_json())
-        self._run(folder, document, manifest)
+        self._run(folder, document, manifest, admitted)
         result = SearchResult.open(folder.path)
         if all(trial.status == "failed" for trial in result.trials):
             raise _all_failed(folder.path, [trial.error or "" for trial in result.trials])
@@ -144,12 +157,18 @@ class Search(ABC):
         samples = Samples(
             manifest,
             self.store.local(self.store.data_path(manifest.fingerprint)),
-            self.feature_columns,
-            self.label_columns,
+            self._columns(),
         )
         report = print if self.verbose else _nothing
-        admission = Admission(self.estimator_gen_fn, samples, folder, self.seed, report)
+        admission = Admission(
+            self.estimator_gen_fn, self._columns(), samples, folder, self.seed, report
+        )
         return admission.admit(self.candidates())
+
+    def _columns(self) -> Columns:
+        from cerebro_hydra.recipe import Columns
+
+        return Columns(self.feature_columns, self.label_columns, self.sample_weight_column)
 
     def _check_columns(self, df: DataFrame) -> None:
         if not isinstance(getattr(df, "columns", None), list):
@@ -157,7 +176,7 @@ class Search(ABC):
                 f"fit got a {type(df).__module__}.{type(df).__name__}; give a Spark DataFrame, "
                 "such as spark.createDataFrame(...) makes"
             )
-        wanted = [*self.feature_columns, *self.label_columns]
+        wanted = [*self.feature_columns, *self._columns().targets]
         if isinstance(self.validation, str):
             wanted.append(self.validation)
         for name in wanted:
@@ -184,6 +203,7 @@ class Search(ABC):
             metrics=metrics,
             feature_columns=self.feature_columns,
             label_columns=self.label_columns,
+            sample_weight_column=self.sample_weight_column,
             store=self.store.to_dict(),
             fingerprint=manifest.fingerprint,
             validated=manifest.has_validation,
@@ -191,7 +211,9 @@ class Search(ABC):
             trials=tuple(admitted.specs),
         )
 
-    def _run(self, folder: RunFolder, document: RunDocument, manifest: Manifest) -> None:
+    def _run(
+        self, folder: RunFolder, document: RunDocument, manifest: Manifest, admitted: Admitted
+    ) -> None:
         from cerebro_hydra.hopper.coordinator import Coordinator
 
         observer = console_observer(self.verbose)
@@ -203,6 +225,7 @@ class Search(ABC):
             manifest=manifest,
             data_path=self.store.data_path(manifest.fingerprint),
             observers=[observer],
+            measure=admitted.measure,
         )
         try:
             coordinator.run()

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import build_recipe
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe
+from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.shards.layout import read_tensors
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import RunDocument
 
 
-def trained_model(
+def trained_recipe(
     folder: RunFolder, document: RunDocument, trial: int, factory: Callable[[Any], Any]
-) -> nn.Module:
-    """Build a trial's model and load its newest state, in eval mode.
+) -> Recipe:
+    """Build a trial and load its result into the model: moving averages, where they are kept.
+
+    The model is in eval mode.
 
     The caller's random numbers go on as if nothing had been built.
 
@@ -29,7 +32,8 @@ def trained_model(
     """
     spec = document.trials[trial]
     with torch.random.fork_rng(devices=[]):
-        model = build_recipe(factory, spec.params, document.seed).model
+        recipe = build_recipe(factory, spec.params, document.seed, Columns.of(document))
+    model = recipe.model
     targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
     targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}
     saved = _saved(folder, trial)
@@ -48,17 +52,23 @@ def trained_model(
     with torch.no_grad():
         for name, tensor in saved.items():
             targets[name].copy_(tensor)
-    return model.eval()
+    model.eval()
+    return recipe
 
 
 def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
-    """Parameters and buffers of the newest state, without the optimizer's."""
-    state = folder.read_state(trial, max(folder.states(trial)))
+    """Parameters and buffers of the result, as evaluation used them."""
+    state = folder.read_state(trial, result_visit(folder, trial))
     tensors: dict[str, Tensor] = {}
     for shard in state["shards"]:
         for segment in ("frozen", "trainable"):
             content = np.frombuffer(folder.read_object(shard[segment]), np.uint8)
             tensors.update(read_tensors(content))
+    tensors |= {
+        f"param:{name.removeprefix('ema:')}": t
+        for name, t in tensors.items()
+        if name.startswith("ema:")
+    }
     return {name: t for name, t in tensors.items() if name.startswith(("param:", "buffer:"))}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,5 +141,4 @@ def quarrelsome(params: dict[str, Any]) -> Recipe:
             logging.getLogger("mine").warning("a warning from the loss")
         return plain(outputs, labels)
 
-    recipe.loss = loss
-    return recipe
+    return replace(recipe, loss=loss)

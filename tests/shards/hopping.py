@@ -12,6 +12,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import Admission, admit
 from cerebro_hydra.shards.engine import Engine, TrainTotals, read_state
 from cerebro_hydra.shards.layout import initial_segments
+from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.structure import Structure, StructureCache
 from tests.shards import plain
 
@@ -76,7 +77,7 @@ def start(
     examples = [(batch.features, batch.labels) for batch in by_rows.values()]
     cache = cache or StructureCache()
     admission = admit(recipe, examples, plain.TRIAL_SEED, cache)
-    structure = cache.get(recipe.model, admission.spec, examples[0][0])
+    structure = cache.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
     return Trial(recipe, admission, structure, mode)
 
 

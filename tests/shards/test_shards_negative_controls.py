@@ -36,8 +36,8 @@ def differing(make, sub_epochs, mode="keep", break_rule=lambda trial: None) -> s
 def test_without_reseeds_inside_the_graph(monkeypatch):
     def break_rule(trial):
         monkeypatch.setattr(program, "enter_unit", lambda unit: None)
-        features = zoo.vectors(8)[0].features
-        trial.structure = Structure.build(trial.recipe.model, trial.admission.spec, features)
+        sample = zoo.sample(zoo.vectors(8)[0])
+        trial.structure = Structure.build(trial.recipe.model, trial.admission.spec, sample)
 
     assert not differing(mlp_recipe(), two_sub_epochs())
     assert "param:0.weight" in differing(mlp_recipe(), two_sub_epochs(), break_rule=break_rule)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 
+from cerebro_hydra.recipe import Call
+from cerebro_hydra.shards.sample import Sample
 from tests.shards.plain import Rows
 
 
@@ -114,3 +118,8 @@ def tokens(*rows: int, seed: int = 0) -> list[Rows]:
 def singly(batches: list[Rows]) -> list[list[Rows]]:
     """One batch per window."""
     return [[batch] for batch in batches]
+
+
+def sample(batch: Rows) -> Sample:
+    """What a model is traced with."""
+    return Sample(batch.features, Call(), None, nullcontext, free_shapes=False)

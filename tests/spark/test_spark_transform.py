@@ -13,6 +13,7 @@ from torch import nn
 
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError, DataError
+from cerebro_hydra.recipe import Columns
 from cerebro_hydra.spark import SparkEstimator, arrow_columns
 from cerebro_hydra.spark.transform import load_state, transform
 
@@ -71,8 +72,8 @@ def predict(df: DataFrame, factory: Any, model: nn.Module, **changes: Any) -> Da
         "params": {"width": 8},
         "seed": 0,
         "state": files(model),
-        "columns": FEATURES,
-        "feature_columns": ["features"],
+        "specs": FEATURES,
+        "columns": Columns(("features",), ("label",)),
         "output_columns": ["prediction"],
     }
     return transform(df, **(arguments | changes))
@@ -167,8 +168,8 @@ def test_token_ids_stay_integers_and_nested_outputs_stay_nested(spark: SparkSess
         df.coalesce(1),
         factory,
         model,
-        columns=[ColumnSpec("t", "int64", (3,))],
-        feature_columns=["t"],
+        specs=[ColumnSpec("t", "int64", (3,))],
+        columns=Columns(("t",), ("label",)),
         output_columns=["o"],
     )
     assert dict(out.dtypes)["o"] == "array<array<float>>"
@@ -196,8 +197,8 @@ def test_several_features_and_several_outputs(spark: SparkSession) -> None:
         df,
         factory,
         factory({}).recipe.model,
-        columns=[ColumnSpec("image", "float32", (2, 2)), ColumnSpec("flag", "bool", ())],
-        feature_columns=["image", "flag"],
+        specs=[ColumnSpec("image", "float32", (2, 2)), ColumnSpec("flag", "bool", ())],
+        columns=Columns(("image", "flag"), ("label",)),
         output_columns=["sum", "flagged"],
     )
     assert [(r["sum"], r.flagged) for r in out.collect()] == [(20.0, 1), (2.0, 0)]
@@ -206,8 +207,8 @@ def test_several_features_and_several_outputs(spark: SparkSession) -> None:
             df,
             factory,
             factory({}).recipe.model,
-            columns=[ColumnSpec("image", "float32", (2, 2)), ColumnSpec("flag", "bool", ())],
-            feature_columns=["image", "flag"],
+            specs=[ColumnSpec("image", "float32", (2, 2)), ColumnSpec("flag", "bool", ())],
+            columns=Columns(("image", "flag"), ("label",)),
         )
 
 

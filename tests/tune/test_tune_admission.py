@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Columns
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.tune.admission import Admission, Admitted
 from cerebro_hydra.tune.samples import Samples
 from tests.tune import tune_models
+
+COLUMNS = Columns(("features",), ("label",))
 
 
 def samples(path: Path, rows: int, partitions: int = 2) -> Samples:
@@ -25,13 +28,13 @@ def samples(path: Path, rows: int, partitions: int = 2) -> Samples:
     }
     store = LocalStore(str(path))
     manifest = write_dataset(store, columns, partitions, None)
-    return Samples(manifest, store.data_path(manifest.fingerprint), ["features"], ["label"])
+    return Samples(manifest, store.data_path(manifest.fingerprint), COLUMNS)
 
 
 def admit(path: Path, *candidates: dict[str, Any]) -> tuple[Admitted, RunFolder, list[str]]:
     folder = RunFolder(LocalStore(str(path)), "run")
     told: list[str] = []
-    admission = Admission(tune_models.small, samples(path, 70), folder, 3, told.append)
+    admission = Admission(tune_models.small, COLUMNS, samples(path, 70), folder, 3, told.append)
     return admission.admit(candidates), folder, told
 
 
@@ -55,7 +58,7 @@ def with_rows(path: Path, *rows: int) -> Samples:
     manifest = dataclasses.replace(real.manifest, partitions=tuple(infos))
     store = LocalStore(str(path))
     data_path = store.data_path(manifest.fingerprint)
-    return Samples(manifest, data_path, ["features"], ["label"])
+    return Samples(manifest, data_path, COLUMNS)
 
 
 def test_batch_larger_than_the_first_partition_repeats_its_rows(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""What `shards=` may be: a number, module names to cut at, or the blocks of each shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from cerebro_hydra.errors import ConfigurationError
+
+Blocks = list[str] | list[list[str]]
+
+
+def checked_shards(given: Any, model: nn.Module) -> int | Blocks:
+    """Bring `shards=` to a number, a list of names, or a list of lists of names.
+
+    Raises:
+        ConfigurationError: it is none of them, or names what the model does not have.
+    """
+    if isinstance(given, str):
+        given = [given]
+    if isinstance(given, int):
+        if isinstance(given, bool) or given < 1:
+            raise ConfigurationError(
+                f"shards is {given!r}; it is a whole number from 1, or module names"
+            )
+        return given
+    if not isinstance(given, Sequence):
+        raise ConfigurationError(
+            f"shards is {given!r}; give a number, module names to cut at, or a list of blocks"
+        )
+    nested = [isinstance(each, list | tuple) for each in given]
+    if any(nested) and not all(nested):
+        raise ConfigurationError(
+            f"shards mixes names and lists: {given!r}; give names to cut at, or one list of blocks "
+            "for every shard"
+        )
+    if not any(nested):
+        return [_name(each, model) for each in given]
+    blocks = [[_name(each, model) for each in shard] for shard in given]
+    if not all(blocks):
+        raise ConfigurationError(f"shard {blocks.index([])} of shards has no block; name one")
+    return blocks
+
+
+def _name(block: Any, model: nn.Module) -> str:
+    modules = dict(model.named_modules())
+    if isinstance(block, nn.Module):
+        for name, module in modules.items():
+            if module is block:
+                return name
+        raise ConfigurationError(
+            f"shards holds a {type(block).__name__} that is no module of the model"
+        )
+    if block not in modules:
+        raise ConfigurationError(
+            f"shards names {block!r}, which is no module of the model; "
+            f"its modules are {[m for m in modules if m][:20]}"
+        )
+    return str(block)

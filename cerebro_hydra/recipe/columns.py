@@ -1,0 +1,125 @@
+"""How the columns of a batch reach a model's forward and its loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+
+# A cache of keys and values serves generation only; in training it is output that nobody reads.
+_SWITCHED_OFF = ("use_cache",)
+
+
+class HasColumns(Protocol):
+    """What knows the columns of a run, such as its document."""
+
+    @property
+    def feature_columns(self) -> tuple[str, ...]: ...
+    @property
+    def label_columns(self) -> tuple[str, ...]: ...
+    @property
+    def sample_weight_column(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns of a batch; the targets are the labels, then the sample weight."""
+
+    features: tuple[str, ...]
+    labels: tuple[str, ...]
+    weight: str | None = None
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What a batch carries beside its features."""
+        return self.labels if self.weight is None else (*self.labels, self.weight)
+
+    @classmethod
+    def of(cls, document: HasColumns) -> Columns:
+        """The columns that a run's document names."""
+        return cls(document.feature_columns, document.label_columns, document.sample_weight_column)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How tensors become the arguments of a forward.
+
+    Args:
+        names: the keyword of each tensor, in order; None passes them by position.
+        constants: further keywords and their plain values.
+    """
+
+    names: tuple[str, ...] | None = None
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Positional and keyword arguments."""
+        if self.names is None:
+            return tuple(tensors), dict(self.constants)
+        # Without labels, as at inference, the last names stay unused.
+        return (), dict(zip(self.names, tensors, strict=False)) | dict(self.constants)
+
+    def __call__(self, model: Any, tensors: Sequence[Tensor]) -> Any:
+        """Run a forward."""
+        args, kwargs = self.arguments(tensors)
+        return model(*args, **kwargs)
+
+    @classmethod
+    def of(cls, model: nn.Module, columns: Columns | None, takes_labels: bool) -> Call:
+        """By name if forward has an argument for every feature column, else by position.
+
+        Raises:
+            ConfigurationError: the model is to compute its loss, and a column has no argument.
+        """
+        parameters = inspect.signature(model.forward).parameters
+        constants = tuple((name, False) for name in _SWITCHED_OFF if name in parameters)
+        if columns is None:
+            return cls(None, constants)
+        named = [
+            name
+            for name, p in parameters.items()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+        if not takes_labels:
+            by_name = all(name in named for name in columns.features)
+            return cls(columns.features if by_name else None, constants)
+        labels = columns.labels
+        if len(labels) == 1 and labels[0] not in named and "labels" in named:
+            labels = ("labels",)
+        for name in (*columns.features, *labels):
+            if name not in named:
+                raise ConfigurationError(
+                    f"loss is 'model', so columns are passed to {type(model).__name__}.forward by "
+                    f"name, and it has no argument {name!r}; its arguments are {named}: rename "
+                    "the column"
+                )
+        return cls((*columns.features, *labels), constants)
+
+
+def predictions(outputs: Any) -> list[Tensor]:
+    """The tensors that a forward's output predicts with.
+
+    A tensor is its own prediction, tuples and lists give all of theirs; of a mapping or dataclass
+    (as models of `transformers` return) it is `logits` if there is one, else every tensor but the
+    loss.
+
+    Raises:
+        ConfigurationError: there is no tensor in it.
+    """
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if isinstance(outputs, list | tuple):
+        found = [each for each in outputs if isinstance(each, Tensor)]
+    else:
+        fields = dict(outputs) if isinstance(outputs, Mapping) else dict(vars(outputs))
+        if isinstance(fields.get("logits"), Tensor):
+            return [fields["logits"]]
+        found = [v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor)]
+    if not found:
+        raise ConfigurationError(f"forward gave a {type(outputs).__name__} without any tensor")
+    return found

@@ -1,0 +1,90 @@
+"""When an LR scheduler steps: after every optimizer step, or at an epoch's end, on a metric."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from cerebro_hydra.errors import ConfigurationError
+
+Interval = Literal["step", "epoch"]
+INTERVALS = ("step", "epoch")
+
+
+class LRSchedule:
+    """Makes and steps the LR schedulers of one trial, one per shard, all alike.
+
+    Args:
+        make: a function of the optimizer, or of (optimizer, steps_per_epoch); None for no schedule.
+        interval: when it steps; one that steps on a metric always does so once an epoch.
+        metric: the measured name that such a one is given.
+
+    Raises:
+        ConfigurationError: an argument can't be used.
+    """
+
+    def __init__(self, make: Callable[..., Any] | None, interval: str, metric: str) -> None:
+        if make is not None and not callable(make):
+            raise ConfigurationError(
+                f"lr_scheduler is {make!r}; give a function of the optimizer that makes one, such "
+                "as lambda optimizer: StepLR(optimizer, 1)"
+            )
+        if interval not in INTERVALS:
+            raise ConfigurationError(f"lr_interval is {interval!r}; it is one of {INTERVALS}")
+        self._make = make
+        self._interval = interval
+        self._metric = metric
+
+    def make(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any | None:
+        """A scheduler over an optimizer, or None."""
+        if self._make is None:
+            return None
+        if len(inspect.signature(self._make).parameters) >= 2:
+            return self._make(optimizer, steps_per_epoch)
+        return self._make(optimizer)
+
+    def after_step(self, scheduler: Any | None) -> None:
+        """The optimizer has stepped."""
+        if scheduler is not None and self._interval == "step" and not _takes_metric(scheduler):
+            scheduler.step()
+
+    def begin_epoch(self, scheduler: Any | None, metrics: Mapping[str, float]) -> None:
+        """A new epoch begins; `metrics` are those of the epoch before.
+
+        Raises:
+            ConfigurationError: the metric that the scheduler steps on was not measured.
+        """
+        if scheduler is None:
+            return
+        if _takes_metric(scheduler):
+            scheduler.step(self._value(metrics))
+        elif self._interval == "epoch":
+            scheduler.step()
+
+    def _value(self, metrics: Mapping[str, float]) -> float:
+        # Without validation rows there is the training loss alone.
+        for name in (f"val_{self._metric}", f"train_{self._metric}"):
+            if name in metrics:
+                return metrics[name]
+        raise ConfigurationError(
+            f"lr_metric is {self._metric!r}, which is not measured; measured are {list(metrics)}"
+        )
+
+
+def _takes_metric(scheduler: Any) -> bool:
+    return _step_asks_for_a_value(type(scheduler))  # type: ignore[arg-type]
+
+
+@cache
+def _step_asks_for_a_value(kind: type[Any]) -> bool:
+    """As ReduceLROnPlateau's does."""
+    required = [
+        p
+        for p in inspect.signature(kind.step).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) > 1  # beside self

@@ -1,0 +1,157 @@
+"""What is measured on validation rows beside the loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from cerebro_hydra.errors import ConfigurationError
+
+Direction = Literal["min", "max"]
+MetricFunction = Callable[..., Tensor]
+
+
+@runtime_checkable
+class StateMetric(Protocol):
+    """A metric that no average over rows gives, such as an F1 score.
+
+    A state is plain JSON: numbers, strings, lists, dicts. Each worker updates a state over the
+    batches of a partition; the states of all partitions are merged, in partition order.
+    """
+
+    def start(self) -> Any:
+        """The state before any batch."""
+
+    def update(self, state: Any, outputs: Any, *labels: Tensor) -> Any:
+        """The state after one more batch."""
+
+    def merge(self, state: Any, other: Any) -> Any:
+        """One state of two."""
+
+    def compute(self, state: Any) -> float:
+        """The value that a state stands for."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One measured value.
+
+    `function(outputs, *labels)` gives the mean of a batch, to be averaged over rows; a
+    `StateMetric` keeps a state instead. With `label`, it sees that prediction and label alone.
+    """
+
+    name: str
+    function: MetricFunction | StateMetric
+    direction: Direction
+    label: int | None = None
+
+
+def _accuracy(outputs: Tensor, labels: Tensor) -> Tensor:
+    if outputs.dim() == labels.dim() or outputs.shape[-1] == 1:
+        hits = (outputs.reshape(labels.shape) > 0).to(labels.dtype) == labels
+    else:
+        class_dim = 1 if outputs.dim() == labels.dim() + 1 and labels.dim() > 1 else -1
+        if outputs.shape[:-1] == labels.shape:
+            class_dim = -1
+        hits = outputs.argmax(class_dim) == labels
+    return hits.to(torch.float32).mean()
+
+
+def _mse(outputs: Tensor, labels: Tensor) -> Tensor:
+    return torch.mean((outputs.reshape(labels.shape) - labels) ** 2)
+
+
+def _mae(outputs: Tensor, labels: Tensor) -> Tensor:
+    return torch.mean(torch.abs(outputs.reshape(labels.shape) - labels))
+
+
+KNOWN_METRICS = {
+    "accuracy": Metric("accuracy", _accuracy, "max", label=0),
+    "mse": Metric("mse", _mse, "min", label=0),
+    "mae": Metric("mae", _mae, "min", label=0),
+}
+
+Given = Sequence[str] | Mapping[str, tuple[MetricFunction | StateMetric, str]]
+
+
+def resolve_metrics(metrics: Given, labels: Sequence[str] = ("label",)) -> tuple[Metric, ...]:
+    """Turn names, or `{name: (function, "min"|"max")}`, into metrics with a declared direction.
+
+    Args:
+        labels: names of the label columns; with several, a known metric is measured on each, as
+            `<label>_<metric>`.
+
+    Raises:
+        ConfigurationError: a metric is unknown, has no direction, or is called "loss".
+    """
+    if isinstance(metrics, str):
+        metrics = [metrics]
+    resolved: list[Metric] = []
+    if isinstance(metrics, Mapping):
+        for name, value in metrics.items():
+            resolved.append(_given(name, value))
+    else:
+        for name in metrics:
+            if name not in KNOWN_METRICS:
+                raise ConfigurationError(
+                    f"unknown metric {name!r}; known are {sorted(KNOWN_METRICS)}, "
+                    "any other is given as {name: (function, 'min'|'max')}"
+                )
+            known = KNOWN_METRICS[name]
+            if len(labels) == 1:
+                resolved.append(known)
+            else:
+                for number, label in enumerate(labels):
+                    resolved.append(replace(known, name=f"{label}_{name}", label=number))
+    for metric in resolved:
+        if metric.name == "loss":
+            raise ConfigurationError("'loss' is always measured; leave it out of metrics")
+    return tuple(resolved)
+
+
+def _given(name: str, value: Any) -> Metric:
+    if not (isinstance(value, tuple) and len(value) == 2) or not (
+        callable(value[0]) or isinstance(value[0], StateMetric)
+    ):
+        raise ConfigurationError(
+            f"metric {name!r} is {value!r}; give (function, 'min') or (function, 'max'); in place "
+            "of a function, an object with start, update, merge and compute may stand"
+        )
+    function, direction = value
+    if direction not in ("min", "max"):
+        raise ConfigurationError(
+            f"metric {name!r} has direction {direction!r}; it is 'min' or 'max'"
+        )
+    return Metric(name, function, cast(Direction, direction))
+
+
+def measure(metrics: Sequence[Metric], states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Merge the states of all partitions, in their order, and compute each `StateMetric`."""
+    values: dict[str, float] = {}
+    for metric in metrics:
+        function = cast(StateMetric, metric.function)
+        merged = states[0][metric.name]
+        for state in states[1:]:
+            merged = function.merge(merged, state[metric.name])
+        values[metric.name] = float(function.compute(merged))
+    return values
+
+
+def as_json(name: str, state: Any) -> Any:
+    """A metric's state as it arrives on the driver.
+
+    Raises:
+        ConfigurationError: it is no plain JSON.
+    """
+    try:
+        return json.loads(json.dumps(state))
+    except TypeError as error:
+        raise ConfigurationError(
+            f"metric {name!r} keeps a state that is no plain JSON ({error}); keep numbers, "
+            "strings, lists and dicts: .item() and .tolist() turn tensors into them"
+        ) from error

@@ -1,0 +1,202 @@
+"""What a batch's loss is: one loss, one per output, the model's own, with weights for rows."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.columns import predictions
+
+MODEL = "model"
+"""In place of a loss: the model computes it from the labels, as models of `transformers` do."""
+
+# Losses that index classes: float labels (Spark ML's habit) become integers for them.
+CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+
+Loss = Callable[..., Tensor]
+
+
+class Objective:
+    """The loss of a batch, the mean over its rows.
+
+    Args:
+        loss: a function or module, a list of them (one per label column and output), or "model".
+        weights: what each of several losses counts; None counts each once.
+
+    Raises:
+        ConfigurationError: they can't be used; the message names which.
+    """
+
+    def __init__(self, loss: Any, weights: Sequence[float] | None) -> None:
+        several = isinstance(loss, list | tuple)
+        self.is_models_own = isinstance(loss, str) and loss == MODEL
+        self.losses: tuple[Loss, ...] = tuple(loss) if several else (loss,)
+        if not self.is_models_own:
+            for each in self.losses:
+                if not callable(each):
+                    raise ConfigurationError(
+                        f"loss is {each!r}; give a function, a loss module, a list of them (one "
+                        "per label column), or 'model' for a model that computes its own"
+                    )
+        self.several = several
+        if weights is not None and (not several or len(weights) != len(self.losses)):
+            raise ConfigurationError(
+                f"loss_weights is {weights!r}; give one number for each loss of a list, of which "
+                f"there are {len(self.losses) if several else 'none: loss is no list'}"
+            )
+        self._weights = tuple(map(float, weights or [1.0] * len(self.losses)))
+        self._weighs_rows = False
+
+    def bind(self, labels: Sequence[str], weight: str | None) -> None:
+        """Take the names of the label columns, and of the sample weight.
+
+        Raises:
+            ConfigurationError: they don't fit the losses.
+        """
+        if self.several and len(labels) != len(self.losses):
+            raise ConfigurationError(
+                f"there are {len(self.losses)} losses for the label columns {list(labels)}; give "
+                "one per column, or one function of the outputs and all labels"
+            )
+        if weight is not None and self.is_models_own:
+            raise ConfigurationError(
+                f"sample_weight_column is {weight!r} and loss is 'model', which knows no weights; "
+                "give a loss function of the outputs instead"
+            )
+        self._weighs_rows = weight is not None
+
+    def compute(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
+        """The mean over rows of (weight of the row times) its loss, a scalar with its graph.
+
+        Raises:
+            ConfigurationError: a loss gives something else.
+        """
+        if self.is_models_own:
+            return _models_own(outputs)
+        labels, weight = self.split(targets)
+        ready = self.prepare(outputs, labels)
+        if not self.several:
+            return self._one(self.losses[0], _seen_by(self.losses[0], outputs), ready, weight)
+        given = self._outputs(outputs)
+        total: Tensor | None = None
+        for loss, counts, output, label in zip(
+            self.losses, self._weights, given, ready, strict=True
+        ):
+            part = self._one(loss, output, (label,), weight) * counts
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def split(self, targets: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Labels and sample weights."""
+        return (targets[:-1], targets[-1]) if self._weighs_rows else (targets, None)
+
+    def prepare(self, outputs: Any, labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The labels as the losses take them: class numbers as integers, all else as it is."""
+        if self.is_models_own:
+            return tuple(labels)
+        if not self.several:
+            return tuple(_prepared(self.losses[0], outputs, label) for label in labels)
+        given = self._outputs(outputs)
+        return tuple(
+            _prepared(loss, output, label)
+            for loss, output, label in zip(self.losses, given, labels, strict=True)
+        )
+
+    def _outputs(self, outputs: Any) -> list[Tensor]:
+        given = predictions(outputs)
+        if len(given) != len(self.losses):
+            raise ConfigurationError(
+                f"there are {len(self.losses)} losses, and forward gives {len(given)} tensors; "
+                "give one loss per output, or one function of all outputs and labels"
+            )
+        return given
+
+    def _one(
+        self, loss: Loss, outputs: Any, labels: Sequence[Tensor], weight: Tensor | None
+    ) -> Tensor:
+        if weight is None:
+            value = loss(outputs, *labels)
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                raise ConfigurationError(
+                    f"the loss gave {_form(value)}; it must give a scalar tensor"
+                )
+            return value
+        value = _per_row(loss)(outputs, *labels)
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(weight):
+            raise ConfigurationError(
+                f"the loss gave {_form(value)} for {len(weight)} rows; with a sample weight it "
+                "must give one value per row: use a loss of torch.nn, or return them unreduced"
+            )
+        rows = value.reshape(len(value), -1).mean(1)
+        return (rows * weight.to(rows.dtype)).mean()
+
+
+def _models_own(outputs: Any) -> Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise ConfigurationError(
+            f"loss is 'model', and forward gave a {type(outputs).__name__} whose loss is "
+            f"{_form(loss)}; it must give a scalar tensor under that name when it gets the labels"
+        )
+    return loss
+
+
+def _seen_by(loss: Loss, outputs: Any) -> Any:
+    """Losses of torch take tensors, so they get the prediction out of a larger output."""
+    if isinstance(outputs, Tensor) or not _is_torchs(loss):
+        return outputs
+    given = predictions(outputs)
+    return given[0] if len(given) == 1 else outputs
+
+
+def _is_torchs(loss: Loss) -> bool:
+    module = getattr(loss, "__module__", None) or ""
+    return module.startswith(("torch.nn.modules.loss", "torch.nn.functional"))
+
+
+def _per_row(loss: Loss) -> Loss:
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        unreduced: Any = copy.copy(loss)
+        unreduced.reduction = "none"
+        return unreduced
+    try:
+        takes = inspect.signature(loss).parameters
+    except ValueError:
+        return loss
+    return partial(loss, reduction="none") if "reduction" in takes else loss
+
+
+def _prepared(loss: Loss, outputs: Any, label: Tensor) -> Tensor:
+    if not isinstance(loss, CLASS_INDEX_LOSSES):
+        return label
+    seen = _seen_by(loss, outputs)
+    # CrossEntropyLoss takes a probability per class as well, in the shape of the outputs.
+    takes_probabilities = isinstance(loss, nn.CrossEntropyLoss) and label.dim() > 1
+    if takes_probabilities and isinstance(seen, Tensor) and label.shape == seen.shape:
+        return label
+    return _class_numbers(label)
+
+
+def _class_numbers(labels: Tensor) -> Tensor:
+    if not labels.is_floating_point():
+        return labels
+    numbers = labels.to(torch.int64)
+    wrong = labels[numbers != labels]
+    if len(wrong):
+        raise ConfigurationError(
+            f"label {wrong[0].item()!r} is no class number, and the loss indexes classes by its "
+            "labels; give whole numbers, or a loss for numbers such as MSELoss"
+        )
+    return numbers
+
+
+def _form(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,61 @@
+"""Random numbers by key: what they depend on, and where in a model they restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cerebro_hydra.plan.seeds import seed_of
+
+
+def units(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that a cut may not split and where random numbers restart.
+
+    Children of a `Sequential` or `ModuleList` are units unless they are such containers themselves;
+    outside of containers, modules without children are.
+    """
+    return tuple(_walk(model, ""))
+
+
+def _walk(module: nn.Module, name: str) -> Iterator[str]:
+    in_container = isinstance(module, (nn.Sequential, nn.ModuleList))
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        nested = isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 0
+        if nested or (not in_container and any(True for _ in child.children())):
+            yield from _walk(child, path)
+        else:
+            yield path
+
+
+@dataclass(frozen=True)
+class RandomKey:
+    """Where in a trial's life a forward pass is; random numbers depend on nothing else."""
+
+    trial_seed: int
+    step: int
+    microbatch: int
+
+    def reseed(self, unit: str) -> None:
+        """Restart the CPU generator for one unit, named `module@call`; "" is the forward itself."""
+        seed = seed_of(self.trial_seed, self.step, self.microbatch, unit)
+        torch.default_generator.manual_seed(seed)
+
+
+def trial_seed(seed: int, trial: int) -> int:
+    """The seed of a trial's dropout and collating, from that of the search."""
+    return seed_of(seed, "trial", trial)
+
+
+def numeric_fingerprint() -> dict[str, Any]:
+    """What the bits of a run depend on beside its code and data; replay warns where it differs."""
+    return {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "optimizer": "cpu",
+    }

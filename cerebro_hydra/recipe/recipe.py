@@ -1,0 +1,258 @@
+"""One trial as its author wrote it: model, optimizer, loss, metrics and training rules, as data.
+
+The engine and the plain reference both read a `Recipe`; what must mean the same to both (units,
+random keys, how a loss is applied) lives in this package and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.blocks import checked_shards
+from cerebro_hydra.recipe.collating import Collate, Collator
+from cerebro_hydra.recipe.columns import Call, Columns, predictions
+from cerebro_hydra.recipe.lr_schedule import LRSchedule
+from cerebro_hydra.recipe.metrics import (
+    Direction,
+    Metric,
+    StateMetric,
+    as_json,
+    resolve_metrics,
+)
+from cerebro_hydra.recipe.objective import Objective
+from cerebro_hydra.recipe.optimizers import check_optimizer
+from cerebro_hydra.recipe.randomness import RandomKey
+
+AUTOCAST = {"bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Recipe:
+    """A model with everything that its training needs.
+
+    Args:
+        model: the module under training. Feature columns go to the arguments of its forward that
+            have their names, or by position if not all do.
+        optimizer: an instance over the model's parameters; cloned per shard, never stepped itself.
+        loss: `loss(outputs, *labels)` gives the mean over the rows of a batch, a scalar; or a list
+            with one loss per output and label column; or "model": forward is given the labels too
+            and returns an object with a `loss`, as models of `transformers` do.
+        loss_weights: what each loss of a list counts.
+        metrics: names, or `{name: (function, "min"|"max")}` where `function(outputs, *labels)` is a
+            mean over rows, or a `StateMetric`.
+        batch_size: rows per batch.
+        shards: how many to cut into, balanced by measured time; or the names of the modules to cut
+            at; or a list of lists of names (or modules), the blocks of each shard.
+        lr_scheduler: a function of the optimizer, or of (optimizer, steps_per_epoch).
+        lr_interval: "step" steps it after every optimizer step, "epoch" at the end of an epoch, as
+            one that steps on a metric (ReduceLROnPlateau) always does.
+        lr_metric: what such a one is given, as measured on validation rows.
+        clip_grad_norm: largest global 2-norm of the gradients, or None.
+        clip_grad_value: largest magnitude of any gradient's element, or None.
+        accumulate: batches per optimizer step; gradients are weighted by rows.
+        autocast: "bfloat16" runs forward and loss in mixed precision, None in the model's own.
+        ema: decay of an exponential moving average of the parameters, such as 0.999, that is
+            evaluated and kept as the trained model, or None.
+        early_stopping: epochs without a better evaluation metric after which the trial ends; the
+            weights of its best epoch are kept. None trains all epochs and keeps the last.
+        collate: `collate(batch, training)` takes and returns a dict of column to tensor, rows
+            first: padding, augmentation. Its random numbers must come from torch.
+        warm_start: a state dict, or the path of a safetensors file with one, to begin with.
+
+    Raises:
+        ConfigurationError: an argument can't be used; the message names it and its value.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Any
+    metrics: Any = ()
+    batch_size: int = 32
+    shards: int | Sequence[Any] = 1
+    lr_scheduler: Callable[..., Any] | None = None
+    clip_grad_norm: float | None = None
+    accumulate: int = 1
+    loss_weights: Sequence[float] | None = None
+    lr_interval: str = "step"
+    lr_metric: str = "loss"
+    clip_grad_value: float | None = None
+    autocast: str | None = None
+    ema: float | None = None
+    early_stopping: int | None = None
+    collate: Collate | None = None
+    warm_start: Mapping[str, Tensor] | str | None = None
+    columns: Columns | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ConfigurationError(
+                f"model is a {type(self.model).__name__}; give a torch.nn.Module"
+            )
+        check_optimizer(self.optimizer, self.model)
+        self._objective = Objective(self.loss, self.loss_weights)
+        self._set_metrics(resolve_metrics(self.metrics))
+        self._schedule = LRSchedule(self.lr_scheduler, self.lr_interval, self.lr_metric)
+        self._collator = Collator(self.collate)
+        self.shards = checked_shards(self.shards, self.model)
+        self._check_numbers()
+        self._call = Call.of(self.model, None, takes_labels=False)
+
+    def _set_metrics(self, metrics: tuple[Metric, ...]) -> None:
+        self._metrics = metrics
+        self._state_metrics = tuple(m for m in metrics if isinstance(m.function, StateMetric))
+
+    def _check_numbers(self) -> None:
+        for argument in ("batch_size", "accumulate", "early_stopping"):
+            value = getattr(self, argument)
+            if argument == "early_stopping" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{argument} is {value!r}; it is a whole number from 1")
+        for argument in ("clip_grad_norm", "clip_grad_value"):
+            value = getattr(self, argument)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{argument} is {value!r}; it is above 0")
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise ConfigurationError(
+                f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is "
+                f"{self.clip_grad_value!r}; choose one of them"
+            )
+        if self.autocast is not None and self.autocast not in AUTOCAST:
+            raise ConfigurationError(
+                f"autocast is {self.autocast!r}; it is one of {sorted(AUTOCAST)}, or None"
+            )
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigurationError(
+                f"ema is {self.ema!r}; it is a decay between 0 and 1, such as 0.999"
+            )
+
+    def bind(self, columns: Columns) -> Recipe:
+        """Take the names of the columns that batches will have; returns itself.
+
+        Raises:
+            ConfigurationError: the model, the loss or the LR schedule doesn't fit them.
+        """
+        self.columns = columns
+        self._objective.bind(columns.labels, columns.weight)
+        self._call = Call.of(self.model, columns, self._objective.is_models_own)
+        self._set_metrics(resolve_metrics(self.metrics, columns.labels))
+        self._collator.bind(columns)
+        measured = ["loss", *(metric.name for metric in self._metrics)]
+        if self.lr_metric not in measured:
+            raise ConfigurationError(
+                f"lr_metric is {self.lr_metric!r}, which is not measured; measured are {measured}"
+            )
+        return self
+
+    # ------------------------------------------------------------------ one batch
+
+    @property
+    def call(self) -> Call:
+        """How `inputs` become arguments of the model's forward."""
+        return self._call
+
+    def inputs(self, features: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the model's forward takes of a batch: the features, and labels if it asks."""
+        if not self._objective.is_models_own:
+            return tuple(features)
+        return (*features, *targets)
+
+    def collated(
+        self, features: tuple[Tensor, ...], targets: tuple[Tensor, ...], key: RandomKey | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """A batch after `collate`, seeded by the key; None is for evaluation.
+
+        Raises:
+            ConfigurationError: it lost a column or changed the number of rows.
+        """
+        return self._collator.apply(features, targets, key)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Within it, forward and loss run as `autocast` says."""
+        if self.autocast is None:
+            return nullcontext()
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        # Without its cache, a weight's cast doesn't depend on what else ran before.
+        return torch.autocast(device, AUTOCAST[self.autocast], cache_enabled=False)
+
+    def compute_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
+        """The mean loss of one batch, a scalar with its graph."""
+        return self._objective.compute(outputs, targets)
+
+    # ------------------------------------------------------------------ measuring
+
+    @property
+    def metric_list(self) -> tuple[Metric, ...]:
+        """Every metric, in order."""
+        return self._metrics
+
+    @property
+    def state_metrics(self) -> tuple[Metric, ...]:
+        """Those that keep a state."""
+        return self._state_metrics
+
+    def compute_metrics(self, outputs: Any, targets: Sequence[Tensor]) -> dict[str, float]:
+        """Each averaged metric's mean over one batch."""
+        labels = self._labels(outputs, targets)
+        return {
+            metric.name: float(metric.function(*_seen_by(metric, outputs, labels)))
+            for metric in self._metrics
+            if not isinstance(metric.function, StateMetric)
+        }
+
+    def update_states(
+        self, states: dict[str, Any], outputs: Any, targets: Sequence[Tensor]
+    ) -> None:
+        """Update, in place, the state of each custom metric by one batch."""
+        if not self._state_metrics:
+            return
+        labels = self._labels(outputs, targets)
+        for metric in self._state_metrics:
+            function = cast(StateMetric, metric.function)
+            state = states[metric.name] if metric.name in states else function.start()
+            updated = function.update(state, *_seen_by(metric, outputs, labels))
+            states[metric.name] = as_json(metric.name, updated)
+
+    def direction(self, name: str) -> Direction:
+        """Whether a smaller or a larger value of a measured name is better."""
+        if name == "loss":
+            return "min"
+        for metric in self._metrics:
+            if metric.name == name:
+                return metric.direction
+        raise ConfigurationError(
+            f"evaluation_metric {name!r} is not measured; measured are "
+            f"{['loss', *(m.name for m in self._metrics)]}"
+        )
+
+    def _labels(self, outputs: Any, targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        labels, _ = self._objective.split(targets)
+        return self._objective.prepare(outputs, labels)
+
+    # ------------------------------------------------------------------ learning rates
+
+    @property
+    def lr_schedule(self) -> LRSchedule:
+        """Makes and steps LR schedulers."""
+        return self._schedule
+
+
+def _seen_by(metric: Metric, outputs: Any, labels: Sequence[Tensor]) -> tuple[Any, ...]:
+    if metric.label is None:
+        return (outputs, *labels)
+    given = predictions(outputs)
+    if len(labels) == 1 and len(given) == 1:
+        return (given[0], labels[0])
+    if len(given) != len(labels):
+        raise ConfigurationError(
+            f"metric {metric.name!r} needs one output per label column; forward gives {len(given)} "
+            f"tensors for {len(labels)} columns: give {{name: (function, 'min'|'max')}} instead"
+        )
+    return (given[metric.label], labels[metric.label])

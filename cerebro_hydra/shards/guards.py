@@ -1,0 +1,58 @@
+"""What an exported graph takes for granted about the shapes of its inputs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from cerebro_hydra.recipe import Call
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Conditions on the arguments of a forward.
+
+    `conditions` are those of `torch.export`; `shapes` has each input's sizes, None where free.
+    """
+
+    conditions: tuple[str, ...]
+    shapes: tuple[tuple[int | None, ...], ...]
+    signature: inspect.Signature
+    call: Call
+
+    @classmethod
+    def of(cls, model: nn.Module, call: Call, program: ExportedProgram) -> Guards:
+        """The conditions under which a program is the model's."""
+        placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+        inputs = [
+            placeholders[spec.arg.name].meta["val"]
+            for spec in program.graph_signature.input_specs
+            if spec.kind is InputKind.USER_INPUT
+        ]
+        shapes = tuple(
+            tuple(size if isinstance(size, int) else None for size in value.shape)
+            for value in inputs
+            if isinstance(value, Tensor)
+        )
+        conditions = tuple(program._guards_code or ())
+        return cls(conditions, shapes, inspect.signature(model.forward), call)
+
+    def broken(self, inputs: Sequence[Tensor]) -> str | None:
+        """The first condition that a batch does not meet, or None."""
+        for number, (tensor, sizes) in enumerate(zip(inputs, self.shapes, strict=True)):
+            for dim, (size, fixed) in enumerate(zip(tensor.shape, sizes, strict=True)):
+                if dim and fixed is not None and size != fixed:
+                    return f"dimension {dim} of input {number} is {fixed}"
+                if dim and fixed is None and size < 2:  # one entry would broadcast
+                    return f"dimension {dim} of input {number} is at least 2"
+        args, kwargs = self.call.arguments(inputs)
+        bound = self.signature.bind(*args, **kwargs).arguments
+        names = {"L": dict(bound), "torch": torch, "math": math}
+        return next((each for each in self.conditions if not eval(each, names)), None)

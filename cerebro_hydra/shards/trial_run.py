@@ -1,0 +1,129 @@
+"""The first steps of a trial, once plainly and once in shards, and where they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.differences import Recorder, first_difference, first_operation
+from cerebro_hydra.shards.engine import Engine
+from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
+from cerebro_hydra.shards.reference_steps import ReferenceSteps
+from cerebro_hydra.shards.reseed import unit_hooks
+from cerebro_hydra.shards.sample import Example, fresh
+from cerebro_hydra.shards.structure import Structure
+
+STEPS_PER_BATCH_SIZE = 2
+STEPS_PER_EPOCH = 1000
+"""For LR schedulers that ask; the real number is not known yet."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    features: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """Two steps at every batch size, as the plain model takes them."""
+
+    recipe: Recipe
+    trial_seed: int
+    windows: tuple[tuple[Example, int], ...]
+    """An example for each step, and how often its window repeats it."""
+    losses: tuple[list[float], ...]
+    reference: ReferenceSteps
+
+    @classmethod
+    def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> TrialRun:
+        """Train plainly.
+
+        Raises:
+            ConfigurationError: model, loss or optimizer don't work on the batches.
+        """
+        reference = ReferenceSteps(recipe, trial_seed, STEPS_PER_EPOCH)
+        microbatches = min(recipe.accumulate, 2)
+        windows = tuple(
+            (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
+        )
+        losses = tuple(reference.step(*window) for window in windows)
+        return cls(recipe, trial_seed, windows, losses, reference)
+
+    def difference(self, structure: Structure, layout: TrialLayout) -> str | None:
+        """What training in shards does otherwise, or None if every bit agrees."""
+        shards = _Shards(self, structure, layout)
+        for step, (example, microbatches) in enumerate(self.windows):
+            loss, rows = shards.step(step), _rows(example) * microbatches
+            expected = 0.0
+            for each in self.losses[step]:
+                expected += each * _rows(example)
+            if loss != expected:
+                where = self._where(structure, layout)
+                found = f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
+                return f"{found}; {where}" if where else found
+        found_in_state = first_difference(layout, shards.segments, self.reference)
+        if found_in_state is None:
+            return None
+        where = self._where(structure, layout)
+        return f"{found_in_state}; {where}" if where else found_in_state
+
+    def _where(self, structure: Structure, layout: TrialLayout) -> str | None:
+        """Both again, operation by operation, until they part."""
+        plain = ReferenceSteps(self.recipe, self.trial_seed, STEPS_PER_EPOCH)
+        shards = _Shards(self, structure, layout, keep_only=True)
+        for step, window in enumerate(self.windows):
+            uncut, cut = Recorder(), Recorder()
+
+            def entered(unit: str, uncut: Recorder = uncut) -> None:
+                uncut.unit = unit
+
+            with uncut, unit_hooks(plain.model, entered):
+                plain.step(*window)
+            with cut:
+                shards.step(step)
+            if (operation := first_operation(uncut, cut)) is not None:
+                return f"the first operation whose output differs is {operation}, in step {step}"
+        return None
+
+
+class _Shards:
+    """The same steps in shards, which hop after each."""
+
+    def __init__(
+        self, run: TrialRun, structure: Structure, layout: TrialLayout, keep_only: bool = False
+    ) -> None:
+        self._run = run
+        self.segments: list[Segments] = initial_segments(run.recipe, layout)
+        self._cursors: list[dict[str, Any] | None] = [None] * structure.num_shards
+        # One step each way: with graphs kept, with graphs made again.
+        self._engines = [
+            Engine(structure, layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH, mode)
+            for mode in ("keep", "keep" if keep_only else "recompute")
+        ]
+
+    def step(self, number: int) -> float:
+        """Train one step; gives the sum of its loss over rows."""
+        example, microbatches = self._run.windows[number]
+        window = [_Batch(*fresh(example), _rows(example)) for _ in range(microbatches)]
+
+        def publish(k: int, segments: Segments, cursor: dict[str, Any]) -> None:
+            self._cursors[k] = json.loads(json.dumps(cursor))
+            self.segments[k] = segments
+
+        engine = self._engines[number % 2]
+        totals = engine.train(
+            [window], number, lambda k: (self.segments[k], self._cursors[k]), publish
+        )
+        return totals.loss_sum
+
+
+def _rows(example: Example) -> int:
+    features, targets = example
+    return int((targets or features)[0].shape[0])
