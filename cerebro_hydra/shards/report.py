@@ -19,7 +19,7 @@ class CrossingValue:
     name: str
     dtype: str
     shape: tuple[int | None, ...]
-    """None stands for the rows of a batch."""
+    """None stands for the rows of a batch, or another size that differs between batches."""
     nbytes: int
     """For one batch of the largest size."""
 
@@ -56,9 +56,7 @@ class CutReport:
             lines.append(f"  note: {self.fallback}")
         for number, shard in enumerate(self.shards):
             crossing = ", ".join(
-                f"{v.name} {v.dtype}[{', '.join('rows' if n is None else str(n) for n in v.shape)}]"
-                f" {v.nbytes:,} B"
-                for v in shard.receives
+                f"{v.name} {v.dtype}[{_shown(v.shape)}] {v.nbytes:,} B" for v in shard.receives
             )
             lines.append(
                 f"  shard {number}: {shard.first_unit} .. {shard.last_unit}, "
@@ -92,6 +90,13 @@ class CutReport:
                 )
             )
         return cls(structure.spec.mode, tuple(shards), fallback)
+
+
+def _shown(shape: Sequence[int | None]) -> str:
+    free = ["rows", *("any" for _ in shape[1:])]
+    return ", ".join(
+        name if size is None else str(size) for name, size in zip(free, shape, strict=False)
+    )
 
 
 def _count(structure: Structure, shard: int, frozen: bool) -> int:
