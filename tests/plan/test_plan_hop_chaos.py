@@ -56,7 +56,13 @@ class FakeAgent:
 
 
 class World:
-    def __init__(self, config: HopConfig, workers: list[tuple[int, ...]], faults: Counter) -> None:
+    def __init__(
+        self,
+        config: HopConfig,
+        workers: list[tuple[int, ...]],
+        faults: Counter,
+        slow_saves: bool = False,
+    ) -> None:
         self.config, self.workers, self.faults = config, workers, faults
         self.state = HopState(config)
         self.store: dict[tuple[int, int], Content] = {(t.trial, 0): () for t in config.trials}
@@ -65,6 +71,7 @@ class World:
         self.instructions: list[ins.Instruction] = []
         self.journal: list[dict] = []
         self.broken_measure: int | None = None
+        self.slow_saves = slow_saves  # a state is written only when nothing else can happen
         for worker in range(len(workers)):
             self.join(worker)
 
@@ -101,7 +108,7 @@ class World:
     # -------------------------------------------------------------- what can happen next
 
     def steps(self) -> list:
-        found = []
+        found, saves = [], []
         if self.news:
             found.append(lambda: self.handle(self.news.popleft()))
         for agent in self.agents:
@@ -112,14 +119,14 @@ class World:
             if agent.inbox:
                 found.append(lambda a=agent: self.obey(a, a.inbox.popleft()))
             if agent.saves:
-                found.append(lambda a=agent: self.save(a, a.saves.popleft()))
+                saves.append(lambda a=agent: self.save(a, a.saves.popleft()))
             for key, source in agent.fetches.items():
                 if step := self.fetching(agent, key, source):
                     found.append(step)
             for task in agent.tasks.values():
                 if (task.trial, task.source.visit) in agent.held:
                     found.append(lambda a=agent, t=task: self.progress(a, t))
-        return found
+        return found or saves if self.slow_saves else found + saves
 
     def obey(self, agent: FakeAgent, instruction: ins.Instruction) -> None:
         match instruction:
@@ -296,7 +303,7 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
     )
     limits = {"kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "stop": 1, "measure": 1}
     budget = Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults})
-    return World(config, workers, budget)
+    return World(config, workers, budget, slow_saves=draw(st.booleans()))
 
 
 # Short scripts shrink well; a long random one is what usually finds the fault.
