@@ -88,7 +88,7 @@ def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
             lambda kind, trial, partition: 1.0 + 0.1 * trial,
             hop_seconds=0.01,
             losses=losses,
-            loss=loss,
+            measure=loss,
         )
         timeline = simulation.run()
         records: list[dict[str, Any]] = [
