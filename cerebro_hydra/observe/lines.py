@@ -84,7 +84,9 @@ class PlainLines:
                 )
             case {"type": "FinishTrial", "trial": int(index)}:
                 trial = self.view.trials[index]
-                if trial.status != "finished":
+                if trial.stopped_early:
+                    self._print(f"{trial.trial_id} {trial.reason}")
+                elif trial.status != "finished":
                     self._print(f"{trial.trial_id} {trial.status}: {trial.reason.rstrip()}")
             case {"type": "Redo", "trial": int(index)}:
                 trial = self.view.trials[index]

@@ -75,8 +75,11 @@ def summary(view: RunView) -> str:
 
 
 def status_text(trial: TrialView) -> Text:
-    """A status in its colour."""
-    return Text(trial.status, style=STYLES[trial.status])
+    """A status in its colour; says which epoch is the result of a trial that stopped early."""
+    words = trial.status
+    if trial.stopped_early:
+        words += " early" if trial.best_epoch is None else f" early, best {trial.best_epoch + 1}"
+    return Text(words, style=STYLES[trial.status])
 
 
 def parameter_columns(view: RunView) -> list[str]:
@@ -101,7 +104,7 @@ def parameter_cells(view: RunView, trial: TrialView) -> list[Text]:
 
 
 def final_table(view: RunView) -> Table:
-    """All trials, best first, each with its numbers after its last epoch."""
+    """All trials, best first, each with the numbers of its result."""
     title = f"best first by {metric_title(view)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     table.add_column("", no_wrap=True)
@@ -113,8 +116,9 @@ def final_table(view: RunView) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for place, trial in enumerate(view.best_first()):
         wins = place == 0 and view.rank(trial)[0] == 0
-        last = trial.epochs[max(trial.epochs)] if trial.epochs else {}
-        cells = [number(last[name]) if name in last else "–" for name in names]
+        epoch = trial.result_epoch
+        numbers_of = {} if epoch is None else trial.epochs[epoch]
+        cells = [number(numbers_of[name]) if name in numbers_of else "–" for name in names]
         table.add_row(
             "★" if wins else "",
             trial.trial_id,

@@ -15,6 +15,7 @@ from cerebro_hydra.observe.observer import Record
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.plan import events, instructions
 from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.plan.outcome import best_epoch
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -29,7 +30,7 @@ class TrialView:
     status: str = "waiting"
     """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped"."""
     reason: str = ""
-    """Why it ended so; of a failed trial the traceback."""
+    """Why it ended so; of a failed trial the traceback; of a finished one, why before its time."""
     epoch: int = 0
     partition: int | None = None
     worker: int | None = None
@@ -41,6 +42,10 @@ class TrialView:
     """(epoch, partition) of each surviving sub-epoch, by visit."""
     epochs: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics of each ended epoch: "train_loss", "val_loss", ..."""
+    best_epoch: int | None = None
+    """Of a trial with patience: the ended epoch with the best finite value so far, from 0."""
+    result_visit: int | None = None
+    """The state that it ended with, which the run folder holds; 0 if it failed."""
     seconds: float = 0.0
     """Spent in sub-epochs, their hops and evaluations, repeated ones too."""
     sub_epochs: int = 0
@@ -50,6 +55,16 @@ class TrialView:
     def over(self) -> bool:
         """Whether nothing more will happen to it."""
         return self.status in ("finished", "failed", "stopped")
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether it finished before its last epoch, because it got no better."""
+        return self.status == "finished" and self.reason != ""
+
+    @property
+    def result_epoch(self) -> int | None:
+        """The epoch that its numbers are of: the best one with patience, else the last ended."""
+        return self.best_epoch if self.best_epoch is not None else max(self.epochs, default=None)
 
     @property
     def visit_log(self) -> list[tuple[int, int]]:
@@ -134,7 +149,7 @@ class RunView:
         return sorted(self.trials, key=self.rank)
 
     def rank(self, trial: TrialView) -> tuple[int, float]:
-        """Sort key: finished trials by the metric after the last epoch, NaN and the rest last.
+        """Sort key: finished trials by the metric of their result, NaN and the rest last.
 
         Equal trials keep their order, so that the first wins.
         """
@@ -144,8 +159,9 @@ class RunView:
         return (0, -value if self.direction == "max" else value)
 
     def score(self, trial: TrialView) -> float | None:
-        """The evaluation metric after the last ended epoch."""
-        return trial.epochs[max(trial.epochs)].get(self.metric) if trial.epochs else None
+        """The evaluation metric of the trial's result, or of what would be it now."""
+        epoch = trial.result_epoch
+        return None if epoch is None else trial.epochs[epoch].get(self.metric)
 
     @property
     def metric(self) -> str:
@@ -216,10 +232,12 @@ class RunView:
             case instructions.EndEpoch():
                 trial = self.trials[instruction.trial]
                 trial.epochs[instruction.epoch] = dict(instruction.metrics)
+                self._find_best(trial)
                 self._rest(trial, trial.attempt)
             case instructions.FinishTrial():
                 trial = self.trials[instruction.trial]
                 trial.status, trial.reason = instruction.status, instruction.reason
+                trial.result_visit = instruction.visit
                 trial.worker = trial.partition = trial.attempt = None
 
     def _lose(self, incarnation: str) -> None:
@@ -251,3 +269,10 @@ class RunView:
             trial.visits.pop(visit, None)
         first_void = (min(redo.visits) - 1) // self.document.num_partitions
         trial.epochs = {epoch: m for epoch, m in trial.epochs.items() if epoch < first_void}
+        self._find_best(trial)
+
+    def _find_best(self, trial: TrialView) -> None:
+        assert self.document is not None
+        if self.document.trials[trial.trial].patience is not None:
+            values = [trial.epochs[e].get(self.metric, math.nan) for e in sorted(trial.epochs)]
+            trial.best_epoch = best_epoch(values, self.direction)

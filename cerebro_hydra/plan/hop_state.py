@@ -3,7 +3,7 @@
 ::
 
     WorkerJoined ─┐                      ┌─► StartSubEpoch, Evaluate, FetchShards, Cancel
-    SubEpochDone ─┤   ┌─────────────┐    ├─► Commit, Redo, EndEpoch
+    SubEpochDone ─┤   ┌─────────────┐    ├─► Commit, Redo, Measure, EndEpoch
     StateReceived ┼──►│  HopState   ├────┼─► Checkpoint, Drop
     WorkerLost ───┤   └─────────────┘    └─► FinishTrial, FinishRun
     TaskFailed ───┘  the coordinator, the in-process driver and the simulator all drive this

@@ -51,7 +51,7 @@ def fold(config: HopConfig, records: Iterable[dict[str, Any]]) -> HopState:
 def snapshot(state: HopState) -> dict[str, Any]:
     """Return everything that the state's next decisions depend on, as a comparable dict."""
     return {
-        "trials": [asdict(trial) for trial in state.trials],
+        "trials": [_comparable(asdict(trial)) for trial in state.trials],
         "agents": {worker: asdict(agent) for worker, agent in state.agents.items()},
         "attempts": sorted(state.attempts),
         "holders": [asdict(holder) for holder in state.holders],
@@ -59,3 +59,12 @@ def snapshot(state: HopState) -> dict[str, Any]:
         "policy": state.policy.snapshot(),
         "finished": state.finished,
     }
+
+
+def _comparable(value: Any) -> Any:
+    """The same with words for NaN, which else would not equal itself after a journal was read."""
+    if isinstance(value, dict):
+        return {key: _comparable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_comparable(item) for item in value]
+    return "nan" if isinstance(value, float) and value != value else value

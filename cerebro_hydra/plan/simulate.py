@@ -57,7 +57,8 @@ class Simulation:
     """One run of ``config`` on workers that hold these partitions.
 
     ``hop_seconds`` is what any fetch of a state takes; a sub-epoch says that it is ending when
-    the share ``ending`` of its time is left. ``after`` is called with the state after every event.
+    the share ``ending`` of its time is left. ``measure`` is what a trial's epoch measures, by every
+    metric. ``after`` is called with the state after every event.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Simulation:
         hop_seconds: float = 0.0,
         ending: float = 0.1,
         losses: Sequence[Loss] = (),
+        measure: Callable[[int, int], float] = lambda trial, epoch: 1.0,
         after: Callable[[HopState], None] = lambda state: None,
     ) -> None:
         self.state = HopState(config)
@@ -76,7 +78,7 @@ class Simulation:
         self.timeline = Timeline()
         self._workers = workers
         self._seconds, self._hop_seconds, self._ending = seconds, hop_seconds, ending
-        self._after = after
+        self._measure, self._after = measure, after
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._live: dict[int, str] = {}  # worker -> incarnation
@@ -157,11 +159,12 @@ class Simulation:
                 self._fetches.pop(state, None)
             case ins.Measure():
                 names = self.state.config.trials[instruction.trial].custom_metrics
+                value = self._measure(instruction.trial, instruction.epoch)
                 measured = ev.Measured(
                     instruction.attempt,
                     instruction.trial,
                     instruction.epoch,
-                    dict.fromkeys(names, 1.0),
+                    dict.fromkeys(names, value),
                 )
                 self._at(self.now, lambda: self._tell(measured))
             case ins.Checkpoint():
@@ -215,8 +218,9 @@ class Simulation:
         if task.attempt not in self._tasks:
             return
         self._finish(task.attempt)
+        value = self._measure(task.trial, task.epoch)
         if isinstance(task, ins.Evaluate):
-            sums = {"loss": (1.0, 1)}
+            sums = {"loss": (value, 1)}
             hop = ev.Hop(0, 0, 0.0)
             names = self.state.config.trials[task.trial].custom_metrics
             states = dict.fromkeys(names)
@@ -235,7 +239,7 @@ class Simulation:
         nbytes = self.state.config.trials[task.trial].nbytes
         hop = ev.Hop(nbytes, 0, self._hop_seconds)
         self._tell(
-            ev.SubEpochDone(task.attempt, task.incarnation, 1, 1.0, digests, nbytes, seconds, hop)
+            ev.SubEpochDone(task.attempt, task.incarnation, 1, value, digests, nbytes, seconds, hop)
         )
         for state in [s for s, o in self._fetches.items() if (o, *s[1:]) == made]:
             self._pull(state)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.hopper.coordinator import Coordinator
+from cerebro_hydra.hopper.coordinator import Coordinator, hop_config
 from cerebro_hydra.hopper.journal import read, restore
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import StartSubEpoch
@@ -141,6 +142,32 @@ def test_seeded_orders_are_the_same_in_every_run(tmp_path: Any) -> None:
         folder, _, _ = run(tmp_path / name, ScriptedLauncher(3), document(4, 3, 2, order="seeded"))
         logs.append([read_trial(folder, trial).visit_log for trial in range(4)])
     assert logs[0] == logs[1]
+
+
+def test_a_trial_with_patience_stops_early_and_its_best_state_is_the_result(tmp_path: Any) -> None:
+    folder, state, _ = run(tmp_path, ScriptedLauncher(2), document(3, 2, 9, patience=3))
+    for trial in range(3):  # its metric never changes, so that the first epoch stays the best
+        record = read_trial(folder, trial)
+        assert (record.status, record.result_visit) == ("finished", 2)
+        assert sorted(record.metrics) == [0, 1, 2, 3]
+    assert snapshot(restore(folder)) == snapshot(state)
+
+
+@pytest.mark.parametrize(
+    ("validated", "metric", "decides"),
+    [(True, "accuracy", ("val_accuracy", "max")), (False, "loss", ("train_loss", "min"))],
+)
+def test_the_evaluation_metric_decides_which_epoch_is_best(
+    validated: bool, metric: str, decides: tuple[str, str]
+) -> None:
+    metrics = {"loss": "min", "accuracy": "max"}
+    doc = replace(document(1, 2, 1, patience=4), evaluation_metric=metric, metrics=metrics)
+    data = manifest(2)
+    if not validated:
+        data = replace(data, partitions=data.partitions[:2])
+    config = hop_config(doc, data)
+    assert (config.metric, config.direction) == decides
+    assert config.trials[0].patience == 4
 
 
 def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp_path: Any) -> None:

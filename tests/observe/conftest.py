@@ -15,7 +15,9 @@ from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 EPOCHS, PARTITIONS = 3, 2
 
 
-def document(num_trials: int, validated: bool = True, **changes: Any) -> RunDocument:
+def document(
+    num_trials: int, validated: bool = True, patience: int | None = None, **changes: Any
+) -> RunDocument:
     trials = tuple(
         TrialSpec(
             trial=trial,
@@ -29,6 +31,7 @@ def document(num_trials: int, validated: bool = True, **changes: Any) -> RunDocu
             accumulate=1,
             steps=(4, 4),
             shards=(("f", "t"),),
+            patience=patience,
         )
         for trial in range(num_trials)
     )
@@ -59,16 +62,24 @@ def make_document() -> Callable[..., RunDocument]:
 
 @pytest.fixture
 def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
-    """`simulate(num_trials, losses)` gives a finished simulation and the records of its run."""
+    """`simulate(num_trials, ...)` gives a finished simulation and the records of its run."""
 
     def run(
-        num_trials: int = 3, losses: tuple[Loss, ...] = (), validated: bool = True
+        num_trials: int = 3,
+        losses: tuple[Loss, ...] = (),
+        validated: bool = True,
+        patience: int | None = None,
+        loss: Callable[[int, int], float] = lambda trial, epoch: 1.0,
     ) -> tuple[Simulation, list[dict[str, Any]]]:
         config = HopConfig(
-            trials=tuple(TrialConfig(t, 1.0, 1_000_000, (("f", "t"),)) for t in range(num_trials)),
+            trials=tuple(
+                TrialConfig(t, 1.0, 1_000_000, (("f", "t"),), patience=patience)
+                for t in range(num_trials)
+            ),
             partitions=PARTITIONS,
             epochs=EPOCHS,
             evaluate=validated,
+            metric="val_loss" if validated else "train_loss",
         )
         workers = [(partition,) for partition in range(PARTITIONS)]
         simulation = Simulation(
@@ -77,10 +88,11 @@ def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
             lambda kind, trial, partition: 1.0 + 0.1 * trial,
             hop_seconds=0.01,
             losses=losses,
+            measure=loss,
         )
         timeline = simulation.run()
         records: list[dict[str, Any]] = [
-            {"kind": "start", "document": document(num_trials, validated).to_json()}
+            {"kind": "start", "document": document(num_trials, validated, patience).to_json()}
         ]
         for seq, (event, instructions) in enumerate(timeline.records):
             records.append(

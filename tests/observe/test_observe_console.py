@@ -69,6 +69,29 @@ def test_plain_lines_tell_of_lost_workers_and_repeated_work(simulate: Callable[.
 
 
 @pytest.mark.parametrize("make", [terminal, pipe])
+def test_a_trial_that_stopped_early_says_so(
+    make: Callable[[], Console], simulate: Callable[..., Any]
+) -> None:
+    _, records = simulate(1, patience=1, loss=lambda _, epoch: [0.25, 0.5, 0.75][epoch])
+    console = make()
+    observer = console_observer(1, console)
+    for record in records:
+        observer.on_record(record)
+    assert "finished early, best 1" in printed(console)
+    assert "0.25" in printed(console)
+
+
+def test_plain_lines_say_why_a_trial_stopped_early(simulate: Callable[..., Any]) -> None:
+    _, records = simulate(1, patience=1, loss=lambda _, epoch: [0.25, 0.5, 0.75][epoch])
+    console = pipe()
+    observer = PlainLines(console)
+    for record in records:
+        observer.on_record(record)
+    why = "stopped early: val_loss was best after epoch 1 (0.25) and not better for 1 epoch"
+    assert f"trial-000 {why}\n" in printed(console)
+
+
+@pytest.mark.parametrize("make", [terminal, pipe])
 def test_lines_of_user_code_carry_their_trial(
     make: Callable[[], Console], simulate: Callable[..., Any]
 ) -> None:

@@ -122,6 +122,29 @@ def test_best_is_the_highest_accuracy_and_nan_never_wins(make_document) -> None:
     assert [t.trial for t in view.best_first()] == [1, 3, 0, 2]
 
 
+LOSSES = {0: [0.5, 0.9, 0.8], 1: [0.7, 0.6, 0.4], 2: [float("nan"), 0.1, 0.2]}
+
+
+@pytest.mark.parametrize("losses", [(), (Loss(4.1, 1, 0.3), Loss(7.2, 0, 0.5), Loss(9.9, 1, 1.0))])
+def test_a_trial_with_patience_counts_by_its_best_epoch(simulate, losses) -> None:
+    simulation, records = simulate(3, losses, patience=1, loss=lambda t, e: LOSSES[t][e])
+    view = fold(records)
+    assert [t.best_epoch for t in view.trials] == [0, 2, None]
+    assert [len(t.epochs) for t in view.trials] == [2, 3, 1]
+    assert [t.result_visit for t in view.trials] == [2, 6, 2]
+    assert [t.result for t in simulation.state.trials] == [2, 6, 2]
+    assert [t.stopped_early for t in view.trials] == [True, False, True]
+    assert [t.trial for t in view.best_first()] == [1, 0, 2]
+    assert view.score(view.trials[0]) == 0.5
+
+
+def test_without_patience_the_last_epoch_counts(simulate) -> None:
+    view = fold(simulate(2, loss=lambda t, e: LOSSES[t][e])[1])
+    assert [t.best_epoch for t in view.trials] == [None, None]
+    assert [t.result_visit for t in view.trials] == [6, 6]
+    assert [view.score(t) for t in view.trials] == [0.8, 0.4]
+
+
 def test_best_by_loss_is_the_lowest_and_failed_trials_never_win(make_document) -> None:
     view = fold([{"kind": "start", "document": make_document(3, validated=False).to_json()}, JOIN])
     for trial, (loss, status) in enumerate([(0.3, "finished"), (0.1, "failed"), (0.2, "finished")]):

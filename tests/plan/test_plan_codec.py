@@ -33,6 +33,7 @@ configs = st.integers(1, 3).flatmap(
                     trial=st.just(t),
                     cost=st.floats(0.1, 9.0),
                     nbytes=st.integers(0, 10**12),
+                    patience=st.none() | st.integers(1, 9),
                 )
                 for t in range(trials)
             )
@@ -96,6 +97,17 @@ def test_other_objects_are_refused() -> None:
         ({"trials": ()}, "at least one trial"),
         ({"trials": (TrialConfig(1, 1.0, 0, ()),)}, "trial 1 stands at index 0"),
         ({"trials": (TrialConfig(0, float("nan"), 0, ()),)}, "cost=nan"),
+        ({"direction": "up"}, "direction='up' is unknown"),
+        ({"trials": (TrialConfig(0, 1.0, 0, (), (), 0),)}, "patience=0 of trial 0 must be a whole"),
+        ({"trials": (TrialConfig(0, 1.0, 0, (), (), 1.5),)}, "patience=1.5 of trial 0"),
+        (
+            {
+                "trials": (TrialConfig(0, 1.0, 0, (), (), 1),),
+                "evaluate": False,
+                "metric": "val_loss",
+            },
+            "trial 0 has patience with metric='val_loss', which needs validation data",
+        ),
     ],
 )
 def test_a_run_that_cannot_start_is_refused(change: dict, message: str) -> None:

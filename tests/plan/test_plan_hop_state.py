@@ -9,63 +9,18 @@ import pytest
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.instructions import Instruction, Source
+from cerebro_hydra.plan.instructions import Source
 from cerebro_hydra.plan.journal import fold, record, snapshot
 from cerebro_hydra.plan.outlook import look
 from cerebro_hydra.plan.simulate import Loss, Simulation
 from cerebro_hydra.plan.visits import Agent, visit_order
-
-
-def config(
-    trials: int = 1, partitions: int = 2, epochs: int = 1, custom: tuple[str, ...] = (), **more
-) -> HopConfig:
-    each = (TrialConfig(t, 1.0, 100, ((f"f{t}", f"t{t}"),), custom) for t in range(trials))
-    return HopConfig(tuple(each), partitions, epochs, **more)
-
-
-def done(attempt: int, worker: str, loss: float = 1.0, digest: str = "") -> ev.SubEpochDone:
-    digests = (("f0", digest or f"t/{attempt}"),)
-    return ev.SubEpochDone(attempt, worker, 4, loss, digests, 100, 1.0, ev.Hop(0, 0, 0.0))
+from tests.plan.driver import Driver, config, done, in_order, of
 
 
 def evaluated(attempt: int, worker: str, loss: float, rows: int = 2) -> ev.EvaluationDone:
     sums = {"loss": (loss, rows), "accuracy": (1.0, rows)}
     return ev.EvaluationDone(attempt, worker, sums, 1.0, ev.Hop(0, 0, 0.0), {"seen": attempt})
-
-
-class Driver:
-    """A state with workers "a", "b", ... on partitions 0, 1, ...; validates after every event."""
-
-    def __init__(self, **more) -> None:
-        self.state = HopState(config(**more))
-        self.told: list[Instruction] = []
-        for worker in range(self.state.config.partitions):
-            self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
-
-    def __call__(self, event: ev.Event) -> list[Instruction]:
-        self.last = self.state.handle(event)
-        self.state.validate()
-        self.told += self.last
-        return self.last
-
-    def train(self, attempt: int, worker: str) -> list[Instruction]:
-        source = self.state.attempts[attempt].source.visit
-        trial = self.state.attempts[attempt].trial
-        self(ev.StateReceived(trial, source, worker))
-        self(ev.SubEpochEnding(attempt, worker))
-        return self(done(attempt, worker))
-
-    @property
-    def running(self) -> dict[str, int]:
-        """Attempt by incarnation."""
-        agents = self.state.agents.values()
-        return {a.incarnation: a.running.number for a in agents if a.running is not None}
-
-
-def of(kind: type, instructions: list[Instruction]) -> list:
-    return [each for each in instructions if isinstance(each, kind)]
 
 
 def test_an_ending_sub_epoch_starts_the_next_one_on_an_idle_worker() -> None:
@@ -335,17 +290,6 @@ def test_the_same_events_lead_to_the_same_state() -> None:
     for event in events:
         assert one.handle(event) == other.handle(event)
     assert snapshot(one) == snapshot(other)
-
-
-def in_order(*partitions: int, epochs: int = 1) -> int:
-    """A seed for which the visits of trial 0 begin with these partitions."""
-    each = max(partitions) + 1
-    for seed in range(10_000):
-        run = config(partitions=each, epochs=epochs, order="seeded", seed=seed)
-        visits = [p for epoch in range(epochs) for p in visit_order(run, 0, epoch)]
-        if visits[: len(partitions)] == list(partitions):
-            return seed
-    raise AssertionError(f"no seed visits {partitions}")
 
 
 def test_a_late_receipt_is_not_taken_for_the_fetch_that_replaced_it() -> None:

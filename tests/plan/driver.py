@@ -1,0 +1,77 @@
+"""Drives a hop state by hand, one event at a time."""
+
+from __future__ import annotations
+
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.instructions import Instruction
+from cerebro_hydra.plan.visits import visit_order
+
+
+def config(
+    trials: int = 1,
+    partitions: int = 2,
+    epochs: int = 1,
+    custom: tuple[str, ...] = (),
+    patience: int | None = None,
+    **more,
+) -> HopConfig:
+    each = (
+        TrialConfig(t, 1.0, 100, ((f"f{t}", f"t{t}"),), custom, patience) for t in range(trials)
+    )
+    return HopConfig(tuple(each), partitions, epochs, **more)
+
+
+def done(attempt: int, worker: str, loss: float = 1.0) -> ev.SubEpochDone:
+    digests = (("f0", f"t/{attempt}"),)
+    return ev.SubEpochDone(attempt, worker, 4, loss, digests, 100, 1.0, ev.Hop(0, 0, 0.0))
+
+
+class Driver:
+    """A state with workers "a", "b", ... on partitions 0, 1, ...; validates after every event."""
+
+    def __init__(self, **more) -> None:
+        self.state = HopState(config(**more))
+        self.told: list[Instruction] = []
+        for worker in range(self.state.config.partitions):
+            self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
+
+    def __call__(self, event: ev.Event) -> list[Instruction]:
+        self.last = self.state.handle(event)
+        self.state.validate()
+        self.told += self.last
+        return self.last
+
+    def train(self, attempt: int, worker: str, loss: float = 1.0) -> list[Instruction]:
+        source = self.state.attempts[attempt].source.visit
+        trial = self.state.attempts[attempt].trial
+        self(ev.StateReceived(trial, source, worker))
+        self(ev.SubEpochEnding(attempt, worker))
+        return self(done(attempt, worker, loss))
+
+    def epoch(self, workers: str, loss: float) -> None:
+        """Let trial 0 train an epoch on these workers, in this order."""
+        for worker in workers:
+            self.train(self.running[worker], worker, loss)
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Attempt by incarnation."""
+        agents = self.state.agents.values()
+        return {a.incarnation: a.running.number for a in agents if a.running is not None}
+
+
+def of(kind: type, instructions: list[Instruction]) -> list:
+    return [each for each in instructions if isinstance(each, kind)]
+
+
+def in_order(*partitions: int, epochs: int = 1) -> int:
+    """A seed for which the visits of trial 0 begin with these partitions."""
+    each = max(partitions) + 1
+    for seed in range(10_000):
+        run = config(partitions=each, epochs=epochs, order="seeded", seed=seed)
+        visits = [p for epoch in range(epochs) for p in visit_order(run, 0, epoch)]
+        if visits[: len(partitions)] == list(partitions):
+            return seed
+    raise AssertionError(f"no seed visits {partitions}")

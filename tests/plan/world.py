@@ -1,0 +1,262 @@
+"""An imagined cluster: agents that train by writing their visit log, and a shell that may fail.
+
+Messages between an agent and the coordinator keep their order per agent; nothing else keeps any.
+A state's content is the visit log that made it, so a wrong state is seen as a wrong log.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from math import inf, nan
+from random import Random
+
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.journal import record
+from cerebro_hydra.plan.seeds import seed_of
+
+Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit
+
+
+SCORES = (nan, inf, 0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def score(trial: int, epoch: int, seed: int) -> float:
+    """What decides which epoch is best, whatever the order of its visits."""
+    return Random(seed_of(seed, "score", trial, epoch)).choice(SCORES)
+
+
+def val_loss(content: Content, partition: int) -> tuple[float, int]:
+    """What an evaluation says depends on the state and on the partition."""
+    return (sum((i + 1) * (10 * e + p) for i, (e, p) in enumerate(content)) + partition / 7, 3)
+
+
+@dataclass
+class FakeAgent:
+    worker: int
+    incarnation: str
+    alive: bool = True
+    inbox: deque[ins.Instruction] = field(default_factory=deque)
+    outbox: deque[ev.Event] = field(default_factory=deque)
+    held: dict[tuple[int, int], Content] = field(default_factory=dict)
+    made_by: dict[tuple[int, int], int] = field(default_factory=dict)
+    tasks: dict[int, ins.StartSubEpoch | ins.Evaluate] = field(default_factory=dict)
+    ending: set[int] = field(default_factory=set)
+    fetches: dict[tuple[int, int], ins.Source] = field(default_factory=dict)
+    saves: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+class World:
+    def __init__(
+        self,
+        config: HopConfig,
+        workers: list[tuple[int, ...]],
+        faults: Counter,
+        slow_saves: bool = False,
+    ) -> None:
+        self.config, self.workers, self.faults = config, workers, faults
+        self.state = HopState(config)
+        self.store: dict[tuple[int, int], Content] = {(t.trial, 0): () for t in config.trials}
+        self.agents: list[FakeAgent] = []
+        self.news: deque[ev.Event] = deque()  # from the shell itself
+        self.instructions: list[ins.Instruction] = []
+        self.journal: list[dict] = []
+        self.broken_measure: int | None = None
+        self.slow_saves = slow_saves  # a state is written only when nothing else can happen
+        for worker in range(len(workers)):
+            self.join(worker)
+
+    # -------------------------------------------------------------- coordinator
+
+    def join(self, worker: int) -> None:
+        self.agents.append(FakeAgent(worker, f"w{worker}-{len(self.agents)}"))
+        incarnation = self.agents[-1].incarnation
+        self.news.append(ev.WorkerJoined(worker, incarnation, self.workers[worker]))
+
+    def handle(self, event: ev.Event) -> None:
+        given = self.state.handle(event)
+        self.state.validate()
+        self.journal.append(record(len(self.journal), event, given))
+        self.instructions += given
+        agents = {agent.incarnation: agent for agent in self.agents}
+        for instruction in given:
+            if incarnation := getattr(instruction, "incarnation", None):
+                agents[incarnation].inbox.append(instruction)
+            if isinstance(instruction, ins.Measure):
+                self.news.append(self.measure(instruction))
+
+    def measure(self, task: ins.Measure) -> ev.Event:
+        """The user's code: fails if told to, else has the sum of what evaluations saw."""
+        named = (task.attempt, task.trial, task.epoch)
+        assert [state["partition"] for state in task.states] == list(range(self.config.partitions))
+        (content,) = {tuple(state["content"]) for state in task.states}
+        assert len(content) == (task.epoch + 1) * self.config.partitions
+        if self.broken_measure == task.trial:
+            return ev.MeasureFailed(*named, "injected")
+        value = score(task.trial, task.epoch, self.config.seed)
+        return ev.Measured(*named, {"score": value, "seen": val_loss(content, 0)[0]})
+
+    # -------------------------------------------------------------- what can happen next
+
+    def steps(self) -> list:
+        found, saves = [], []
+        if self.news:
+            found.append(lambda: self.handle(self.news.popleft()))
+        for agent in self.agents:
+            if agent.outbox:
+                found.append(lambda a=agent: self.handle(a.outbox.popleft()))
+            if not agent.alive:
+                continue
+            if agent.inbox:
+                found.append(lambda a=agent: self.obey(a, a.inbox.popleft()))
+            if agent.saves:
+                saves.append(lambda a=agent: self.save(a, a.saves.popleft()))
+            for key, source in agent.fetches.items():
+                if step := self.fetching(agent, key, source):
+                    found.append(step)
+            for task in agent.tasks.values():
+                if (task.trial, task.source.visit) in agent.held:
+                    found.append(lambda a=agent, t=task: self.progress(a, t))
+        return found or saves if self.slow_saves else found + saves
+
+    def obey(self, agent: FakeAgent, instruction: ins.Instruction) -> None:
+        match instruction:
+            case ins.StartSubEpoch() | ins.Evaluate():
+                doing = [t for t in agent.tasks.values()]
+                assert not doing, f"{agent.incarnation} has {doing} and gets {instruction}"
+                agent.tasks[instruction.attempt] = instruction
+                self.want(agent, instruction.trial, instruction.source)
+            case ins.FetchShards():
+                self.want(agent, instruction.trial, instruction.source)
+            case ins.Cancel():
+                agent.tasks.pop(instruction.attempt, None)
+                for key in [k for k, a in agent.made_by.items() if a == instruction.attempt]:
+                    agent.held.pop(key, None)
+            case ins.Drop():
+                agent.held.pop((instruction.trial, instruction.visit), None)
+                agent.fetches.pop((instruction.trial, instruction.visit), None)
+            case ins.Checkpoint():
+                agent.saves.append((instruction.trial, instruction.visit))
+
+    def save(self, agent: FakeAgent, key: tuple[int, int]) -> None:
+        self.store[key] = agent.held[key]  # a state is never dropped while it is being saved
+        agent.outbox.append(ev.Checkpointed(*key, agent.incarnation))
+
+    def want(self, agent: FakeAgent, trial: int, source: ins.Source) -> None:
+        if (trial, source.visit) not in agent.held:
+            agent.fetches[trial, source.visit] = source
+
+    def fetching(self, agent: FakeAgent, key: tuple[int, int], source: ins.Source):
+        if source.incarnation is None:
+            return lambda: self.receive(agent, key, self.store[key])
+        owner = next(a for a in self.agents if a.incarnation == source.incarnation)
+        if owner.alive and key in owner.held:
+            return lambda: self.receive(agent, key, owner.held[key])
+        if not owner.alive and self.state.agent(owner.incarnation) is None:  # retries are over
+            return lambda: self.fail_fetch(agent, key)
+        return None  # waits for the owner to publish
+
+    def receive(self, agent: FakeAgent, key: tuple[int, int], content: Content) -> None:
+        del agent.fetches[key]
+        agent.held[key] = content
+        agent.outbox.append(ev.StateReceived(*key, agent.incarnation))
+
+    def fail_fetch(self, agent: FakeAgent, key: tuple[int, int]) -> None:
+        del agent.fetches[key]
+        for task in list(agent.tasks.values()):
+            if (task.trial, task.source.visit) == key:
+                del agent.tasks[task.attempt]
+                agent.outbox.append(
+                    ev.TransferFailed(task.attempt, agent.incarnation, "owner is gone")
+                )
+
+    def progress(self, agent: FakeAgent, task: ins.StartSubEpoch | ins.Evaluate) -> None:
+        content = agent.held[task.trial, task.source.visit]
+        assert len(content) == task.source.visit
+        attempt, me = task.attempt, agent.incarnation
+        if isinstance(task, ins.Evaluate):
+            del agent.tasks[attempt]
+            value = score(task.trial, task.epoch, self.config.seed)
+            sums = {"loss": val_loss(content, task.partition), "plain": (value, 1)}
+            states = {"partition": task.partition, "content": content}
+            agent.outbox.append(
+                ev.EvaluationDone(attempt, me, sums, 1.0, ev.Hop(0, 0, 0.0), states)
+            )
+        elif attempt not in agent.ending:
+            self.check_metrics(task)
+            agent.ending.add(attempt)
+            agent.outbox.append(ev.SubEpochEnding(attempt, me))
+        else:
+            del agent.tasks[attempt]
+            key = (task.trial, task.visit)
+            agent.held[key] = (*content, (task.epoch, task.partition))
+            agent.made_by[key] = attempt
+            digests = ((f"frozen/{task.trial}", f"{task.trial}/{hash(agent.held[key])}"),)
+            loss = 2 * score(task.trial, task.epoch, self.config.seed)
+            agent.outbox.append(
+                ev.SubEpochDone(attempt, me, 2, loss, digests, 9, 1.0, ev.Hop(9, 0, 0.5))
+            )
+
+    def check_metrics(self, task: ins.StartSubEpoch) -> None:
+        before = task.source.visit // self.config.partitions
+        if task.epoch == 0 or task.source.visit % self.config.partitions:
+            assert task.metrics == {}
+        else:
+            assert task.epoch == before
+            loss = score(task.trial, task.epoch - 1, self.config.seed)
+            assert repr(task.metrics["train_loss"]) == repr(loss)
+
+    # -------------------------------------------------------------- faults
+
+    def fault(self, random: Random) -> None:
+        left = sorted(kind for kind, count in self.faults.items() if count > 0)
+        if not left:
+            return
+        kind = random.choice(left)
+        self.faults[kind] -= 1
+        living = [agent for agent in self.agents if agent.alive]
+        if kind == "kill" and living:
+            agent = random.choice(living)
+            agent.alive = False
+            if random.random() < 0.8:  # else the new incarnation fences the old one
+                self.news.append(ev.WorkerLost(agent.incarnation, "killed"))
+            self.join(agent.worker)
+            if random.random() < 0.3:
+                agent.outbox.clear()
+        elif kind == "duplicate" and self.journal:
+            event = from_json(self.journal[-random.randint(1, 30) :][0]["event"])
+            if not isinstance(event, ev.StateReceived):  # never sent twice: a stream keeps order
+                self.handle(event)
+        elif kind in ("task", "transfer"):
+            tasks = [(a, t) for a in living for t in a.tasks.values()]
+            if tasks:
+                agent, task = random.choice(tasks)
+                del agent.tasks[task.attempt]
+                agent.fetches.pop((task.trial, task.source.visit), None)
+                event_type = ev.TaskFailed if kind == "task" else ev.TransferFailed
+                agent.outbox.append(event_type(task.attempt, agent.incarnation, "injected"))
+        elif kind == "measure":
+            self.broken_measure = random.randrange(len(self.config.trials))
+        elif kind == "stop":
+            trial = random.randrange(len(self.config.trials))
+            self.news.append(ev.TrialStopped(trial, "pruned"))
+
+    def run(self, script: list[int]) -> None:
+        """Follow the script, then go on in some order until the run is over."""
+        random = Random(len(script))
+        numbers = iter(script)
+        for _ in range(20_000):
+            if self.state.finished:
+                return
+            number = next(numbers, None)
+            if number is not None and number % 8 == 0:
+                self.fault(Random(number))
+                continue
+            steps = self.steps()
+            assert steps, f"nothing can happen, and the run is not over: {self.state.attempts}"
+            steps[(random.getrandbits(20) if number is None else number) % len(steps)]()
+        raise AssertionError("the run does not end")
