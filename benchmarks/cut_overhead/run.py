@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,7 @@ SEED = 7
 
 
 class Bert(nn.Module):
-    """BERT for two classes, with tensors in and logits out."""
+    """BERT for two classes (the default), with tensors in and logits out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +40,6 @@ class Bert(nn.Module):
             num_hidden_layers=8,
             num_attention_heads=4,
             intermediate_size=1024,
-            num_labels=2,
         )
         self.bert = BertForSequenceClassification(config)
 
@@ -75,6 +76,8 @@ class Figure:
     asked: int
     shards: int
     plain_ms: float
+    plain_faults: float  # page faults of a step
+    cut_faults: float
     lower: float
     median: float
     upper: float
@@ -161,6 +164,10 @@ class Cut:
         self._segments[k], self._cursors[k] = segments, cursor
 
 
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def make_recipe(case: Case, shards: int) -> Recipe:
     torch.manual_seed(SEED)
     model = case.make_model()
@@ -174,32 +181,41 @@ def measure(case: Case) -> list[Figure]:
     cuts = {shards: Cut(case, batch, shards) for shards in SHARDS}
     variants: list[Plain | Cut] = [Plain(case, batch), *cuts.values()]
     taken: list[list[float]] = [[] for _ in variants]
+    faults = [0] * len(variants)
     for turn in range(case.rounds + 1):
         # Each round begins at another variant, so that none is always the one after a certain one.
         for i in range(len(variants)):
             at = (turn + i) % len(variants)
+            before = page_faults()
             taken[at].append(variants[at].seconds(case.steps))
+            faults[at] += page_faults() - before
+    per_step = [total / ((case.rounds + 1) * (case.steps + 1)) for total in faults]
     plain, *others = (each[1:] for each in taken)  # the first round warms up
     figures = []
-    for (asked, cut), seconds in zip(cuts.items(), others, strict=True):
+    for (asked, cut), seconds, cut_faults in zip(cuts.items(), others, per_step[1:], strict=True):
         ratios = [ours / theirs for ours, theirs in zip(seconds, plain, strict=True)]
         lower, median, upper = statistics.quantiles(ratios, n=4)
         step_ms = 1000 * statistics.median(plain) / case.steps
         figures.append(
-            Figure(case.name, asked, cut.shards, step_ms, lower, median, upper, case.claim)
-        )
+            Figure(
+                case.name, asked, cut.shards, step_ms, per_step[0], cut_faults,
+                lower, median, upper, case.claim,
+            )
+        )  # fmt: skip
     return figures
 
 
 def table(figures: Sequence[Figure]) -> str:
     lines = [
-        "| model | shards asked / real | plain step, ms CPU | quartile | median | quartile | claim |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| model | shards asked / real | plain step, ms CPU | page faults a step, plain / cut "
+        "| quartile | median | quartile | claim |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for f in figures:
         verdict = "held" if f.median <= f.claim else "NOT held"
         lines.append(
-            f"| {f.case} | {f.asked} / {f.shards} | {f.plain_ms:.2f} | {f.lower:.3f} | "
+            f"| {f.case} | {f.asked} / {f.shards} | {f.plain_ms:.2f} | "
+            f"{f.plain_faults:.0f} / {f.cut_faults:.0f} | {f.lower:.3f} | "
             f"**{f.median:.3f}** | {f.upper:.3f} | {f.claim:.2f} {verdict} |"
         )
     return "\n".join(lines)
@@ -216,6 +232,15 @@ def machine() -> dict[str, str]:
     }
 
 
+def keep_heap() -> None:
+    """Tell glibc to give no memory back; elsewhere nothing happens."""
+    trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 32 * 2**20)
+
+
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -227,8 +252,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     parser.add_argument("--case", help="only cases whose name has this in it")
+    parser.add_argument(
+        "--keep-heap", action="store_true", help="glibc keeps freed memory, for every variant"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.keep_heap:
+        keep_heap()
     chosen = [case for case in CASES if arguments.case is None or arguments.case in case.name]
     figures = [figure for case in chosen for figure in measure(case)]
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
