@@ -1,0 +1,272 @@
+"""What a cut costs: CPU time of training in shards over that of a plain eager loop."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.engine import Engine
+from cerebro_hydra.shards.layout import Segments, initial_segments
+from cerebro_hydra.shards.structure import StructureCache
+
+SHARDS = (2, 4, 8)
+SEED = 7
+
+
+class Bert(nn.Module):
+    """BERT for two classes (the default), with tensors in and logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = BertConfig(
+            vocab_size=4096,
+            hidden_size=256,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            intermediate_size=1024,
+        )
+        self.bert = BertForSequenceClassification(config)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.bert(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one batch."""
+
+    features: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batch, and the ratio that is claimed for it."""
+
+    name: str
+    claim: float
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[], Batch]
+    steps: int  # of one variant in one round
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The measured ratios of one cut, over rounds."""
+
+    case: str
+    asked: int
+    shards: int
+    plain_ms: float
+    plain_faults: float  # page faults of a step
+    cut_faults: float
+    lower: float
+    median: float
+    upper: float
+    claim: float
+
+
+def bert_batch() -> Batch:
+    mask = torch.ones(16, 128, dtype=torch.int64)
+    mask[:8, 96:] = 0
+    return Batch((torch.randint(0, 4096, (16, 128)), mask), (torch.randint(0, 2, (16,)),), 16)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(64, 1060), nn.ReLU(), nn.Linear(1060, 1060), nn.ReLU(), nn.Linear(1060, 10)
+    )
+
+
+def net_batch() -> Batch:
+    return Batch((torch.randn(64, 64),), (torch.randint(0, 10, (64,)),), 64)
+
+
+CASES = (
+    Case("BERT, 8 layers of 256, 16 x 128", 1.03, Bert, bert_batch, steps=2, rounds=15),
+    Case("net 64-1060-1060-10, 64 rows", 1.15, net, net_batch, steps=20, rounds=60),
+)
+
+
+class Plain:
+    """The loop that a competent user writes."""
+
+    def __init__(self, case: Case, batch: Batch) -> None:
+        self._recipe = make_recipe(case, 1)
+        self._batch = batch
+
+    def seconds(self, steps: int) -> float:
+        model, optimizer, loss_of = self._recipe.model, self._recipe.optimizer, self._recipe.loss
+        batch = self._batch
+        started = 0.0
+        model.train()
+        for step in range(steps + 1):
+            optimizer.zero_grad(set_to_none=True)
+            loss = loss_of(model(*batch.features), *batch.labels)
+            loss.backward()
+            optimizer.step()
+            loss.item()
+            if step == 0:
+                started = time.process_time()
+        return time.process_time() - started
+
+
+class Cut:
+    """The engine on the same model in shards; the state stays where it is."""
+
+    def __init__(self, case: Case, batch: Batch, shards: int) -> None:
+        recipe = make_recipe(case, shards)
+        cache = StructureCache()
+        admission = admit(recipe, [(batch.features, batch.labels)], SEED, cache)
+        structure = cache.get(recipe.model, admission.spec, batch.features)
+        self.shards = structure.num_shards
+        self._engine = Engine(structure, admission.layout, recipe, SEED, steps_per_epoch=1000)
+        self._segments = initial_segments(recipe, admission.layout)
+        self._cursors: list[dict[str, Any] | None] = [None] * self.shards
+        self._batch = batch
+        self._step = 0
+
+    def seconds(self, steps: int) -> float:
+        ended: list[float] = []
+        totals = self._engine.train(
+            self._windows(steps + 1),
+            self._step,
+            need=lambda k: (self._segments[k], self._cursors[k]),
+            publish=self._keep,
+            on_step=lambda step, loss: ended.append(time.process_time()),
+        )
+        self._step += totals.steps
+        return ended[-1] - ended[0]
+
+    def _windows(self, count: int) -> Iterator[list[Batch]]:
+        for _ in range(count):
+            yield [self._batch]
+
+    def _keep(self, k: int, segments: Segments, cursor: dict[str, Any]) -> None:
+        self._segments[k], self._cursors[k] = segments, cursor
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def make_recipe(case: Case, shards: int) -> Recipe:
+    torch.manual_seed(SEED)
+    model = case.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards)
+
+
+def measure(case: Case) -> list[Figure]:
+    torch.manual_seed(SEED)
+    batch = case.make_batch()
+    cuts = {shards: Cut(case, batch, shards) for shards in SHARDS}
+    variants: list[Plain | Cut] = [Plain(case, batch), *cuts.values()]
+    taken: list[list[float]] = [[] for _ in variants]
+    faults = [0] * len(variants)
+    for turn in range(case.rounds + 1):
+        # Each round begins at another variant, so that none is always the one after a certain one.
+        for i in range(len(variants)):
+            at = (turn + i) % len(variants)
+            before = page_faults()
+            taken[at].append(variants[at].seconds(case.steps))
+            faults[at] += page_faults() - before
+    per_step = [total / ((case.rounds + 1) * (case.steps + 1)) for total in faults]
+    plain, *others = (each[1:] for each in taken)  # the first round warms up
+    figures = []
+    for (asked, cut), seconds, cut_faults in zip(cuts.items(), others, per_step[1:], strict=True):
+        ratios = [ours / theirs for ours, theirs in zip(seconds, plain, strict=True)]
+        lower, median, upper = statistics.quantiles(ratios, n=4)
+        step_ms = 1000 * statistics.median(plain) / case.steps
+        figures.append(
+            Figure(
+                case.name, asked, cut.shards, step_ms, per_step[0], cut_faults,
+                lower, median, upper, case.claim,
+            )
+        )  # fmt: skip
+    return figures
+
+
+def table(figures: Sequence[Figure]) -> str:
+    lines = [
+        "| model | shards asked / real | plain step, ms CPU | page faults a step, plain / cut "
+        "| quartile | median | quartile | claim |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for f in figures:
+        verdict = "held" if f.median <= f.claim else "NOT held"
+        lines.append(
+            f"| {f.case} | {f.asked} / {f.shards} | {f.plain_ms:.2f} | "
+            f"{f.plain_faults:.0f} / {f.cut_faults:.0f} | {f.lower:.3f} | "
+            f"**{f.median:.3f}** | {f.upper:.3f} | {f.claim:.2f} {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, str]:
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def keep_heap() -> None:
+    """Tell glibc to give no memory back; elsewhere nothing happens."""
+    trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 32 * 2**20)
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    parser.add_argument("--case", help="only cases whose name has this in it")
+    parser.add_argument(
+        "--keep-heap", action="store_true", help="glibc keeps freed memory, for every variant"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.keep_heap:
+        keep_heap()
+    chosen = [case for case in CASES if arguments.case is None or arguments.case in case.name]
+    figures = [figure for case in chosen for figure in measure(case)]
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print(table(figures))
+    if arguments.json is not None:
+        document = {"machine": machine(), "figures": [asdict(figure) for figure in figures]}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
