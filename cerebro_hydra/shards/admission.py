@@ -111,7 +111,9 @@ def _candidates(
 
     try:
         traced = cache.trace(recipe.model, sample)
-        yield choose(Places("export", traced.legal, tuple(traced.train.markers)))
+        by_number = isinstance(recipe.shards, int)
+        legal = traced.worthwhile if by_number else traced.legal
+        yield choose(Places("export", legal, tuple(traced.train.markers)))
     except CutFailed as error:
         reasons.append(str(error))
     try:

@@ -39,6 +39,7 @@ def restore_cursor(
         group.update(decode(options))
     if scheduler is not None:
         scheduler.load_state_dict(decode(cursor["scheduler"]))
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # elsewhere, or torch would warn
 
 
 def encode(value: Any, where: str) -> Any:

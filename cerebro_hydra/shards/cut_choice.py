@@ -57,7 +57,7 @@ def by_time(places: Places, seconds: Sequence[float], number: int) -> Choice:
     )
     note = None
     if count < number:
-        note = f"{number} shards were asked for, the model has units for {count}"
+        note = f"{number} shards were asked for, the model has blocks with parameters for {count}"
     return Choice(CutSpec(places.mode, at), why, note)
 
 

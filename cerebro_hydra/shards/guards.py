@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from cerebro_hydra.recipe import Call
+
+_SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -55,4 +58,7 @@ class Guards:
         args, kwargs = self.call.arguments(inputs)
         bound = self.signature.bind(*args, **kwargs).arguments
         names = {"L": dict(bound), "torch": torch, "math": math}
-        return next((each for each in self.conditions if not eval(each, names)), None)
+        for condition in self.conditions:
+            if not eval(condition, names):
+                return _SIZE.sub(r"\1.shape[\2]", condition)
+        return None

@@ -28,7 +28,8 @@ def clone_optimizer(
     clone.__dict__.update(attributes)
     clone.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
-        if id(parameter) in params:
+        # Adagrad makes state for whatever it is given; what is frozen keeps none.
+        if parameter.requires_grad and id(parameter) in params:
             clone.state[params[id(parameter)]] = copy.deepcopy(state)
     clone.param_groups = []
     for group in optimizer.param_groups:

@@ -54,6 +54,7 @@ class Trace:
     train: FlatGraph
     eval: FlatGraph
     legal: tuple[str, ...]
+    worthwhile: tuple[str, ...]  # those of them that leave no shard without parameters
 
 
 def trace(model: nn.Module, sample: Sample) -> Trace:
@@ -69,7 +70,8 @@ def trace(model: nn.Module, sample: Sample) -> Trace:
     twin = copy.deepcopy(model)
     train = _flatten(twin, sample, train=True)
     evaluation = _flatten(twin, sample, train=False)
-    return Trace(train, evaluation, _legal_cuts(train, evaluation))
+    legal = _legal_cuts(train, evaluation)
+    return Trace(train, evaluation, legal, _worthwhile(train, legal))
 
 
 def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
@@ -291,3 +293,21 @@ def _legal_cuts(train: FlatGraph, evaluation: FlatGraph) -> tuple[str, ...]:
     if legal and not working:
         legal.pop()
     return tuple(legal)
+
+
+def _worthwhile(flat: FlatGraph, legal: tuple[str, ...]) -> tuple[str, ...]:
+    """The cuts between which parameters are used."""
+    chosen: list[str] = []
+    pending: str | None = None
+    has_params = False
+    for node in flat.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is MARKER and node.args[0] in legal and has_params:
+            pending = node.args[0]
+        if any(n in flat.params for n in node.all_input_nodes):
+            if pending is not None:
+                chosen.append(pending)
+                pending = None
+            has_params = True
+    return tuple(chosen)

@@ -11,7 +11,7 @@ import numpy as np
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import Admission, admit
 from cerebro_hydra.shards.engine import Engine, TrainTotals, read_state
-from cerebro_hydra.shards.layout import initial_segments
+from cerebro_hydra.shards.layout import initial_segments, read_tensors
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.structure import Structure, StructureCache
 from tests.shards import plain
@@ -59,6 +59,17 @@ class Trial:
         self.step += totals.steps
         return totals
 
+    def cursor(self, k: int) -> dict:
+        return json.loads(self.shards[k][1])
+
+    def averages(self) -> dict[str, tuple]:
+        """The moving average of every trainable parameter, as bytes."""
+        found = {}
+        for content, _ in self.shards:
+            tensors = read_tensors(np.frombuffer(content["trainable"], np.uint8))
+            found |= {n: plain.bits(t) for n, t in tensors.items() if n.startswith("ema:")}
+        return {name.removeprefix("ema:"): value for name, value in found.items()}
+
     def loaded(self) -> Recipe:
         """The recipe with the trial's present state in its model and optimizer."""
         segments = [
@@ -86,7 +97,7 @@ def assert_equal_to_plain(
 ) -> Trial:
     """Train twice, plainly and in shards with a hop after every sub-epoch; every bit agrees."""
     reference = make()
-    sums, _ = plain.train(reference, sub_epochs, STEPS_PER_EPOCH)
+    sums, _, averaged = plain.train(reference, sub_epochs, STEPS_PER_EPOCH)
     trial = start(make(), [w for windows in sub_epochs for w in windows], mode)
     if cut is not None:
         assert trial.admission.spec.mode == cut, trial.admission.report.text()
@@ -94,6 +105,10 @@ def assert_equal_to_plain(
     assert [t.loss_sum for t in totals] == sums
     assert [t.rows for t in totals] == [sum(b.rows for w in s for b in w) for s in sub_epochs]
     assert plain.everything(trial.loaded()) == plain.everything(reference)
+    expected = {} if averaged is None else dict(averaged.module.named_parameters())
+    averages = trial.averages()
+    assert averages == {name: plain.bits(expected[name]) for name in averages}
+    assert bool(averages) == (averaged is not None)
     groups = json.loads(trial.shards[0][1])["groups"]
     assert [g["lr"] for g in groups] == [g["lr"] for g in reference.optimizer.param_groups]
     return trial

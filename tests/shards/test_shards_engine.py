@@ -79,7 +79,7 @@ def test_each_step_reports_its_mean_loss():
     make = mlp_recipe(accumulate=2)
     windows = [zoo.vectors(8, 5), zoo.vectors(8, seed=1)]
     reference = make()
-    sums, _ = plain.train(reference, [[windows[0]], [windows[1]]])
+    sums, *_ = plain.train(reference, [[windows[0]], [windows[1]]])
     trial = start(make(), windows)
     heard = []
     trial.engine().train(windows, 0, trial.need, trial.publish, lambda *a: heard.append(a))

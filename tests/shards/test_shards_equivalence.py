@@ -36,7 +36,7 @@ def test_any_number_of_shards_gives_the_same_bits(shards, mode):
     trial = assert_equal_to_plain(
         mlp_recipe(shards=shards), two_sub_epochs(), mode, cut="whole" if shards == 1 else "export"
     )
-    assert trial.structure.num_shards == (shards if shards < 99 else 8)
+    assert trial.structure.num_shards == (shards if shards < 99 else 4)
 
 
 def by_groups(model, cls=torch.optim.AdamW, **options):
