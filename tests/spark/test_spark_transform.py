@@ -47,7 +47,7 @@ def net_factory(outputs: int = 3) -> Callable[[dict[str, Any]], Any]:
 
 def trained(factory: Callable[[dict[str, Any]], Any], width: int = 8) -> nn.Module:
     """A model whose weights and statistics are not those that the factory gives."""
-    model: nn.Module = factory({"width": width}).recipe.model
+    model: nn.Module = factory({"width": width}).model
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -161,7 +161,7 @@ def test_token_ids_stay_integers_and_nested_outputs_stay_nested(spark: SparkSess
         model = nn.Sequential(nn.Embedding(50, 5), nn.Linear(5, 2))
         return SparkEstimator(model, torch.optim.SGD(model.parameters(), lr=1.0), nn.MSELoss())
 
-    model = factory({}).recipe.model.eval()
+    model = factory({}).model.eval()
     ids = [[1, 2, 3], [49, 0, 7]]
     df = spark.createDataFrame([(i, row) for i, row in enumerate(ids)], "id int, t array<int>")
     out = predict(
@@ -196,7 +196,7 @@ def test_several_features_and_several_outputs(spark: SparkSession) -> None:
     out = predict(
         df,
         factory,
-        factory({}).recipe.model,
+        factory({}).model,
         specs=[ColumnSpec("image", "float32", (2, 2)), ColumnSpec("flag", "bool", ())],
         columns=Columns(("image", "flag"), ("label",)),
         output_columns=["sum", "flagged"],
@@ -206,7 +206,7 @@ def test_several_features_and_several_outputs(spark: SparkSession) -> None:
         predict(
             df,
             factory,
-            factory({}).recipe.model,
+            factory({}).model,
             specs=[ColumnSpec("image", "float32", (2, 2)), ColumnSpec("flag", "bool", ())],
             columns=Columns(("image", "flag"), ("label",)),
         )

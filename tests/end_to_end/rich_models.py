@@ -1,0 +1,140 @@
+"""Factories that use every training feature; agents in other processes import them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from cerebro_hydra.recipe import Recipe
+
+
+class MacroF1:
+    """The F1 score averaged over classes, from counts that any two partitions can add."""
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+
+    def start(self) -> list[list[int]]:
+        return [[0, 0, 0] for _ in range(self.classes)]
+
+    def update(self, state: Any, outputs: Tensor, labels: Tensor) -> Any:
+        chosen = outputs.argmax(1)
+        for number in range(self.classes):
+            right = int(((chosen == number) & (labels == number)).sum())
+            state[number][0] += right
+            state[number][1] += int((chosen == number).sum()) - right
+            state[number][2] += int((labels == number).sum()) - right
+        return state
+
+    def merge(self, state: Any, other: Any) -> Any:
+        return [
+            [a + b for a, b in zip(x, y, strict=True)] for x, y in zip(state, other, strict=True)
+        ]
+
+    def compute(self, state: Any) -> float:
+        scores = [2 * hit / max(1, 2 * hit + wrong + missed) for hit, wrong, missed in state]
+        return sum(scores) / len(scores)
+
+
+def jitter(batch: dict[str, Tensor], training: bool) -> dict[str, Tensor]:
+    """Noise on the features, and now and then a shorter row of them."""
+    if training:
+        features = batch["features"]
+        batch["features"] = features + 0.1 * torch.randn(features.shape)
+    return batch
+
+
+def rich(params: dict[str, Any]) -> Recipe:
+    """Mixed precision, moving averages, augmentation, weights, F1 and a schedule on it."""
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
+    )
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.Adagrad(model.parameters(), lr=params["lr"]),
+        loss=nn.CrossEntropyLoss(label_smoothing=0.1),
+        metrics={"f1": (MacroF1(4), "max"), "accuracy": (accuracy, "max")},
+        batch_size=16,
+        shards=2,
+        lr_scheduler=lambda o: lr_scheduler.ReduceLROnPlateau(o, "max", factor=0.5, patience=0),
+        lr_metric="f1",
+        clip_grad_value=0.5,
+        accumulate=2,
+        autocast="bfloat16",
+        ema=0.9,
+        early_stopping=params.get("patience"),
+        collate=jitter,
+    )
+
+
+def accuracy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The share of rows whose largest output is their label."""
+    return (outputs.argmax(1) == labels).float().mean()
+
+
+class TwoHeads(nn.Module):
+    """An image and a table go in; a class and a number come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 16))
+        self.table = nn.Sequential(nn.Linear(5, 16), nn.ReLU())
+        self.body = nn.Sequential(nn.Linear(32, 16), nn.ReLU())
+        self.kind, self.size = nn.Linear(16, 3), nn.Linear(16, 1)
+
+    def forward(self, table: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.body(torch.cat([self.image(image), self.table(table)], 1))
+        return self.kind(y), self.size(y).squeeze(1)
+
+
+def two_heads(params: dict[str, Any]) -> Recipe:
+    """Two inputs by name, two losses with weights."""
+    model = TwoHeads()
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.NAdam(model.parameters(), lr=params["lr"]),
+        loss=[nn.CrossEntropyLoss(), nn.MSELoss()],
+        loss_weights=[1.0, 0.3],
+        metrics={"kind_accuracy": (kind_accuracy, "max")},
+        batch_size=16,
+        shards=3,
+        lr_scheduler=lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+        lr_interval="epoch",
+    )
+
+
+def kind_accuracy(outputs: tuple[Tensor, Tensor], kind: Tensor, size: Tensor) -> Tensor:
+    """Accuracy of the first head."""
+    return accuracy(outputs[0], kind)
+
+
+def bert(params: dict[str, Any]) -> Any:
+    """A classifier of `transformers`, with its own loss."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=64, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+            intermediate_size=32, max_position_embeddings=16, num_labels=3,
+        )
+    )  # fmt: skip
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),
+        loss="model",
+        metrics=["accuracy"],
+        batch_size=8,
+        shards=params["shards"],
+        warm_start=params.get("warm_start"),
+        collate=without_padding,
+    )
+
+
+def without_padding(batch: dict[str, Tensor], training: bool) -> dict[str, Tensor]:
+    """As long as the longest row of the batch."""
+    length = max(2, int(batch["attention_mask"].sum(1).max()))
+    cut = {name: batch[name][:, :length] for name in ("input_ids", "attention_mask")}
+    return batch | cut
