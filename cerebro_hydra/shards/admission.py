@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe, units
@@ -15,7 +16,7 @@ from cerebro_hydra.shards.report import CutReport
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.shard_times import measure_layers, measure_shards
 from cerebro_hydra.shards.state_template import StateTemplate
-from cerebro_hydra.shards.structure import StructureCache
+from cerebro_hydra.shards.structure import Structure, StructureCache
 from cerebro_hydra.shards.trace import CutFailed
 from cerebro_hydra.shards.trial_run import TrialRun
 
@@ -64,7 +65,10 @@ def admit(
         try:
             structure = cache.get(recipe.model, choice.spec, sample)
             layout = TrialLayout.make(recipe, structure, template)
-            difference = run.difference(structure, layout)
+            # Modules run as they are may keep something to themselves, which would not hop.
+            hop = partial(Structure.build, recipe.model, choice.spec, sample)
+            again = None if choice.spec.mode == "export" else hop
+            difference = run.difference(structure, layout, again)
         except ConfigurationError:
             raise
         except Exception as error:

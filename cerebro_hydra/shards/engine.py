@@ -25,11 +25,12 @@ from cerebro_hydra.shards.state import ShardState, read_state
 from cerebro_hydra.shards.structure import Structure
 from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
 
-__all__ = ["Engine", "Evaluation", "TrainTotals", "read_state"]
+__all__ = ["Engine", "Evaluation", "Mode", "TrainTotals", "read_state"]
 
 Cursor = dict[str, Any]
 Need = Callable[[int], tuple[Segments, Cursor | None]]
 Publish = Callable[[int, Segments, Cursor], object]
+Mode = Literal["keep", "recompute"]
 OnStep = Callable[[int, float], object]
 
 _TRIAL = 0  # an engine runs one trial, so the trial of its actions is always this one
@@ -86,7 +87,7 @@ class Engine:
         recipe: Recipe,
         trial_seed: int,
         steps_per_epoch: int,
-        mode: Literal["keep", "recompute"] = "keep",
+        mode: Mode = "keep",
     ) -> None:
         if mode not in ("keep", "recompute"):
             raise ValueError(f"mode is {mode!r}; it is 'keep' or 'recompute'")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.differences import Recorder, first_difference, first_operation
-from cerebro_hydra.shards.engine import Engine
+from cerebro_hydra.shards.engine import Engine, Mode
 from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
 from cerebro_hydra.shards.reference_steps import ReferenceSteps
 from cerebro_hydra.shards.reseed import unit_hooks
@@ -56,9 +56,18 @@ class TrialRun:
         losses = tuple(reference.step(*window) for window in windows)
         return cls(recipe, trial_seed, windows, losses, reference)
 
-    def difference(self, structure: Structure, layout: TrialLayout) -> str | None:
-        """What training in shards does otherwise, or None if every bit agrees."""
-        shards = _Shards(self, structure, layout)
+    def difference(
+        self,
+        structure: Structure,
+        layout: TrialLayout,
+        again: Callable[[], Structure] | None = None,
+    ) -> str | None:
+        """What training in shards does otherwise, or None if every bit agrees.
+
+        Args:
+            again: makes the structure anew for every step, as another worker would.
+        """
+        shards = _Shards(self, structure, layout, again)
         for step, (example, microbatches) in enumerate(self.windows):
             loss, rows = shards.step(step), _rows(example) * microbatches
             expected = 0.0
@@ -77,7 +86,7 @@ class TrialRun:
     def _where(self, structure: Structure, layout: TrialLayout) -> str | None:
         """Both again, operation by operation, until they part."""
         plain = ReferenceSteps(self.recipe, self.trial_seed, STEPS_PER_EPOCH)
-        shards = _Shards(self, structure, layout, keep_only=True)
+        shards = _Shards(self, structure, layout, None, modes=("keep",))
         for step, window in enumerate(self.windows):
             uncut, cut = Recorder(), Recorder()
 
@@ -97,16 +106,20 @@ class _Shards:
     """The same steps in shards, which hop after each."""
 
     def __init__(
-        self, run: TrialRun, structure: Structure, layout: TrialLayout, keep_only: bool = False
+        self,
+        run: TrialRun,
+        structure: Structure,
+        layout: TrialLayout,
+        again: Callable[[], Structure] | None,
+        modes: Sequence[Mode] = ("keep", "recompute"),
     ) -> None:
         self._run = run
         self.segments: list[Segments] = initial_segments(run.recipe, layout)
         self._cursors: list[dict[str, Any] | None] = [None] * structure.num_shards
-        # One step each way: with graphs kept, with graphs made again.
-        self._engines = [
-            Engine(structure, layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH, mode)
-            for mode in ("keep", "keep" if keep_only else "recompute")
-        ]
+        self._structure = structure
+        self._layout = layout
+        self._again = again
+        self._modes = modes
 
     def step(self, number: int) -> float:
         """Train one step; gives the sum of its loss over rows."""
@@ -117,7 +130,12 @@ class _Shards:
             self._cursors[k] = json.loads(json.dumps(cursor))
             self.segments[k] = segments
 
-        engine = self._engines[number % 2]
+        if self._again is not None:
+            self._structure = self._again()
+        run, mode = self._run, self._modes[number % len(self._modes)]
+        engine = Engine(
+            self._structure, self._layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH, mode
+        )
         totals = engine.train(
             [window], number, lambda k: (self.segments[k], self._cursors[k]), publish
         )
