@@ -33,6 +33,8 @@ from cerebro_hydra.tune import GridSearch, hp_choice
 
 TRIAL_SEED = 11
 STEPS_PER_EPOCH = 10
+PRELOADED = ("torch.export._trace", "cerebro_hydra.shards.admission", "transformers.modeling_utils")
+"""What agents of a run would import; a package that is absent is passed over."""
 
 
 class ModelCase(ABC):
@@ -193,7 +195,7 @@ class ModelCase(ABC):
         names = (*self.columns.features, *self.columns.targets)
         arrays = zip(names, (*features, *targets), strict=True)
         result: Any = GridSearch(
-            backend=LocalBackend(2),  # type: ignore[arg-type]
+            backend=LocalBackend(2, preloaded=PRELOADED),  # type: ignore[arg-type]
             store=LocalStore(str(tmp_path)),
             estimator_gen_fn=partial(
                 build_case, f"{type(self).__module__}:{type(self).__qualname__}"
