@@ -92,14 +92,7 @@ def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path
         _write_graph(recipe, program, target / GRAPH_FILE)
         loaded = load_exported(target)
         for batch in (features, [x[:-1] for x in features]):
-            expected = predictor(*[x.clone() for x in batch])
-            given = loaded(*[x.clone() for x in batch])
-            if not all(map(same_bits, given, expected)):
-                raise _failed(
-                    recipe,
-                    f"its graph gives other bits than itself for {len(batch[0])} rows; look for "
-                    "values or sizes that its forward reads in Python",
-                )
+            _check(recipe, predictor, loaded, batch)
 
 
 def load_exported(folder: str | Path) -> ExportedModel:
@@ -162,11 +155,25 @@ def _export(recipe: Recipe, predictor: _Predictor, features: Sequence[Tensor]) -
     for name, constant in program.constants.items():
         if type(constant) is not Tensor:
             raise _failed(recipe, f"{name} is a {type(constant).__name__}, which only pickles")
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.name in program.graph_signature.user_inputs and isinstance(value.shape[0], int):
-            raise _failed(recipe, f"its graph holds for {value.shape[0]} rows alone")
     return program
+
+
+def _check(
+    recipe: Recipe, predictor: _Predictor, loaded: ExportedModel, batch: Sequence[Tensor]
+) -> None:
+    """A forward may read values or sizes in Python, where the graph keeps those of one batch."""
+    expected = predictor(*[x.clone() for x in batch])
+    try:
+        given = loaded(*[x.clone() for x in batch])
+    except Exception as error:
+        reason = f"its graph does not run on {len(batch[0])} rows ({error})"
+        raise _failed(recipe, reason) from error
+    if not all(map(same_bits, given, expected)):
+        raise _failed(
+            recipe,
+            f"its graph gives other bits than itself for {len(batch[0])} rows; look for values or "
+            "sizes that its forward reads in Python",
+        )
 
 
 def _write_weights(program: ExportedProgram, path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache, partial
@@ -13,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -25,11 +21,14 @@ from cerebro_hydra.shards.exported import save_exported
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.structure import StructureCache
 from cerebro_hydra.storage import LocalStore
-from cerebro_hydra.testing import load_alone
 from cerebro_hydra.testing.cut_trial import CutTrial, Mode
+from cerebro_hydra.testing.load_alone import run_alone
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.testing.plain_training import PlainTraining, Rows, Window
 from cerebro_hydra.tune import GridSearch, hp_choice
+
+Shards = int | list[str]
+"""A number, or names of modules to cut at, as `Recipe` takes them."""
 
 TRIAL_SEED = 11
 STEPS_PER_EPOCH = 10
@@ -55,7 +54,7 @@ class ModelCase(ABC):
     mode: ClassVar[str] = "export"
 
     @abstractmethod
-    def recipe(self, shards: int) -> Recipe:
+    def recipe(self, shards: Shards) -> Recipe:
         """Build the trial; the suite has seeded torch, so that every call gives the same bits."""
 
     @abstractmethod
@@ -64,7 +63,7 @@ class ModelCase(ABC):
 
     # ------------------------------------------------------------------ what the suite uses
 
-    def make(self, shards: int) -> Recipe:
+    def make(self, shards: Shards) -> Recipe:
         """The recipe, seeded and bound to its columns."""
         torch.manual_seed(5)
         recipe = self.recipe(shards).bind(self.columns)
@@ -81,7 +80,7 @@ class ModelCase(ABC):
         every = self.make(1).accumulate
         return [[b[i : i + every] for i in range(0, len(b), every)] for b in batches]
 
-    def start(self, shards: int, mode: Mode = "keep") -> CutTrial:
+    def start(self, shards: Shards, mode: Mode = "keep") -> CutTrial:
         """Admit the recipe on batches of both sizes."""
         recipe = self.make(shards)
         examples = [self.batch(n, seed) for seed, n in enumerate(self.rows)]
@@ -180,7 +179,7 @@ class ModelCase(ABC):
         features, _ = recipe.collated(*self.batch(self.rows[0], 200), None)
         save_exported(recipe, features, tmp_path)
         features, _ = recipe.collated(*self.batch(self.rows[1], 201), None)
-        found = _load_alone(tmp_path, features, self._sources(recipe))
+        found = run_alone(tmp_path, features, self._sources(recipe))
         recipe.model.eval()
         with torch.no_grad(), recipe.precision():
             expected = predictions(recipe.call(recipe.model, features))
@@ -247,22 +246,3 @@ def _assert_same_state(cut: Mapping[str, Tensor], plain: PlainTraining) -> None:
     )
     different = [name for name in cut if not same_bits(cut[name], expected[name])]
     assert not different, f"other bits than plain training: {different}"
-
-
-def _load_alone(folder: Path, features: tuple[Tensor, ...], refused: set[str]) -> list[Tensor]:
-    given, made = folder / "features.safetensors", folder / "outputs.safetensors"
-    named = {str(number): tensor.contiguous() for number, tensor in enumerate(features)}
-    safetensors.torch.save_file(named, given)
-    root = Path(cerebro_hydra.__file__).resolve().parents[1]
-    script = str(Path(load_alone.__file__).resolve())
-    arguments = [str(each) for each in (root, folder, given, made)]
-    done = subprocess.run(
-        [sys.executable, "-I", script, *arguments, *sorted(refused)],
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    outputs = safetensors.torch.load_file(made)
-    return [outputs[str(number)] for number in range(len(outputs))]

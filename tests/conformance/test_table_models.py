@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.testing.model_case import ModelCase
+from cerebro_hydra.testing.model_case import ModelCase, Shards
 from tests.conformance import tables
 
 Example = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -15,7 +15,7 @@ Example = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 class TestImageAndTable(ModelCase):
     columns = Columns(("image", "table"), ("label",))
 
-    def recipe(self, shards: int) -> Recipe:
+    def recipe(self, shards: Shards) -> Recipe:
         model = tables.ImageAndTable(4, 5, 3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return Recipe(model, optimizer, nn.CrossEntropyLoss(), ["accuracy"], shards=shards)
@@ -33,7 +33,7 @@ class TestTwoTasks(ModelCase):
     columns = Columns(("features",), ("kind", "amount"))
     cuts = (2, 4)
 
-    def recipe(self, shards: int) -> Recipe:
+    def recipe(self, shards: Shards) -> Recipe:
         model = tables.TwoTasks(6, 16, 3, 3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         losses = [nn.CrossEntropyLoss(), nn.MSELoss()]
@@ -60,7 +60,7 @@ class TestTwoTasksOfWeightedRows(TestTwoTasks):
 class TestRecommender(ModelCase):
     columns = Columns(("user", "item", "seen"), ("rating",))
 
-    def recipe(self, shards: int) -> Recipe:
+    def recipe(self, shards: Shards) -> Recipe:
         model = tables.Recommender(200, 100, 8)
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
         return Recipe(model, optimizer, nn.MSELoss(), shards=shards)

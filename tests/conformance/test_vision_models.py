@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.testing.model_case import ModelCase
+from cerebro_hydra.testing.model_case import ModelCase, Shards
 from tests.conformance import vision
 
 Example = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -22,7 +22,7 @@ def images(rows: int, size: int, seed: int) -> Example:
 class TestMLP(ModelCase):
     cuts = (2, 3, 4)
 
-    def recipe(self, shards: int) -> Recipe:
+    def recipe(self, shards: Shards) -> Recipe:
         model = vision.mlp(6, 16, 3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         return Recipe(model, optimizer, nn.CrossEntropyLoss(), ["accuracy"], shards=shards)
@@ -36,7 +36,7 @@ class TestMLP(ModelCase):
 class TestMLPWithEveryRule(TestMLP):
     """Accumulation over an uneven window, clipping, a schedule and a moving average together."""
 
-    def recipe(self, shards: int) -> Recipe:
+    def recipe(self, shards: Shards) -> Recipe:
         model = vision.mlp(6, 16, 3)
         return Recipe(
             model,
@@ -54,7 +54,7 @@ class TestMLPWithEveryRule(TestMLP):
 class TestResNet18(ModelCase):
     cuts = (2, 4)
 
-    def recipe(self, shards: int) -> Recipe:
+    def recipe(self, shards: Shards) -> Recipe:
         model = vision.ResNet18(8, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         return Recipe(model, optimizer, nn.CrossEntropyLoss(), ["accuracy"], shards=shards)
@@ -68,7 +68,7 @@ class TestViT(ModelCase):
 
     columns = Columns(("pixel_values",), ("label",))
 
-    def recipe(self, shards: int) -> Recipe:
+    def recipe(self, shards: Shards) -> Recipe:
         model = vision.vit(16, 3, 8, 4, 3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return Recipe(model, optimizer, nn.CrossEntropyLoss(), ["accuracy"], shards=shards)
