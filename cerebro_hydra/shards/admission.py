@@ -9,6 +9,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe, units
 from cerebro_hydra.shards.cut_choice import Choice, Places, by_blocks, by_name, by_time, whole
 from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.shards.engine import UnfitShape
 from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.module_program import layer_starts
 from cerebro_hydra.shards.report import CutReport
@@ -65,6 +66,8 @@ def admit(
             structure = cache.get(recipe.model, choice.spec, sample)
             layout = TrialLayout.make(recipe, structure, template)
             difference = run.difference(structure, layout)
+        except UnfitShape as error:
+            difference = str(error)
         except ConfigurationError:
             raise
         except Exception as error:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +40,7 @@ class TestBERT(ModelCase):
     columns = TEXT
 
     def recipe(self, shards: Shards) -> Recipe:
-        model = text.bert(16, 3, WORDS)
+        model = text.bert(16, 2, WORDS)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return Recipe(model, optimizer, "model", shards=shards)
 
@@ -115,9 +119,8 @@ class TestT5(ModelCase):
 
 
 class TestLSTM(ModelCase):
-    """No fallback is needed: torch.export takes the recurrent layer as one operation, which a cut
-    may not part, and its graph holds for any number of rows; the length stays that of the sample.
-    """
+    """No fallback is needed: torch.export takes the recurrent layer as one operation, which no cut
+    parts, and its graph is exact for any number of rows of one length."""
 
     kind: type[nn.RNNBase] = nn.LSTM
 
@@ -137,14 +140,38 @@ class TestGRU(TestLSTM):
     kind = nn.GRU
 
 
-class TestLSTMInOneShard(TestLSTM):
-    """Uncut, as for a user who asks for no shards: the modules run as they are."""
+def shortened(batch: Batch, training: bool) -> Batch:
+    """Without the tokens that every row pads."""
+    longest = int((batch["tokens"] > 0).sum(1).max())
+    return batch | {"tokens": batch["tokens"][:, :longest]}
 
-    cuts = (1,)
+
+class TestLSTMOfDynamicLength(TestLSTM):
+    """Its graph holds for one length alone, so with batches of several it is one shard, through
+    the fallback, where the modules run as they are."""
+
+    columns = Columns(("tokens",), ("label",))
+    cuts = (3,)
     mode = "whole"
 
+    def recipe(self, shards: Shards) -> Recipe:
+        return replace(super().recipe(shards), collate=shortened)
+
+    def batch(self, rows: int, seed: int) -> Example:
+        return (sentences(rows, seed, LENGTH - seed % 5)[0],), (classes(rows, seed),)
+
     def test_the_recurrent_layer_is_in_one_shard(self) -> None:
-        assert self.start(1).structure.num_shards == 1
+        report = self.start(3).admission.report
+        assert len(report.shards) == 1
+        assert "which the cut model can't take: L['tokens'].size()[1] == 12" in report.fallback
+
+    def test_export_loads_without_its_source(self, tmp_path: Path) -> None:
+        with pytest.raises(RuntimeError, match=r"shape\[1\] to be equal to 12, but got 11"):
+            super().test_export_loads_without_its_source(tmp_path)
+
+
+class TestGRUOfDynamicLength(TestLSTMOfDynamicLength):
+    kind = nn.GRU
 
 
 class TestLoRA(ModelCase):
@@ -153,7 +180,7 @@ class TestLoRA(ModelCase):
     columns = TEXT
 
     def recipe(self, shards: Shards) -> Recipe:
-        model = text.with_adapters(text.bert(16, 3, WORDS), rank=2)
+        model = text.with_adapters(text.bert(16, 2, WORDS), rank=2)
         trained = [p for p in model.parameters() if p.requires_grad]
         return Recipe(model, torch.optim.AdamW(trained, lr=0.01), "model", shards=shards)
 
