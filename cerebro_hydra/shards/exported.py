@@ -72,7 +72,8 @@ def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path
     Args:
         features: one batch of every feature column, rows first, as the model's forward takes it
             (after `collate`); at least 2 rows. Other numbers of rows run on the same graph, and
-            other shapes too if the recipe collates.
+            other shapes too if the recipe collates and the model's operations let them: the graph
+            of a recurrent layer holds for one length.
         folder: is made if it does not exist; files of a former call are overwritten.
 
     Raises:

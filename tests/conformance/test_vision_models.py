@@ -69,7 +69,7 @@ class TestViT(ModelCase):
     columns = Columns(("pixel_values",), ("label",))
 
     def recipe(self, shards: Shards) -> Recipe:
-        model = vision.vit(16, 3, 8, 4, 3)
+        model = vision.vit(16, 2, 8, 4, 3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return Recipe(model, optimizer, nn.CrossEntropyLoss(), ["accuracy"], shards=shards)
 
