@@ -10,6 +10,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe, units
 from cerebro_hydra.shards.cut_choice import Choice, Places, by_blocks, by_name, by_time, whole
 from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.shards.engine import UnfitShape
 from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.module_program import layer_starts
 from cerebro_hydra.shards.report import CutReport
@@ -69,6 +70,8 @@ def admit(
             hop = partial(Structure.build, recipe.model, choice.spec, sample)
             again = None if choice.spec.mode == "export" else hop
             difference = run.difference(structure, layout, again)
+        except UnfitShape as error:
+            difference = str(error)
         except ConfigurationError:
             raise
         except Exception as error:

@@ -25,7 +25,7 @@ from cerebro_hydra.shards.state import ShardState, read_state
 from cerebro_hydra.shards.structure import Structure
 from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
 
-__all__ = ["Engine", "Evaluation", "Mode", "TrainTotals", "read_state"]
+__all__ = ["Engine", "Evaluation", "Mode", "TrainTotals", "UnfitShape", "read_state"]
 
 Cursor = dict[str, Any]
 Need = Callable[[int], tuple[Segments, Cursor | None]]
@@ -34,6 +34,10 @@ Mode = Literal["keep", "recompute"]
 OnStep = Callable[[int, float], object]
 
 _TRIAL = 0  # an engine runs one trial, so the trial of its actions is always this one
+
+
+class UnfitShape(ConfigurationError):
+    """A batch has a shape that the cut model can't take; uncut it may."""
 
 
 class Batch(Protocol):
@@ -126,7 +130,7 @@ class Engine:
 
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite; nothing was published.
-            ConfigurationError: a batch has a shape that the cut model can't take.
+            UnfitShape: a batch has a shape that the cut model can't take.
         """
         run = _SubEpoch(self._structure, self._layout, self._recipe, self._steps_per_epoch,
                         self._keep, need, publish, epoch_metrics)  # fmt: skip
@@ -219,7 +223,7 @@ class Engine:
             return
         for guards in self._structure.guards:
             if (broken := guards.broken(inputs)) is not None:
-                raise ConfigurationError(
+                raise UnfitShape(
                     f"collate gave a batch of shapes {[tuple(s) for s in shapes]}, which the cut "
                     f"model can't take: {broken}; give such batches another shape, or shards=1"
                 )

@@ -28,12 +28,14 @@ class LocalBackend:
     """What a search needs of a backend, on this machine and without Java.
 
     Everything but Spark is real: prepared files, agents in processes of their own, the wire,
-    the coordinator and its journal. `agents` is the launcher of the latest run.
+    the coordinator and its journal. `agents` is the launcher of the latest run; for
+    `preloaded` see there.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, preloaded: Sequence[str] | None = None) -> None:
         self.num_workers = num_workers
-        self.agents = LocalLauncher(num_workers)
+        self._preloaded = preloaded
+        self.agents = LocalLauncher(num_workers, preloaded=preloaded)
 
     def prepare_data(
         self,
@@ -48,5 +50,5 @@ class LocalBackend:
         return write_dataset(store, columns, self.num_workers, validation, seed)
 
     def launcher(self) -> LocalLauncher:
-        self.agents = LocalLauncher(self.num_workers)
+        self.agents = LocalLauncher(self.num_workers, preloaded=self._preloaded)
         return self.agents

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.errors import SetupError
+from cerebro_hydra.spark.daemon import PRELOADED
 
 
 class LocalLauncher:
@@ -20,12 +21,22 @@ class LocalLauncher:
     Args:
         num_workers: how many agents.
         max_failures: deaths of one worker after which the launcher gives up.
+        preloaded: None, or modules beside torch with which a process is started that agents are
+            forked from, as Spark's daemon does; the first launcher that asks starts it, and it
+            serves all later ones.
     """
 
-    def __init__(self, num_workers: int, max_failures: int = 8) -> None:
+    def __init__(
+        self, num_workers: int, max_failures: int = 8, preloaded: Sequence[str] | None = None
+    ) -> None:
         self.num_workers = num_workers
         self._max_failures = max_failures
-        self._context = multiprocessing.get_context("spawn")
+        self._context: Any = multiprocessing.get_context("spawn")
+        if preloaded is not None:
+            self._context = multiprocessing.get_context("forkserver")
+            self._context.set_forkserver_preload(
+                [*PRELOADED, *preloaded, "cerebro_hydra.agent.main"]
+            )
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, BaseProcess] = {}

@@ -1,0 +1,108 @@
+"""A trial in shards between hops: a new engine each time, state only as bytes and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import safetensors.torch
+from torch import Tensor
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission import Admission
+from cerebro_hydra.shards.engine import Engine, TrainTotals
+from cerebro_hydra.shards.layout import (
+    EXISTS,
+    SegmentLayout,
+    Segments,
+    initial_segments,
+    is_optimizer_state,
+    read_tensors,
+)
+from cerebro_hydra.shards.structure import Structure
+from cerebro_hydra.testing.plain_training import Rows, Window
+
+Mode = Literal["keep", "recompute"]
+
+
+class CutTrial:
+    """One admitted trial; `shards` has each shard's two segments as bytes, and its cursor."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        admission: Admission,
+        structure: Structure,
+        trial_seed: int,
+        steps_per_epoch: int,
+        mode: Mode = "keep",
+    ) -> None:
+        self.recipe = recipe
+        self.admission = admission
+        self.structure = structure
+        self.losses: list[float] = []
+        self.step = 0
+        self._arguments = (trial_seed, steps_per_epoch, mode)
+        self.shards: list[tuple[dict[str, bytes], str]] = [
+            ({name: b.tobytes() for name, b in segments.items()}, "null")
+            for segments in initial_segments(recipe, admission.layout)
+        ]
+
+    def train(self, windows: Sequence[Window]) -> TrainTotals:
+        """Train without a hop in between, then hop."""
+        totals = self._engine().train(
+            windows, self.step, self._need, self._publish, lambda _, loss: self.losses.append(loss)
+        )
+        self.step += totals.steps
+        return totals
+
+    def evaluate(self, batches: Sequence[Rows]) -> dict[str, tuple[float, int]]:
+        """Loss and averaged metrics, each (sum over rows, rows)."""
+        return self._engine().evaluate(batches, self._need).sums
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the segments hold by name, without optimizer state that does not exist yet."""
+        found: dict[str, Tensor] = {}
+        for content, _ in self.shards:
+            for segment in content.values():
+                tensors = read_tensors(np.frombuffer(segment, np.uint8))
+                marks = tensors.pop(EXISTS).tolist() if EXISTS in tensors else []
+                state = [name for name in tensors if is_optimizer_state(name)]
+                absent = {n for n, exists in zip(state, marks, strict=True) if not exists}
+                found |= {n: t for n, t in tensors.items() if n not in absent}
+        return found
+
+    def rewritten_by_safetensors(self) -> list[dict[str, bytes]]:
+        """Every segment after a trip through the safetensors library, laid out again."""
+        rewritten = []
+        for (content, _), layout in zip(self.shards, self.admission.layout.shards, strict=True):
+            both = {"frozen": layout.frozen, "trainable": layout.trainable}
+            rewritten.append({name: _rewritten(content[name], both[name]) for name in both})
+        return rewritten
+
+    def _engine(self) -> Engine:
+        return Engine(self.structure, self.admission.layout, self.recipe, *self._arguments)
+
+    def _need(self, k: int) -> tuple[Segments, Any]:
+        content, cursor = self.shards[k]
+        frozen = np.frombuffer(content["frozen"], np.uint8)  # read-only, as received bytes are
+        trainable = np.frombuffer(content["trainable"], np.uint8).copy()
+        return {"frozen": frozen, "trainable": trainable}, json.loads(cursor)
+
+    def _publish(self, k: int, segments: Segments, cursor: dict[str, Any]) -> None:
+        content = {name: buffer.tobytes() for name, buffer in segments.items()}
+        self.shards[k] = content, json.dumps(cursor)
+
+
+def _rewritten(segment: bytes, layout: SegmentLayout) -> bytes:
+    length = int.from_bytes(segment[:8], "little")
+    metadata = json.loads(segment[8 : 8 + length]).get("__metadata__")
+    tensors = safetensors.torch.load(segment)
+    saved = safetensors.torch.save(tensors, metadata)
+    loaded = read_tensors(np.frombuffer(saved, np.uint8))
+    buffer = layout.allocate()
+    for entry in layout.entries:
+        entry.view(buffer).copy_(loaded[entry.name])
+    return buffer.tobytes()
