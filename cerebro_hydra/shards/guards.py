@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from cerebro_hydra.recipe import Call
+from cerebro_hydra.shards.sample import Sample
 
 _SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 
@@ -62,3 +63,31 @@ class Guards:
             if not eval(condition, names):
                 return _SIZE.sub(r"\1.shape[\2]", condition)
         return None
+
+
+def length_held_fixed(model: nn.Module, sample: Sample, guards: Guards) -> int | None:
+    """A size beyond rows that the graph demands and the model itself does not, or None.
+
+    A recurrent layer's graph holds for one length of sequences, a linear layer has one width.
+    """
+    sizes = {size for tensor in sample.inputs for size in tensor.shape[1:]}
+    for size in sorted(sizes, reverse=True):
+        if size < 3:
+            continue
+        shorter = [_shortened(tensor, size) for tensor in sample.inputs]
+        if guards.broken(shorter) is None:
+            continue
+        try:
+            with torch.no_grad(), sample.precision():
+                sample.call(model, shorter)
+        except Exception:
+            continue
+        return size
+    return None
+
+
+def _shortened(tensor: Tensor, size: int) -> Tensor:
+    for dim in range(1, tensor.dim()):
+        if tensor.shape[dim] == size:
+            tensor = tensor.narrow(dim, 0, size - 1)
+    return tensor.contiguous()

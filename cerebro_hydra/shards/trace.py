@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from cerebro_hydra.shards.guards import Guards
+from cerebro_hydra.shards.guards import Guards, length_held_fixed
 from cerebro_hydra.shards.reseed import FORWARD, MARKER, unit_hooks
 from cerebro_hydra.shards.sample import Sample
 
@@ -95,7 +95,12 @@ def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
         raise CutFailed(
             f"torch.export failed ({type(error).__name__}: {lines[0] if lines else ''})"
         ) from error
-    return _read(model, program, Guards.of(model, sample.call, program))
+    guards = Guards.of(model, sample.call, program)
+    if sample.free_shapes and (size := length_held_fixed(model, sample, guards)) is not None:
+        raise CutFailed(
+            f"its graph holds for batches of length {size} alone, and collate may give others"
+        )
+    return _read(model, program, guards)
 
 
 def _free(tensor: Tensor, in_all: bool) -> dict[int, Any]:

@@ -130,7 +130,7 @@ def test_recommender_of_fifty_million() -> None:
 def test_mlp_of_twelve_million() -> None:
     model = vision.mlp(64, 3500, 10)
     assert parameters(model) > 12e6
-    admitted(model, (torch.randn(ROWS, 64),), classes(), ONE, nn.CrossEntropyLoss())
+    admitted(model, (torch.randn(ROWS, 64),), classes(), ONE, nn.CrossEntropyLoss(), shards=3)
 
 
 def test_image_and_table() -> None:

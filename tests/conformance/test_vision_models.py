@@ -20,8 +20,6 @@ def images(rows: int, size: int, seed: int) -> Example:
 
 
 class TestMLP(ModelCase):
-    cuts = (2, 3, 4)
-
     def recipe(self, shards: Shards) -> Recipe:
         model = vision.mlp(6, 16, 3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
