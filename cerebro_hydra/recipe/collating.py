@@ -70,4 +70,4 @@ def _column(made: Any, name: str, rows: int) -> Tensor:
             f"collate returned column {name!r} of shape {tuple(tensor.shape)} for a batch of "
             f"{rows} rows; rows come first, and none may be added or lost"
         )
-    return tensor
+    return tensor.contiguous()  # a cut graph is right for one order of memory
