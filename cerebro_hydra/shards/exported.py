@@ -146,7 +146,7 @@ def _export(recipe: Recipe, predictor: _Predictor, features: Sequence[Tensor]) -
     )
     try:
         program = torch.export.export(
-            predictor, tuple(features), dynamic_shapes=(shapes,), strict=False
+            predictor, tuple(x.clone() for x in features), dynamic_shapes=(shapes,), strict=False
         )
     except ConfigurationError:
         raise

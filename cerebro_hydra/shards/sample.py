@@ -38,8 +38,7 @@ class Sample:
     @classmethod
     def of(cls, recipe: Recipe, example: Example) -> Sample:
         """A batch of training as the recipe's model takes it."""
-        # Copied once more: a graph would take for granted what a tensor is a view of.
-        features, targets = fresh(recipe.collated(*fresh(example), _ANY_KEY))
+        features, targets = recipe.collated(*fresh(example), _ANY_KEY)
         return cls(
             recipe.inputs(features, targets),
             recipe.call,

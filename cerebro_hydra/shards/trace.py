@@ -76,7 +76,8 @@ def trace(model: nn.Module, sample: Sample) -> Trace:
 
 def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
     model.train(train)
-    inputs = sample.inputs
+    # Of a view, torch.export would take the shape of its base for a condition too.
+    inputs = tuple(x.clone() for x in sample.inputs)
     if all(x.dim() and x.shape[0] == 1 for x in inputs):
         inputs = tuple(torch.cat([x, x]) for x in inputs)  # one row would be taken for fixed
     args, kwargs = sample.call.arguments(inputs)

@@ -151,7 +151,7 @@ class TestLSTMOfDynamicLength(TestLSTM):
     the fallback, where the modules run as they are."""
 
     columns = Columns(("tokens",), ("label",))
-    cuts = (3,)
+    cuts = (3, 1)
     mode = "whole"
 
     def recipe(self, shards: Shards) -> Recipe:
@@ -168,10 +168,6 @@ class TestLSTMOfDynamicLength(TestLSTM):
     def test_export_loads_without_its_source(self, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"shape\[1\] to be equal to 12, but got 11"):
             super().test_export_loads_without_its_source(tmp_path)
-
-
-class TestGRUOfDynamicLength(TestLSTMOfDynamicLength):
-    kind = nn.GRU
 
 
 class TestLoRA(ModelCase):
