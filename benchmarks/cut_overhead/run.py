@@ -23,6 +23,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.layout import Segments, initial_segments
+from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.structure import StructureCache
 
 SHARDS = (2, 4, 8)
@@ -135,8 +136,9 @@ class Cut:
     def __init__(self, case: Case, batch: Batch, shards: int) -> None:
         recipe = make_recipe(case, shards)
         cache = StructureCache()
-        admission = admit(recipe, [(batch.features, batch.labels)], SEED, cache)
-        structure = cache.get(recipe.model, admission.spec, batch.features)
+        example = (batch.features, batch.labels)
+        admission = admit(recipe, [example], SEED, cache)
+        structure = cache.get(recipe.model, admission.spec, Sample.of(recipe, example))
         self.shards = structure.num_shards
         self._engine = Engine(structure, admission.layout, recipe, SEED, steps_per_epoch=1000)
         self._segments = initial_segments(recipe, admission.layout)
