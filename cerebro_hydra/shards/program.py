@@ -109,7 +109,7 @@ def _program(
 ) -> Program:  # fmt: skip
     graph = fx.Graph()
     root = nn.Module()
-    needed = _inputs_of(flat, body, results, set(reads))
+    needed = _inputs_of(flat, body, results)
     params = [n for n in flat.params if n in needed]
     buffers = [n for n in flat.buffers if n in needed]
     inputs = [n for n in flat.inputs if n in needed]
@@ -126,6 +126,10 @@ def _program(
                 copies[node] = graph.node_copy(node, copied)
         return copies[node]
 
+    # First and in order: some of them write into others.
+    for node in flat.graph.nodes:
+        if node in needed and node in flat.recomputed:
+            copied(node)
     for node in body:
         if node.target is MARKER:
             graph.call_function(enter_unit, (node.args[0],))
@@ -146,9 +150,7 @@ def _program(
     )
 
 
-def _inputs_of(
-    flat: FlatGraph, body: list[fx.Node], results: list[Any], given: set[fx.Node]
-) -> set[fx.Node]:
+def _inputs_of(flat: FlatGraph, body: list[fx.Node], results: list[Any]) -> set[fx.Node]:
     """Every node that the body and results are made of, through recomputed values too."""
     found: set[fx.Node] = set()
     waiting = [n for node in body for n in node.all_input_nodes]
@@ -157,8 +159,8 @@ def _inputs_of(
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            if node in flat.recomputed and node not in given:
-                waiting += node.all_input_nodes
+            if node in flat.recomputed:
+                waiting += [*node.all_input_nodes, *flat.written_with.get(node, ())]
     return found
 
 

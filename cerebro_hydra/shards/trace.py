@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from cerebro_hydra.shards.aliases import AliasGroups
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
 from cerebro_hydra.shards.reseed import FORWARD, MARKER, unit_hooks
 from cerebro_hydra.shards.sample import Sample
@@ -43,6 +43,7 @@ class FlatGraph:
     guards: Guards
     markers: dict[str, fx.Node]
     recomputed: frozenset[fx.Node]  # made from inputs and constants alone, never shipped
+    written_with: dict[fx.Node, tuple[fx.Node, ...]]  # what belongs to one of them made in place
     mutated_buffers: frozenset[str]
     illegal: frozenset[str]  # markers at which a cut would part an in-place operation
 
@@ -147,7 +148,7 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
         elif node.op not in ("placeholder", "call_function", "output"):
             raise CutFailed(f"its graph has a nested region ({node.target})")
 
-    groups = _AliasGroups(graph)
+    groups = AliasGroups(graph)
     for node, name in params.items():
         if groups.is_mutated(node):
             raise CutFailed(f"its forward writes into parameter {name!r}")
@@ -162,10 +163,12 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
             constants[node] = tensors[name].detach().clone()
             del buffers[node]
     markers = {n.args[0]: n for n in graph.nodes if n.target is MARKER and n.args[0] != FORWARD}
+    recomputed = _recomputed(graph, groups, set(inputs) | set(constants), buffers, mutated)
+    written = {n: tuple(groups.written_with(n)) for n in recomputed if groups.is_mutated(n)}
     return FlatGraph(
         graph, params, buffers, constants, inputs, program.call_spec.out_spec, guards, markers,
-        _recomputed(graph, groups, set(inputs) | set(constants), buffers, mutated),
-        mutated, frozenset(u for u, n in markers.items() if groups.reaches_across(n)),
+        recomputed, written, mutated,
+        frozenset(u for u, n in markers.items() if groups.reaches_across(n, recomputed)),
     )  # fmt: skip
 
 
@@ -175,106 +178,29 @@ def _first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-class _AliasGroups:
-    """Which values may share memory, and where each group is written to."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._leader: dict[fx.Node, fx.Node] = {}
-        self._position = {node: i for i, node in enumerate(graph.nodes)}
-        writes: list[tuple[fx.Node, fx.Node]] = []
-        for node in graph.nodes:
-            if node.op != "call_function":
-                continue
-            for other, aliases, written in _memory_use(node):
-                if aliases:
-                    self._join(node, other)
-                if written:
-                    writes.append((node, other))
-        self._writes: dict[fx.Node, list[int]] = {}
-        for node, target in writes:
-            self._writes.setdefault(self._find(target), []).append(self._position[node])
-        self._touched: dict[fx.Node, list[int]] = {}
-        for node in graph.nodes:
-            for member in (node, *node.all_input_nodes):
-                leader = self._find(member)
-                if leader in self._writes and (member is not node or node.op == "call_function"):
-                    self._touched.setdefault(leader, []).append(self._position[node])
-
-    def is_mutated(self, node: fx.Node) -> bool:
-        return self._find(node) in self._writes
-
-    def reaches_across(self, marker: fx.Node) -> bool:
-        """Whether a group is touched before the marker and written after it, or for a buffer,
-        used on both sides of it at all: its new value would have to travel."""
-        at = self._position[marker]
-        return any(
-            min(touched) < at < max(touched)
-            and (max(self._writes[leader]) > at or leader.op == "placeholder")
-            for leader, touched in self._touched.items()
-        )
-
-    def _find(self, node: fx.Node) -> fx.Node:
-        while (up := self._leader.get(node, node)) is not node:
-            node = up
-        return node
-
-    def _join(self, a: fx.Node, b: fx.Node) -> None:
-        a, b = self._find(a), self._find(b)
-        if self._position[a] < self._position[b]:
-            a, b = b, a
-        self._leader[a] = b  # the earliest leads: a placeholder leads its group
-
-
-def _memory_use(node: fx.Node) -> list[tuple[fx.Node, bool, bool]]:
-    """Inputs of a node: whether its outputs may share their memory, whether it writes to them."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return [(n, node.target is operator.getitem, False) for n in node.all_input_nodes]
-    statistics = {a.name for a in schema.arguments} & {"running_mean", "running_var"}
-    if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()) and not statistics:
-        # Dropout gives its input back at p = 0.
-        return [(n, True, False) for n in node.all_input_nodes]
-    returned = {s for r in schema.returns if r.alias_info for s in r.alias_info.before_set}
-    uses = []
-    for i, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        aliases = info is not None and bool(
-            returned & set(info.before_set) or "*" in info.after_set
-        )
-        written = info is not None and info.is_write
-        # batch_norm writes its running statistics without saying so in its schema.
-        written |= argument.name in statistics and _is_training(node)
-        if aliases or written:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            values = value if isinstance(value, list | tuple) else [value]
-            uses += [(v, aliases, written) for v in values if isinstance(v, fx.Node)]
-    return uses
-
-
-def _is_training(node: fx.Node) -> bool:
-    schema = node.target._schema  # type: ignore[union-attr]
-    for i, argument in enumerate(schema.arguments):
-        if argument.name in ("training", "train", "use_input_stats"):
-            return bool(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
-    return True
-
-
 def _recomputed(
-    graph: fx.Graph, groups: _AliasGroups, free: set[fx.Node],
+    graph: fx.Graph, groups: AliasGroups, free: set[fx.Node],
     buffers: dict[fx.Node, str], mutated: frozenset[str],
 ) -> frozenset[fx.Node]:  # fmt: skip
     sources = free | {node for node, name in buffers.items() if name not in mutated}
-    found = set(sources)
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target is MARKER or groups.is_mutated(node):
-            continue
-        tags = getattr(node.target, "tags", ())
-        schema = getattr(node.target, "_schema", None)
-        if RANDOM in tags or (schema is not None and schema.is_mutable):
-            continue
-        if all(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return frozenset(found - sources)
+    spoiled: set[fx.Node] = set()
+    while True:
+        found = set(sources)
+        for node in graph.nodes:
+            if node.op != "call_function" or node.target is MARKER or node in spoiled:
+                continue
+            if RANDOM in getattr(node.target, "tags", ()):
+                continue
+            if all(n in found for n in node.all_input_nodes):
+                found.add(node)
+        made = found - sources
+        # What is written in place is made again whole, or not at all.
+        partly = {
+            n for n in made if groups.is_mutated(n) and not made.issuperset(groups.written_with(n))
+        }
+        if not partly:
+            return frozenset(made)
+        spoiled |= partly
 
 
 def _legal_cuts(train: FlatGraph, evaluation: FlatGraph) -> tuple[str, ...]:

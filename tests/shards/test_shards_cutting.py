@@ -166,23 +166,6 @@ def test_no_cut_parts_two_writers_of_one_buffer():
     assert trial.admission.spec.at == ("norm@0", "c@0")
 
 
-class WritesIntoAView(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(3, 3), nn.Linear(6, 3)
-
-    def forward(self, x):
-        y = self.a(x)
-        z = self.b(y[:, :3] * 1.5)
-        y[:, 3:].mul_(2.0)
-        return self.c(torch.cat([z, y[:, 3:]], 1))
-
-
-def test_no_cut_parts_a_value_from_a_write_into_its_view():
-    trial = assert_equal_to_plain(seeded(WritesIntoAView, 9), two_sub_epochs(), "recompute")
-    assert trial.admission.spec.at == ("c@0",)
-
-
 def test_a_model_that_writes_into_its_input_is_cut_at_its_layers():
     def build():
         return nn.Sequential(nn.Hardtanh(-0.5, 0.5, inplace=True), *zoo.mlp())
