@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import Admission
-from cerebro_hydra.shards.engine import Engine, TrainTotals
+from cerebro_hydra.shards.engine import Engine, Mode, TrainTotals
 from cerebro_hydra.shards.layout import (
     EXISTS,
     SegmentLayout,
@@ -23,8 +23,6 @@ from cerebro_hydra.shards.layout import (
 )
 from cerebro_hydra.shards.structure import Structure
 from cerebro_hydra.testing.plain_training import Rows, Window
-
-Mode = Literal["keep", "recompute"]
 
 
 class CutTrial:
@@ -52,15 +50,15 @@ class CutTrial:
 
     def train(self, windows: Sequence[Window]) -> TrainTotals:
         """Train without a hop in between, then hop."""
-        totals = self._engine().train(
-            windows, self.step, self._need, self._publish, lambda _, loss: self.losses.append(loss)
+        totals = self.engine().train(
+            windows, self.step, self.need, self.publish, lambda _, loss: self.losses.append(loss)
         )
         self.step += totals.steps
         return totals
 
     def evaluate(self, batches: Sequence[Rows]) -> dict[str, tuple[float, int]]:
         """Loss and averaged metrics, each (sum over rows, rows)."""
-        return self._engine().evaluate(batches, self._need).sums
+        return self.engine().evaluate(batches, self.need).sums
 
     def tensors(self) -> dict[str, Tensor]:
         """What the segments hold by name, without optimizer state that does not exist yet."""
@@ -82,16 +80,19 @@ class CutTrial:
             rewritten.append({name: _rewritten(content[name], both[name]) for name in both})
         return rewritten
 
-    def _engine(self) -> Engine:
+    def engine(self) -> Engine:
+        """A new one, as after a hop."""
         return Engine(self.structure, self.admission.layout, self.recipe, *self._arguments)
 
-    def _need(self, k: int) -> tuple[Segments, Any]:
+    def need(self, k: int) -> tuple[Segments, Any]:
+        """What the engine is given of shard k."""
         content, cursor = self.shards[k]
         frozen = np.frombuffer(content["frozen"], np.uint8)  # read-only, as received bytes are
         trainable = np.frombuffer(content["trainable"], np.uint8).copy()
         return {"frozen": frozen, "trainable": trainable}, json.loads(cursor)
 
-    def _publish(self, k: int, segments: Segments, cursor: dict[str, Any]) -> None:
+    def publish(self, k: int, segments: Segments, cursor: dict[str, Any]) -> None:
+        """Take what the engine gives of shard k."""
         content = {name: buffer.tobytes() for name, buffer in segments.items()}
         self.shards[k] = content, json.dumps(cursor)
 

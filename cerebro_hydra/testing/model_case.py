@@ -17,11 +17,12 @@ import cerebro_hydra
 from cerebro_hydra.recipe import Columns, Recipe, predictions
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.differences import same_bits
+from cerebro_hydra.shards.engine import Mode
 from cerebro_hydra.shards.exported import save_exported
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.structure import StructureCache
 from cerebro_hydra.storage import LocalStore
-from cerebro_hydra.testing.cut_trial import CutTrial, Mode
+from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.load_alone import run_alone
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.testing.plain_training import PlainTraining, Rows, Window

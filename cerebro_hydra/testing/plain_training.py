@@ -92,18 +92,23 @@ class PlainTraining:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter, average, buffer and optimizer state, named as segments name them."""
-        model, optimizer = self.recipe.model, self.recipe.optimizer
-        found: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
-        found |= {f"buffer:{n}": b for n, b in model.named_buffers()}
+        found = tensors_of(self.recipe)
         if self._ema is not None:
             averages = self._ema.module.named_parameters()
             found |= {f"ema:{n}": p for n, p in averages if p.requires_grad}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if value is not None:
-                        found[f"optim:{name}:{key}"] = value
         return found
+
+
+def tensors_of(recipe: Recipe) -> dict[str, Tensor]:
+    """Parameters, buffers and optimizer state of a recipe, named as segments name them."""
+    found: dict[str, Tensor] = {f"param:{n}": p for n, p in recipe.model.named_parameters()}
+    found |= {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
+    for name, parameter in recipe.model.named_parameters():
+        if parameter.requires_grad:
+            for key, value in recipe.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    found[f"optim:{name}:{key}"] = value
+    return found
 
 
 class _Reseeding:

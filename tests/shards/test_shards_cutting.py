@@ -249,11 +249,11 @@ def test_layers_and_whole_models_evaluate_as_plain_ones_do(shards):
     make = seeded(build, shards, metrics=["accuracy"])
     windows = zoo.singly(zoo.vectors(8, 5))
     reference = make()
-    plain.train(reference, [windows])
+    _, training = plain.train(reference, [windows])
     trial = assert_equal_to_plain(make, [windows], cut="whole" if shards == 1 else "layers")
     before = [content for content, _ in trial.shards]
     sums = trial.engine().evaluate(zoo.vectors(8, 7, seed=3), trial.need).sums
-    assert sums == plain.evaluate(reference, zoo.vectors(8, 7, seed=3))
+    assert sums == training.evaluate(zoo.vectors(8, 7, seed=3))
     assert before == [content for content, _ in trial.shards]
 
 

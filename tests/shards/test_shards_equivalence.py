@@ -216,12 +216,12 @@ def test_evaluation_equals_plain_evaluation_and_leaves_the_state_alone():
     make = resnet_recipe(3)
     batches = zoo.images(6, 4)
     reference = make()
-    plain.train(reference, [zoo.singly(batches)])
+    _, training = plain.train(reference, [zoo.singly(batches)])
     trial = assert_equal_to_plain(make, [zoo.singly(batches)])
     before = [content for content, _ in trial.shards]
     trial.events.clear()
     sums = trial.engine().evaluate(batches, trial.need).sums
-    assert sums == plain.evaluate(reference, batches)
+    assert sums == training.evaluate(batches)
     assert set(sums) == {"loss", "accuracy"}
     assert trial.events == ["need0", "need1", "need2"]
     assert before == [content for content, _ in trial.shards]

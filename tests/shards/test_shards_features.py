@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as lrs
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.testing.plain_training import PlainTraining
 from tests.shards import plain, zoo
 from tests.shards.hopping import assert_equal_to_plain, start
 from tests.shards.test_shards_equivalence import (
@@ -53,15 +54,15 @@ def test_moving_averages_are_torchs_own_and_hop(model):
 def test_evaluation_uses_the_moving_averages():
     recipe = mlp_recipe(ema=0.5)()
     windows = two_sub_epochs()[0]
-    *_, averaged = plain.train(recipe, [windows])
+    _, training = plain.train(recipe, [windows])
     trial = start(mlp_recipe(ema=0.5)(), windows)
     trial.train(windows)
     batches = zoo.vectors(8, 5, seed=9)
     found = trial.engine().evaluate(batches, trial.need).sums
-    live = plain.evaluate(recipe, batches)
-    recipe.model = averaged.module
-    assert found == plain.evaluate(recipe, batches)
-    assert found != live
+    assert found == training.evaluate(batches)
+    live = mlp_recipe()()
+    live.model.load_state_dict(recipe.model.state_dict())
+    assert found != PlainTraining(live, 0, 4).evaluate(batches)
 
 
 def flips(batch, training):

@@ -79,8 +79,8 @@ def test_other_random_numbers_are_noticed():
 class ForgetsMomentum(CutTrial):
     """Its hops carry everything but the optimizer's state of shard 1."""
 
-    def _need(self, k):
-        segments, cursor = super()._need(k)
+    def need(self, k):
+        segments, cursor = super().need(k)
         if k == 1:
             for entry in self.admission.layout.shards[1].trainable.entries:
                 if entry.name == "exists":
