@@ -58,7 +58,7 @@ class TestBERTOfDynamicLength(TestBERT):
     """Batches differ in length too, because `collate` trims what every row pads."""
 
     def recipe(self, shards: Shards) -> Recipe:
-        model = text.bert(16, 2, WORDS)
+        model = text.bert(16, 1, WORDS)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return Recipe(model, optimizer, "model", shards=shards, collate=trimmed)
 
