@@ -74,7 +74,10 @@ class StandInKits:
     def rows(self, partition: int) -> int:
         return 5
 
-    def train(self, windows: Any, step: int, need: Any, publish: Any, on_step: Any) -> Any:
+    def train(
+        self, windows: Any, step: int, need: Any, publish: Any, on_step: Any, epoch_metrics: Any
+    ) -> Any:
+        self.epoch_metrics = epoch_metrics
         segments, _ = need(0)
         list(windows)
         self._hook("train")

@@ -15,7 +15,7 @@ from torch import nn
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.replay.compare import Expected, ReplayReport, compare
 from cerebro_hydra.replay.record import TrialRecord, _apply
-from cerebro_hydra.replay.states import SavedState, current_state, read_saved
+from cerebro_hydra.replay.states import Replayed, SavedState, current_state, read_saved
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -35,7 +35,7 @@ def recipe() -> Recipe:
 
 
 def saved_of(trial: Recipe) -> SavedState:
-    tensors = current_state(trial.model, trial.optimizer)
+    tensors = current_state(trial.model, trial.optimizer, None)
     kept = {name: t.clone() for name, t in tensors.items() if name != "buffer:scratch"}
     return SavedState(kept, [[{"lr": 0.1}], [{"lr": 0.1}]])
 
@@ -43,9 +43,11 @@ def saved_of(trial: Recipe) -> SavedState:
 def verdict(
     folder: RunFolder, trial: Recipe, saved: SavedState, metrics: dict[int, dict[str, float]]
 ) -> ReplayReport:
-    expected = Expected("trial-000", [(0, 0)], None, metrics, saved)
+    expected = Expected("trial-000", [(0, 0)], 1, None, metrics, saved)
     run: Any = SimpleNamespace(folder=folder, document=SimpleNamespace(threads=1))
-    return compare(trial, [METRICS], expected, run)
+    replayed = Replayed([METRICS])
+    replayed.keep(trial.model, trial.optimizer, None)
+    return compare(trial, replayed, expected, run)
 
 
 def test_all_that_agrees_is_identical(folder: RunFolder) -> None:
