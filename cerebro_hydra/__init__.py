@@ -10,20 +10,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cerebro_hydra.recipe import StateMetric
     from cerebro_hydra.replay.reference import replay
     from cerebro_hydra.spark import SparkBackend, SparkEstimator, local_spark
     from cerebro_hydra.storage import LocalStore
-    from cerebro_hydra.tune import GridSearch, hp_choice
+    from cerebro_hydra.tune import (
+        GridSearch,
+        RandomSearch,
+        hp_choice,
+        hp_loguniform,
+        hp_qloguniform,
+        hp_quniform,
+        hp_uniform,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GridSearch",
     "LocalStore",
+    "RandomSearch",
     "SparkBackend",
     "SparkEstimator",
+    "StateMetric",
     "__version__",
     "hp_choice",
+    "hp_loguniform",
+    "hp_qloguniform",
+    "hp_quniform",
+    "hp_uniform",
     "local_spark",
     "replay",
 ]
@@ -31,9 +46,15 @@ __all__ = [
 _ROOMS = {
     "GridSearch": "cerebro_hydra.tune",
     "LocalStore": "cerebro_hydra.storage",
+    "RandomSearch": "cerebro_hydra.tune",
     "SparkBackend": "cerebro_hydra.spark",
     "SparkEstimator": "cerebro_hydra.spark",
+    "StateMetric": "cerebro_hydra.recipe",
     "hp_choice": "cerebro_hydra.tune",
+    "hp_loguniform": "cerebro_hydra.tune",
+    "hp_qloguniform": "cerebro_hydra.tune",
+    "hp_quniform": "cerebro_hydra.tune",
+    "hp_uniform": "cerebro_hydra.tune",
     "local_spark": "cerebro_hydra.spark",
 }
 

@@ -6,7 +6,24 @@ Importing this package imports neither torch nor pyspark.
 from __future__ import annotations
 
 from cerebro_hydra.tune.grid import GridSearch
+from cerebro_hydra.tune.random_search import RandomSearch
 from cerebro_hydra.tune.result import SearchResult, Trial
-from cerebro_hydra.tune.space import hp_choice
+from cerebro_hydra.tune.space import (
+    hp_choice,
+    hp_loguniform,
+    hp_qloguniform,
+    hp_quniform,
+    hp_uniform,
+)
 
-__all__ = ["GridSearch", "SearchResult", "Trial", "hp_choice"]
+__all__ = [
+    "GridSearch",
+    "RandomSearch",
+    "SearchResult",
+    "Trial",
+    "hp_choice",
+    "hp_loguniform",
+    "hp_qloguniform",
+    "hp_quniform",
+    "hp_uniform",
+]

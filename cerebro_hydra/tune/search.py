@@ -35,7 +35,7 @@ class Search(ABC):
         store: where prepared data and the run's folder lie; every worker must see it.
         estimator_gen_fn: a function of the parameters that returns a `SparkEstimator`. What it
             refers to must be importable, or picklable, on the workers.
-        search_space: `{name: hp_choice([...])}`.
+        search_space: `{name: hp_choice([...])}`; a random search takes `hp_uniform` and its like.
         num_epochs: passes of every trial over all rows.
         evaluation_metric: "loss" or the name of a metric; decides which trial is best.
         validation: share of rows to hold out, or the name of a column that says which; None
@@ -91,7 +91,7 @@ class Search(ABC):
         self.store = store
         self.estimator_gen_fn = estimator_gen_fn
         self.search_space = check_space(search_space)
-        self.num_epochs = _whole("num_epochs", num_epochs, least=1)
+        self.num_epochs = whole("num_epochs", num_epochs, least=1)
         self.evaluation_metric = evaluation_metric
         self.validation = _checked_validation(validation, evaluation_metric)
         self.feature_columns = _names("feature_columns", feature_columns)
@@ -108,11 +108,11 @@ class Search(ABC):
                     f"sample_weight_column is {weight!r}, which is a feature or label column too; "
                     "give a column of its own"
                 )
-        self.seed = _whole("seed", seed, least=0)
+        self.seed = whole("seed", seed, least=0)
         if order not in ORDERS:
             raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
         self.order = order
-        self.verbose = _whole("verbose", verbose, least=0)
+        self.verbose = whole("verbose", verbose, least=0)
 
     @abstractmethod
     def candidates(self) -> list[dict[str, Any]]:
@@ -247,7 +247,12 @@ def _new_run_id() -> str:
     return f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def whole(name: str, value: Any, least: int) -> int:
+    """The value of an argument that is a whole number.
+
+    Raises:
+        ConfigurationError: it is none, or below `least`.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}; it is a whole number from {least}")
     return value

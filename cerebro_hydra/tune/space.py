@@ -1,4 +1,4 @@
-"""Search spaces: what each hyper-parameter may be, and all combinations of them."""
+"""Search spaces: what each hyper-parameter may be, all combinations of them, and random ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import isfinite
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,93 @@ class Choice:
     """One of several values, each as good a guess as the others."""
 
     options: tuple[Any, ...]
+
+    def sample(self, random: Random) -> Any:
+        """Draw an option."""
+        return random.choice(self.options)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A number between two others, of its logarithm to base 10 if `log`, rounded to a quantum."""
+
+    low: float
+    high: float
+    quantum: float | None = None
+    log: bool = False
+
+    def sample(self, random: Random) -> float:
+        """Draw a number."""
+        value = random.uniform(self.low, self.high)
+        if self.log:
+            value = 10.0**value
+        return value if self.quantum is None else round(value / self.quantum) * self.quantum
+
+
+Dimension = Choice | Uniform
+
+
+def hp_uniform(min: float, max: float) -> Uniform:
+    """Any number from `min` to `max`, each as likely as the others.
+
+    Raises:
+        ConfigurationError: a bound is no finite number, or `min` is not below `max`.
+    """
+    return _checked("hp_uniform", Uniform(min, max))
+
+
+def hp_quniform(min: float, max: float, q: float) -> Uniform:
+    """As `hp_uniform`, rounded to a multiple of `q`.
+
+    Raises:
+        ConfigurationError: as `hp_uniform`, or `q` is not above 0, or not below `max - min`.
+    """
+    return _checked("hp_quniform", Uniform(min, max, q))
+
+
+def hp_loguniform(min: float, max: float) -> Uniform:
+    """10 to the power of any number from `min` to `max`: `hp_loguniform(-4, -1)` is 0.0001 to 0.1.
+
+    Raises:
+        ConfigurationError: as `hp_uniform`.
+    """
+    return _checked("hp_loguniform", Uniform(min, max, log=True))
+
+
+def hp_qloguniform(min: float, max: float, q: float) -> Uniform:
+    """As `hp_loguniform`, rounded to a multiple of `q`.
+
+    Raises:
+        ConfigurationError: as `hp_uniform`, or `q` is not above 0, or not below the largest value.
+    """
+    return _checked("hp_qloguniform", Uniform(min, max, q, log=True))
+
+
+def _checked(function: str, dimension: Uniform) -> Uniform:
+    given: dict[str, Any] = {"min": dimension.low, "max": dimension.high}
+    if dimension.quantum is not None:
+        given["q"] = dimension.quantum
+    for name, value in given.items():
+        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not number or not isfinite(value):
+            raise ConfigurationError(f"{function} got {name}={value!r}; give a finite number")
+    low, high = float(dimension.low), float(dimension.high)
+    if low >= high:
+        hint = "; they are exponents of 10" if dimension.log else ""
+        raise ConfigurationError(
+            f"{function} got min={dimension.low!r} and max={dimension.high!r}; min is below "
+            f"max{hint}"
+        )
+    if dimension.quantum is None:
+        return Uniform(low, high, log=dimension.log)
+    quantum = float(dimension.quantum)
+    span = 10.0**high if dimension.log else high - low
+    if not 0 < quantum < span:
+        raise ConfigurationError(
+            f"{function} got q={dimension.quantum!r}; it lies between 0 and {span:g}, or every "
+            "draw would be the same"
+        )
+    return Uniform(low, high, quantum, dimension.log)
 
 
 def hp_choice(options: Iterable[Any]) -> Choice:
@@ -60,7 +149,7 @@ def _from_numpy(value: Any) -> Any:
     raise TypeError
 
 
-def check_space(search_space: Any) -> dict[str, Choice]:
+def check_space(search_space: Any) -> dict[str, Dimension]:
     """Return the search space as a dictionary in its own order.
 
     Raises:
@@ -81,7 +170,7 @@ def check_space(search_space: Any) -> dict[str, Choice]:
             raise ConfigurationError(
                 f"search_space has the key {name!r}, a {type(name).__name__}; names are strings"
             )
-        if not isinstance(values, Choice):
+        if not isinstance(values, Dimension):
             hint = values if isinstance(values, list | tuple) else [values]
             raise ConfigurationError(
                 f"search_space[{name!r}] is {values!r}; write hp_choice({list(hint)!r})"
@@ -89,8 +178,32 @@ def check_space(search_space: Any) -> dict[str, Choice]:
     return dict(search_space)
 
 
-def grid(search_space: Mapping[str, Choice]) -> list[dict[str, Any]]:
-    """All combinations; the last parameter changes fastest, as in nested loops."""
+def grid(search_space: Mapping[str, Dimension]) -> list[dict[str, Any]]:
+    """All combinations; the last parameter changes fastest, as in nested loops.
+
+    Raises:
+        ConfigurationError: a parameter has no end of values.
+    """
     names = list(search_space)
-    options = (search_space[name].options for name in names)
+    options = []
+    for name, dimension in search_space.items():
+        if not isinstance(dimension, Choice):
+            raise ConfigurationError(
+                f"search_space[{name!r}] is {dimension!r}, which a grid can't go through; give "
+                "hp_choice([...]), or use RandomSearch"
+            )
+        options.append(dimension.options)
     return [dict(zip(names, values, strict=True)) for values in product(*options)]
+
+
+def draws(
+    search_space: Mapping[str, Dimension], count: int, random: Random
+) -> list[dict[str, Any]]:
+    """Random combinations, drawn one after the other from one generator.
+
+    A longer list begins with the shorter one of the same seed.
+    """
+    return [
+        {name: dimension.sample(random) for name, dimension in search_space.items()}
+        for _ in range(count)
+    ]

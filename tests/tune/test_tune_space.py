@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.tune.space import check_space, grid, hp_choice
+from cerebro_hydra.tune.space import (
+    check_space,
+    draws,
+    grid,
+    hp_choice,
+    hp_loguniform,
+    hp_qloguniform,
+    hp_quniform,
+    hp_uniform,
+)
 
 
 def test_grid_is_every_combination_with_the_last_parameter_changing_fastest() -> None:
@@ -61,3 +72,56 @@ def test_unusable_options_are_refused(options: object, said: str) -> None:
 def test_unusable_space_is_refused_by_name_value_and_remedy(space: object, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         check_space(space)
+
+
+SPACE = {
+    "a": hp_uniform(-1, 3), "b": hp_quniform(0, 10, 2.5), "c": hp_loguniform(-4, -1),
+    "d": hp_qloguniform(0, 2, 5), "e": hp_choice(["x", "y"]), "f": hp_uniform(-1, 3),
+}  # fmt: skip
+
+
+def test_draws_lie_where_the_space_says() -> None:
+    for drawn in draws(SPACE, 500, Random(1)):
+        assert -1 <= drawn["a"] <= 3
+        assert drawn["b"] in (0, 2.5, 5, 7.5, 10)
+        assert 1e-4 <= drawn["c"] <= 0.1
+        assert drawn["d"] % 5 == 0 and 0 <= drawn["d"] <= 100
+        assert drawn["e"] in ("x", "y")
+
+
+def test_exponents_are_uniform() -> None:
+    below = sum(drawn["c"] < 10**-2.5 for drawn in draws(SPACE, 2000, Random(2)))
+    assert 900 < below < 1100
+
+
+def test_parameters_with_one_distribution_are_drawn_independently() -> None:
+    drawn = draws(SPACE, 2000, Random(3))
+    a, f = (np.array([each[name] for each in drawn]) for name in ("a", "f"))
+    assert abs(np.corrcoef(a, f)[0, 1]) < 0.1
+
+
+def test_the_same_seed_draws_the_same_and_more_draws_only_add() -> None:
+    assert draws(SPACE, 9, Random(4)) == draws(SPACE, 20, Random(4))[:9]
+    assert draws(SPACE, 9, Random(4)) != draws(SPACE, 9, Random(5))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: hp_uniform(1, 1), "hp_uniform got min=1 and max=1; min is below max"),
+        (lambda: hp_loguniform(-1, -4), "min=-1 and max=-4; min is below max; they are exponents"),
+        (lambda: hp_uniform("0", 1), "hp_uniform got min='0'; give a finite number"),
+        (lambda: hp_uniform(0, float("inf")), "max=inf"),
+        (lambda: hp_quniform(0, 1, 0), "q=0; it lies between 0 and 1"),
+        (lambda: hp_quniform(0, 1, 2), "q=2; it lies between 0 and 1"),
+        (lambda: hp_qloguniform(-2, 0, 1), "q=1; it lies between 0 and 1"),
+    ],
+)
+def test_unusable_bounds_are_refused(make: object, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make()  # type: ignore[operator]
+
+
+def test_a_grid_refuses_what_has_no_end_of_values() -> None:
+    with pytest.raises(ConfigurationError, match=r"search_space\['lr'\].*use RandomSearch"):
+        grid({"lr": hp_uniform(0, 1)})

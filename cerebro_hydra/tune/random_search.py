@@ -1,0 +1,30 @@
+"""Random search: a number of draws from the search space."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.tune.search import Search, whole
+from cerebro_hydra.tune.space import draws
+
+
+class RandomSearch(Search):
+    """Trains `num_models` random draws of the search space; the other arguments are `Search`'s.
+
+    One generator, seeded by the search, makes every draw of every parameter: parameters are
+    independent, and the same seed gives the same trials.
+
+    Raises:
+        ConfigurationError: num_models is no whole number from 1; or as `Search`.
+    """
+
+    def __init__(self, *, num_models: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.num_models = whole("num_models", num_models, least=1)
+
+    def candidates(self) -> list[dict[str, Any]]:
+        """The draws, in order."""
+        random = Random(seed_of(self.seed, "random search"))
+        return draws(self.search_space, self.num_models, random)
