@@ -68,6 +68,7 @@ class Kits:
         structure = self._structures.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, structure, StateTemplate.from_json(spec.template))
         engine = Engine(structure, layout, recipe, spec.seed, spec.steps_per_epoch)
+        _let_go(recipe)
         return Kit(spec, recipe, engine, structure.num_shards)
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
@@ -89,3 +90,10 @@ class Kits:
 
     def _batches(self, part: CachedPartition, batch_size: int, order: Any) -> Iterator[Batch]:
         return batches(part, self._columns.features, self._columns.targets, batch_size, order)
+
+
+def _let_go(recipe: Recipe) -> None:
+    """Free the factory's weights: the state comes as segments, of these only names are needed."""
+    recipe.optimizer.state.clear()
+    for parameter in recipe.model.parameters():
+        parameter.data = parameter.data.new_empty(0)

@@ -145,7 +145,18 @@ class Coordinator:
             self._launcher.stop(STOP_SECONDS)
             seconds = time.monotonic() - begun
             self._observers.on_record({"kind": "finish", "seconds": seconds})
+        self._sweep()
         return self._state
+
+    def _sweep(self) -> None:
+        """Delete what was the best state of a trial until a better one came."""
+        results = {
+            number: {0, trial.result}
+            for number, trial in enumerate(self._state.trials)
+            if trial.config.patience is not None and trial.result
+        }
+        if results:
+            self._folder.sweep(results)
 
     def _agent_spec(self, secret: str) -> dict[str, Any]:
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from cerebro_hydra.errors import JournalError, StoreError
@@ -107,6 +107,28 @@ class RunFolder:
         """Sorted visits of which this run holds the trial's state."""
         matches = map(_STATE.fullmatch, self.store.list(f"{self.path}/trials/trial-{trial:03d}"))
         return sorted(int(match[1]) for match in matches if match)
+
+    def sweep(self, kept: Mapping[int, Set[int]]) -> None:
+        """Delete the states of trials but those kept, then every object that no state names.
+
+        Nobody may be writing to the run.
+
+        Args:
+            kept: trial to visits; trials that are not in it keep all of theirs.
+        """
+        for trial, visits in kept.items():
+            for visit in self.states(trial):
+                if visit not in visits:
+                    self.store.delete(self._state(trial, visit))
+        named: set[str] = set()
+        for name in self.store.list(f"{self.path}/trials"):
+            trial = int(name.removeprefix("trial-"))
+            for visit in self.states(trial):
+                for shard in self.read_state(trial, visit)["shards"]:
+                    named |= {shard["frozen"], shard["trainable"]}
+        for name in self.store.list(f"{self.path}/objects"):
+            if name.removesuffix(".safetensors") not in named:
+                self.store.delete(f"{self.path}/objects/{name}")
 
     def _document(self, name: str) -> str:
         return f"{self.path}/{checked_name(name, 'document')}"

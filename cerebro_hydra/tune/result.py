@@ -32,7 +32,9 @@ class Trial:
 
     `status` is "finished", "failed", "stopped", or where an unfinished run left it; `error` is a
     failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
-    partition) per sub-epoch, in the order in which the trial trained on them.
+    partition) per sub-epoch, in the order in which the trial trained on them. `result_epoch` is the
+    epoch, from 0, whose weights are the trial's result: the best one with early stopping, else the
+    last; None before the first has ended.
     """
 
     trial_id: str
@@ -41,6 +43,7 @@ class Trial:
     history: History
     visit_log: list[tuple[int, int]]
     error: str | None = None
+    result_epoch: int | None = None
 
 
 class SearchResult:
@@ -100,7 +103,7 @@ class SearchResult:
 
     @property
     def best_trial(self) -> Trial:
-        """The finished trial with the best metric after the last epoch; the first of equals.
+        """The finished trial with the best metric after its result's epoch; the first of equals.
 
         Raises:
             ConfigurationError: no finished trial has a number there.
@@ -198,4 +201,12 @@ class SearchResult:
 
 def _trial(view: TrialView) -> Trial:
     error = view.reason if view.status == "failed" else None
-    return Trial(view.trial_id, view.params, view.status, view.history, view.visit_log, error)
+    return Trial(
+        view.trial_id,
+        view.params,
+        view.status,
+        view.history,
+        view.visit_log,
+        error,
+        view.result_epoch,
+    )

@@ -54,8 +54,11 @@ def test_early_stopping_keeps_the_best_epoch(tmp_path: Path) -> None:
     lengths = []
     for number, trial in enumerate(result.trials):
         values = trial.history["val_f1"]
-        record = read_trial(RunFolder.open(result.run_path), number)
-        assert record.result_visit == 2 * (values.index(max(values)) + 1)
+        folder = RunFolder.open(result.run_path)
+        visit = read_trial(folder, number).result_visit
+        assert trial.result_epoch == values.index(max(values))
+        assert visit == 2 * (trial.result_epoch + 1)
+        assert folder.states(number) == [0, visit], "what was the best before is swept"
         lengths.append(len(values))
     assert min(lengths) < 8, "a trial stopped early"
     best = max(max(trial.history["val_f1"]) for trial in result.trials)

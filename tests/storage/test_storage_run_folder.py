@@ -115,3 +115,28 @@ def test_floats_survive_to_the_last_bit(run: RunFolder) -> None:
     (line,) = next(run.read_segments())
     assert [x.hex() for x in line["loss"]] == [x.hex() for x in numbers]
     assert math.isnan(line["nan"])
+
+
+def test_a_sweep_leaves_what_is_kept_and_all_that_it_names(run: RunFolder) -> None:
+    def state(trial: int, visit: int, frozen: str, trainable: str) -> None:
+        for name in (frozen, trainable):
+            run.write_object(name, name.encode())
+        shards = [{"frozen": frozen, "trainable": trainable, "cursor": None}]
+        run.write_state(trial, visit, {"shards": shards})
+
+    state(0, 0, "frozen", "a0")
+    state(0, 2, "frozen", "a2")
+    state(0, 4, "frozen", "shared")
+    state(1, 0, "frozen", "b0")
+    state(1, 4, "frozen", "shared")
+    state(1, 6, "frozen", "b6")
+    run.write_object("nobodys", b"")
+    run.sweep({0: {0, 2}})
+    assert (run.states(0), run.states(1)) == ([0, 2], [0, 4, 6])
+    held = [n for n in ("frozen", "a0", "a2", "shared", "b0", "b6") if run.has_object(n)]
+    assert held == ["frozen", "a0", "a2", "shared", "b0", "b6"]
+    assert not run.has_object("nobodys")
+    run.sweep({1: {0}})
+    assert run.states(1) == [0]
+    assert not run.has_object("shared") and not run.has_object("b6")
+    assert run.has_object("frozen")

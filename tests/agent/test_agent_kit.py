@@ -1,0 +1,33 @@
+"""What an agent keeps per trial: a structure once for equal models, and no weights of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cerebro_hydra.agent.kit import Kits
+from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from tests.end_to_end import models
+from tests.end_to_end.test_runs import classes, search
+
+
+@pytest.mark.slow
+def test_equal_models_are_exported_once_and_leave_no_weights(tmp_path: Path) -> None:
+    space = {"lr": [0.1, 0.01, 0.001], "dropout": [0.1]}
+    result = search(tmp_path, models.feed_forward, space, classes(), num_epochs=1)
+    document = RunDocument.from_json(RunFolder.open(result.run_path).read_json(RUN_FILE))
+    store = LocalStore(str(tmp_path))
+    manifest = find_prepared(store, document.fingerprint)
+    part = CachedPartition.build(
+        manifest.partition("train", 0), manifest,
+        store.data_path(document.fingerprint), str(tmp_path / "cache"),
+    )  # fmt: skip
+    kits = Kits(document, models.feed_forward, {0: part}, {})
+    built = [kits.get(trial) for trial in range(3)]
+    assert len({id(kit.engine._structure) for kit in built}) == 1
+    for kit in built:
+        assert all(p.numel() == 0 for p in kit.recipe.model.parameters())
