@@ -6,24 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cerebro_hydra.data.prepared import find_prepared
-from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.observe.view import RunView, TrialView
-from cerebro_hydra.replay import factories
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.tune.model import History, TrainedModel, checked_outputs
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from torch import nn
 
-    from cerebro_hydra.data.manifest import Manifest
-
 REFUSED_FILE = "refused.json"
 """Trials that could not be built: never part of the run, but of its result."""
-
-History = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -124,6 +119,18 @@ class SearchResult:
         """The history of every trial, by its id."""
         return {trial.trial_id: trial.history for trial in self.trials}
 
+    def get_best_model(self) -> TrainedModel:
+        """The best trial's model.
+
+        Raises:
+            ConfigurationError: no trial is best.
+        """
+        return self._model(self.best_trial)
+
+    def get_all_models(self) -> list[TrainedModel]:
+        """The model of every trial that finished."""
+        return [self._model(trial) for trial in self.trials if trial.status == "finished"]
+
     def torch(self, trial_id: str | None = None) -> nn.Module:
         """A trial's model with its trained weights, in eval mode; by default the best trial's.
 
@@ -131,59 +138,23 @@ class SearchResult:
             ConfigurationError: there is no such trial, or it did not finish.
             ReplayError: its factory can't be found; says how to give it.
         """
-        from cerebro_hydra.tune.trained import trained_recipe
-
-        trial = self._finished(trial_id)
-        factory = factories.find(self.run_path, self.document.factory, self._factory)
-        number = self.trials.index(trial)
-        return trained_recipe(self._folder, self.document, number, factory).model
+        return self._model(self._finished(trial_id)).torch()
 
     def set_output_columns(self, output_columns: Sequence[str]) -> SearchResult:
-        """Name the columns that `transform` adds, one per label column; returns itself."""
-        labels = self.document.label_columns
-        if isinstance(output_columns, str) or len(output_columns) != len(labels):
-            raise ConfigurationError(
-                f"output_columns is {output_columns!r}; give a list of {len(labels)} names, one "
-                f"for each of {list(labels)}"
-            )
-        self._output_columns = list(output_columns)
+        """Name the columns that `transform` adds; see `TrainedModel.set_output_columns`."""
+        self._output_columns = checked_outputs(output_columns, self.document)
         return self
 
     def transform(self, df: DataFrame) -> DataFrame:
-        """The DataFrame with the best model's outputs, by default in `<label>__output`.
+        """The DataFrame with the best model's outputs; see `TrainedModel.transform`."""
+        return self.get_best_model().transform(df)
 
-        Raises:
-            ConfigurationError: no trial is best, or a feature column is missing.
-            ReplayError: the factory can't be found; says how to give it.
-            StoreError: the prepared data is gone, whose manifest says what the columns hold.
-        """
-        from cerebro_hydra.recipe import Columns
-        from cerebro_hydra.spark.transform import transform
-        from cerebro_hydra.tune.trained import trained_recipe, weights_file
-
-        trial = self.document.trials[self.trials.index(self.best_trial)]
-        factory = factories.find(self.run_path, self.document.factory, self._factory)
-        model = trained_recipe(self._folder, self.document, trial.trial, factory).model
-        return transform(
-            df,
-            factory=factory,
-            params=trial.params,
-            seed=self.document.seed,
-            state={"model": weights_file(model)},
-            specs=self._manifest().columns,
-            columns=Columns.of(self.document),
-            output_columns=self._output_columns
-            or [f"{name}__output" for name in self.document.label_columns],
-        )
-
-    def _manifest(self) -> Manifest:
-        manifest = find_prepared(self._folder.store, self.document.fingerprint)
-        if manifest is None:
-            raise StoreError(
-                f"the prepared data {self.document.fingerprint} of run {self.run_path!r} is gone "
-                "from its store; restore it from a copy"
-            )
-        return manifest
+    def _model(self, trial: Trial) -> TrainedModel:
+        number = self.trials.index(trial)
+        model = TrainedModel(self._folder, self.document, number, trial.history, self._factory)
+        if self._output_columns is not None:
+            model.set_output_columns(self._output_columns)
+        return model
 
     def _finished(self, trial_id: str | None) -> Trial:
         if trial_id is None:

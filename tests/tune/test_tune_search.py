@@ -184,6 +184,24 @@ def test_torch_gives_the_model_that_was_evaluated(result: SearchResult, tmp_path
 
 
 @pytest.mark.slow
+def test_models_of_finished_trials_know_their_history_and_weights(result: SearchResult) -> None:
+    finished = [trial for trial in result.trials if trial.status == "finished"]
+    models = result.get_all_models()
+    assert [model.trial_id for model in models] == [trial.trial_id for trial in finished]
+    assert [model.get_history() for model in models] == [trial.history for trial in finished]
+    best = result.get_best_model()
+    assert (best.trial_id, best.params) == (
+        result.best_trial.trial_id, result.best_trial.params
+    )  # fmt: skip
+    weights, same = best.torch().state_dict(), result.torch().state_dict()
+    assert all(torch.equal(weights[name], same[name]) for name in same)
+    with pytest.raises(
+        ConfigurationError, match=r"output_columns is .*; give a list of 1"
+    ):
+        best.set_output_columns(["a", "b"])
+
+
+@pytest.mark.slow
 def test_torch_leaves_the_callers_random_numbers_alone(result: SearchResult) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -1,0 +1,131 @@
+"""One trial's trained model: its history, its weights, what it predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.replay import factories
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_document import RunDocument
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from torch import nn
+
+    from cerebro_hydra.data.manifest import Manifest
+    from cerebro_hydra.recipe import Recipe
+
+History = dict[str, list[float]]
+
+
+class TrainedModel:
+    """A finished trial of a run; reads its weights when they are asked for."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        document: RunDocument,
+        trial: int,
+        history: History,
+        factory: Callable[[Any], Any] | str | None,
+    ) -> None:
+        """Use `SearchResult.get_best_model` or `get_all_models`."""
+        self._folder = folder
+        self._document = document
+        self._spec = document.trials[trial]
+        self._history = history
+        self._factory = factory
+        self._output_columns = [f"{name}__output" for name in document.label_columns]
+
+    def __repr__(self) -> str:
+        return f"TrainedModel({self.trial_id!r}, {self.params})"
+
+    @property
+    def trial_id(self) -> str:
+        """Such as "trial-000"."""
+        return self._spec.trial_id
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What the factory was called with."""
+        return dict(self._spec.params)
+
+    def get_history(self) -> History:
+        """Measured values by name, one per epoch."""
+        return self._history
+
+    def torch(self) -> nn.Module:
+        """The model with its trained weights, in eval mode.
+
+        Raises:
+            ReplayError: its factory can't be found; says how to give it.
+        """
+        return self._recipe().model
+
+    def set_output_columns(self, output_columns: Sequence[str]) -> TrainedModel:
+        """Name the columns that `transform` adds, one per label column; returns itself.
+
+        Raises:
+            ConfigurationError: they are not as many as label columns.
+        """
+        self._output_columns = checked_outputs(output_columns, self._document)
+        return self
+
+    def transform(self, df: DataFrame) -> DataFrame:
+        """The DataFrame with the model's outputs, by default in `<label>__output`.
+
+        Raises:
+            ConfigurationError: a feature column is missing.
+            ReplayError: the factory can't be found; says how to give it.
+            StoreError: the prepared data is gone, whose manifest says what the columns hold.
+        """
+        from cerebro_hydra.recipe import Columns
+        from cerebro_hydra.spark.transform import transform
+        from cerebro_hydra.tune.trained import weights_file
+
+        return transform(
+            df,
+            factory=self._find_factory(),
+            params=self._spec.params,
+            seed=self._document.seed,
+            state={"model": weights_file(self._recipe().model)},
+            specs=self._manifest().columns,
+            columns=Columns.of(self._document),
+            output_columns=self._output_columns,
+        )
+
+    def _recipe(self) -> Recipe:
+        from cerebro_hydra.tune.trained import trained_recipe
+
+        trial = self._spec.trial
+        return trained_recipe(self._folder, self._document, trial, self._find_factory())
+
+    def _find_factory(self) -> Callable[[Any], Any]:
+        return factories.find(self._folder.path, self._document.factory, self._factory)
+
+    def _manifest(self) -> Manifest:
+        manifest = find_prepared(self._folder.store, self._document.fingerprint)
+        if manifest is None:
+            raise StoreError(
+                f"the prepared data {self._document.fingerprint} of run {self._folder.path!r} is "
+                "gone from its store; restore it from a copy"
+            )
+        return manifest
+
+
+def checked_outputs(output_columns: Sequence[str], document: RunDocument) -> list[str]:
+    """Names of output columns, one per label column.
+
+    Raises:
+        ConfigurationError: they are not as many.
+    """
+    labels = document.label_columns
+    if isinstance(output_columns, str) or len(output_columns) != len(labels):
+        raise ConfigurationError(
+            f"output_columns is {output_columns!r}; give a list of {len(labels)} names, one "
+            f"for each of {list(labels)}"
+        )
+    return list(output_columns)
