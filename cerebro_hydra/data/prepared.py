@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest
-from cerebro_hydra.errors import DataError, StoreError
+from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 
 
@@ -64,6 +65,53 @@ def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
     if manifest is None:
         store.delete(store.data_path(fingerprint))
     return manifest
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a search asks of prepared data."""
+
+    columns: tuple[str, ...]
+    num_partitions: int
+    validation: bool
+    """Whether there are validation rows."""
+
+    def problem(self, manifest: Manifest) -> str | None:
+        """Why data is not what is wanted, or None."""
+        there = [spec.name for spec in manifest.columns]
+        missing = [name for name in self.columns if name not in there]
+        if missing:
+            return f"it has no column {missing[0]!r}, its columns are {there}"
+        if manifest.num_partitions != self.num_partitions:
+            return f"it has {manifest.num_partitions} partitions for {self.num_partitions} workers"
+        if manifest.has_validation != self.validation:
+            return f"it has {'' if manifest.has_validation else 'no '}validation rows"
+        return None
+
+
+def choose_prepared(store: Store, wanted: Wanted, given: Manifest | None) -> Manifest:
+    """The prepared data of a store that a search wants: the given one, or the only one that fits.
+
+    Raises:
+        ConfigurationError: none fits, or several do; lists what there is.
+        StoreError: the files are not those of the manifest.
+    """
+    names = store.list(f"{store.prefix}/data") if given is None else [given.fingerprint]
+    found = [manifest for name in names if (manifest := find_prepared(store, name)) is not None]
+    fitting = [manifest for manifest in found if wanted.problem(manifest) is None]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ConfigurationError(
+            f"the store {store.prefix!r} holds several prepared data sets with these columns: "
+            f"{[manifest.fingerprint for manifest in fitting]}; give the one that "
+            "backend.prepare_data returned"
+        )
+    reasons = "; ".join(f"{m.fingerprint}: {wanted.problem(m)}" for m in found) or "it holds none"
+    raise ConfigurationError(
+        f"the store {store.prefix!r} holds no prepared data for this search ({reasons}); prepare "
+        "it with backend.prepare_data, with these columns, or use fit"
+    )
 
 
 def finish(store: Store, manifest: Manifest) -> Manifest:

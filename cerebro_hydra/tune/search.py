@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cerebro_hydra.data.prepared import Wanted, choose_prepared
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.observe import console_observer
 from cerebro_hydra.plan.hop_config import ORDERS
@@ -131,7 +132,6 @@ class Search(ABC):
             AllTrialsFailed: no trial was left; the message holds every reason.
         """
         self._check_columns(df)
-        folder = RunFolder(self.store, _new_run_id())
         manifest = self.backend.prepare_data(
             self.store,
             df,
@@ -140,6 +140,26 @@ class Search(ABC):
             label_columns=self._columns().targets,
             seed=self.seed,
         )
+        return self._fit(manifest)
+
+    def fit_on_prepared_data(self, prepared: Manifest | None = None) -> SearchResult:
+        """Train every candidate on data that `backend.prepare_data` has written to the store.
+
+        Args:
+            prepared: what it returned; None takes the only data in the store that has the columns
+                of this search and a partition for every worker.
+
+        Raises:
+            ConfigurationError: there is no such data, or several; lists what there is.
+            StoreError: the data is not as it was prepared.
+            and whatever `fit` does.
+        """
+        columns = (*self.feature_columns, *self._columns().targets)
+        wanted = Wanted(columns, self.backend.num_workers, self.validation is not None)
+        return self._fit(choose_prepared(self.store, wanted, prepared))
+
+    def _fit(self, manifest: Manifest) -> SearchResult:
+        folder = RunFolder(self.store, _new_run_id())
         admitted = self._admit(folder, manifest)
         folder.write_json(REFUSED_FILE, admitted.refused)
         factories.remember(folder.path, self.estimator_gen_fn)

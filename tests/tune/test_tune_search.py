@@ -195,9 +195,7 @@ def test_models_of_finished_trials_know_their_history_and_weights(result: Search
     )  # fmt: skip
     weights, same = best.torch().state_dict(), result.torch().state_dict()
     assert all(torch.equal(weights[name], same[name]) for name in same)
-    with pytest.raises(
-        ConfigurationError, match=r"output_columns is .*; give a list of 1"
-    ):
+    with pytest.raises(ConfigurationError, match=r"output_columns is .*; give a list of 1"):
         best.set_output_columns(["a", "b"])
 
 

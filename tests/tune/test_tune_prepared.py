@@ -1,0 +1,65 @@
+"""Searches over data that was prepared before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import cerebro_hydra
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.testing.local_backend import LocalBackend
+from cerebro_hydra.tune import GridSearch
+from tests.tune.test_tune_search import arguments, rows
+
+
+def prepare(path: Path, workers: int = 2, validation: float | None = 0.2, seed: int = 0):
+    return LocalBackend(workers).prepare_data(
+        LocalStore(str(path)), rows(), validation, ["features"], ["label"], seed
+    )
+
+
+@pytest.mark.slow
+def test_the_only_data_that_fits_is_taken_and_trained_on_as_fit_does(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    prepare(tmp_path, workers=3)
+    prepare(tmp_path, validation=None)
+    search = GridSearch(**arguments(tmp_path, order="seeded"))
+    result = search.fit_on_prepared_data()
+    assert cerebro_hydra.replay(result.run_path, "trial-000").identical
+    again = search.fit(rows())
+    assert again.document.fingerprint == result.document.fingerprint
+    assert again.trials[0].history == result.trials[0].history
+
+
+def test_several_that_fit_are_listed_and_one_is_asked_for(tmp_path: Path) -> None:
+    first, second = prepare(tmp_path), prepare(tmp_path, seed=1)
+    search = GridSearch(**arguments(tmp_path))
+    with pytest.raises(ConfigurationError, match="several prepared data sets") as raised:
+        search.fit_on_prepared_data()
+    assert first.fingerprint in str(raised.value) and second.fingerprint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("prepared", "changes", "said"),
+    [
+        ({}, {"feature_columns": ["pixels"]}, r"no column 'pixels', its columns are \['features'"),
+        ({"workers": 3}, {}, "it has 3 partitions for 2 workers"),
+        ({"validation": None}, {}, "it has no validation rows"),
+        ({}, {"validation": None, "evaluation_metric": "loss"}, "it has validation rows"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_with_the_reason(
+    tmp_path: Path, prepared: dict, changes: dict, said: str
+) -> None:
+    manifest = prepare(tmp_path, **prepared)
+    search = GridSearch(**arguments(tmp_path, **changes))
+    for given in (None, manifest):
+        with pytest.raises(ConfigurationError, match=said):
+            search.fit_on_prepared_data(given)
+
+
+def test_an_empty_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="it holds none"):
+        GridSearch(**arguments(tmp_path)).fit_on_prepared_data()
