@@ -28,11 +28,11 @@ class LocalBackend:
     """What a search needs of a backend, on this machine and without Java.
 
     Everything but Spark is real: prepared files, agents in processes of their own, the wire,
-    the coordinator and its journal. `agents` is the launcher of the latest run; for
-    `preloaded` see there.
+    the coordinator and its journal. `agents` is the launcher of the latest run; for `preloaded`
+    see there.
     """
 
-    def __init__(self, num_workers: int, preloaded: Sequence[str] | None = None) -> None:
+    def __init__(self, num_workers: int, preloaded: Sequence[str] = ()) -> None:
         self.num_workers = num_workers
         self._preloaded = preloaded
         self.agents = LocalLauncher(num_workers, preloaded=preloaded)

@@ -12,31 +12,29 @@ from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.spark.daemon import PRELOADED
 
+_OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission", "torch.export._trace")
+
 
 class LocalLauncher:
-    """Starts each agent as a spawned process, and a dead one again, as Spark does.
+    """Starts each agent as a process, and a dead one again, as Spark does.
 
-    The factory travels by name: it is a module's function, or a `functools.partial` of one.
+    Agents are forked from a process that has loaded torch, like those of Spark's daemon; the first
+    launcher starts it, and it serves all later ones. The factory travels by name: it is a module's
+    function, or a `functools.partial` of one.
 
     Args:
         num_workers: how many agents.
         max_failures: deaths of one worker after which the launcher gives up.
-        preloaded: None, or modules beside torch with which a process is started that agents are
-            forked from, as Spark's daemon does; the first launcher that asks starts it, and it
-            serves all later ones.
+        preloaded: modules that the forked process loads too.
     """
 
     def __init__(
-        self, num_workers: int, max_failures: int = 8, preloaded: Sequence[str] | None = None
+        self, num_workers: int, max_failures: int = 8, preloaded: Sequence[str] = ()
     ) -> None:
         self.num_workers = num_workers
         self._max_failures = max_failures
-        self._context: Any = multiprocessing.get_context("spawn")
-        if preloaded is not None:
-            self._context = multiprocessing.get_context("forkserver")
-            self._context.set_forkserver_preload(
-                [*PRELOADED, *preloaded, "cerebro_hydra.agent.main"]
-            )
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, BaseProcess] = {}

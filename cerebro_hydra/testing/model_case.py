@@ -33,8 +33,8 @@ Shards = int | list[str]
 
 TRIAL_SEED = 11
 STEPS_PER_EPOCH = 10
-PRELOADED = ("torch.export._trace", "cerebro_hydra.shards.admission", "transformers.modeling_utils")
-"""What agents of a run would import; a package that is absent is passed over."""
+PRELOADED = ("transformers.modeling_utils",)
+"""What agents of a run would import beside torch; a package that is absent is passed over."""
 
 
 class ModelCase(ABC):

@@ -36,7 +36,7 @@ def search(
     **options: Any,
 ) -> Any:
     return GridSearch(
-        backend=LocalBackend(workers),
+        backend=LocalBackend(workers, preloaded=["transformers.modeling_utils"]),
         store=LocalStore(str(path)),
         estimator_gen_fn=factory,
         search_space={name: hp_choice(values) for name, values in space.items()},
