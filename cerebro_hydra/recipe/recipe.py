@@ -6,8 +6,8 @@ random keys, how a loss is applied) lives in this package and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -176,6 +176,8 @@ class Recipe:
 
     def precision(self) -> AbstractContextManager[Any]:
         """Within it, forward and loss run as `autocast` says."""
+        # Its fused kernels of evaluation are in no exported graph, and round otherwise.
+        torch.backends.mha.set_fastpath_enabled(False)
         if self.autocast is None:
             return nullcontext()
         device = next((p.device.type for p in self.model.parameters()), "cpu")
@@ -199,13 +201,18 @@ class Recipe:
         return self._state_metrics
 
     def compute_metrics(self, outputs: Any, targets: Sequence[Tensor]) -> dict[str, float]:
-        """Each averaged metric's mean over one batch."""
+        """Each averaged metric's mean over one batch.
+
+        Raises:
+            ConfigurationError: a metric fails; the message names it.
+        """
         labels = self._labels(outputs, targets)
-        return {
-            metric.name: float(metric.function(*_seen_by(metric, outputs, labels)))
-            for metric in self._metrics
-            if not isinstance(metric.function, StateMetric)
-        }
+        values: dict[str, float] = {}
+        for metric in self._metrics:
+            if not isinstance(metric.function, StateMetric):
+                with _naming(metric):
+                    values[metric.name] = float(metric.function(*_seen_by(metric, outputs, labels)))
+        return values
 
     def update_states(
         self, states: dict[str, Any], outputs: Any, targets: Sequence[Tensor]
@@ -217,7 +224,8 @@ class Recipe:
         for metric in self._state_metrics:
             function = cast(StateMetric, metric.function)
             state = states[metric.name] if metric.name in states else function.start()
-            updated = function.update(state, *_seen_by(metric, outputs, labels))
+            with _naming(metric):
+                updated = function.update(state, *_seen_by(metric, outputs, labels))
             states[metric.name] = as_json(metric.name, updated)
 
     def direction(self, name: str) -> Direction:
@@ -242,6 +250,18 @@ class Recipe:
     def lr_schedule(self) -> LRSchedule:
         """Makes and steps LR schedulers."""
         return self._schedule
+
+
+@contextmanager
+def _naming(metric: Metric) -> Iterator[None]:
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"metric {metric.name!r} failed on a batch: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _seen_by(metric: Metric, outputs: Any, labels: Sequence[Tensor]) -> tuple[Any, ...]:
