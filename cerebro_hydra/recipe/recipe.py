@@ -223,7 +223,9 @@ class Recipe:
         labels = self._labels(outputs, targets)
         for metric in self._state_metrics:
             function = cast(StateMetric, metric.function)
-            state = states[metric.name] if metric.name in states else function.start()
+            if metric.name not in states:  # a copy: update may write into what start gave
+                states[metric.name] = as_json(metric.name, function.start())
+            state = states[metric.name]
             with _naming(metric):
                 updated = function.update(state, *_seen_by(metric, outputs, labels))
             states[metric.name] = as_json(metric.name, updated)
