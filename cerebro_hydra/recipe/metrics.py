@@ -95,6 +95,10 @@ def resolve_metrics(metrics: Given, labels: Sequence[str] = ("label",)) -> tuple
     if isinstance(metrics, Mapping):
         for name, value in metrics.items():
             resolved.append(_given(name, value))
+    elif not isinstance(metrics, Sequence):
+        raise ConfigurationError(
+            f"metrics is {metrics!r}; give a list of names, or {{name: (function, 'min'|'max')}}"
+        )
     else:
         for name in metrics:
             if name not in KNOWN_METRICS:

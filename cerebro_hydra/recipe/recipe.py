@@ -27,7 +27,7 @@ from cerebro_hydra.recipe.metrics import (
     resolve_metrics,
 )
 from cerebro_hydra.recipe.objective import Objective
-from cerebro_hydra.recipe.optimizers import check_optimizer
+from cerebro_hydra.recipe.optimizers import check_optimizer, check_parameters
 from cerebro_hydra.recipe.randomness import RandomKey
 
 AUTOCAST = {"bfloat16": torch.bfloat16}
@@ -96,6 +96,7 @@ class Recipe:
                 f"model is a {type(self.model).__name__}; give a torch.nn.Module"
             )
         check_optimizer(self.optimizer, self.model)
+        check_parameters(self.model)
         self._objective = Objective(self.loss, self.loss_weights)
         self._set_metrics(resolve_metrics(self.metrics))
         self._schedule = LRSchedule(self.lr_scheduler, self.lr_interval, self.lr_metric)
@@ -117,8 +118,8 @@ class Recipe:
                 raise ConfigurationError(f"{argument} is {value!r}; it is a whole number from 1")
         for argument in ("clip_grad_norm", "clip_grad_value"):
             value = getattr(self, argument)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"{argument} is {value!r}; it is above 0")
+            if value is not None and not (_is_number(value) and value > 0):
+                raise ConfigurationError(f"{argument} is {value!r}; it is a number above 0")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:
             raise ConfigurationError(
                 f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is "
@@ -128,7 +129,7 @@ class Recipe:
             raise ConfigurationError(
                 f"autocast is {self.autocast!r}; it is one of {sorted(AUTOCAST)}, or None"
             )
-        if self.ema is not None and not 0 < self.ema < 1:
+        if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):
             raise ConfigurationError(
                 f"ema is {self.ema!r}; it is a decay between 0 and 1, such as 0.999"
             )
@@ -252,6 +253,10 @@ class Recipe:
     def lr_schedule(self) -> LRSchedule:
         """Makes and steps LR schedulers."""
         return self._schedule
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @contextmanager

@@ -1,0 +1,40 @@
+"""What a recipe refuses, in sentences that name it and its value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
+
+
+def recipe_of(model: nn.Module | None = None, loss: Any = None, **rules: Any) -> Recipe:
+    model = model or nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Recipe(model, optimizer, loss or nn.MSELoss(), **rules)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"clip_grad_norm": "1"}, "clip_grad_norm is '1'; it is a number above 0"),
+        ({"clip_grad_value": -1}, "clip_grad_value is -1; it is a number above 0"),
+        ({"ema": "0.9"}, "ema is '0.9'; it is a decay"),
+        ({"metrics": 5}, "metrics is 5; give a list of names"),
+    ],
+)
+def test_arguments_of_a_wrong_type(rules, message):
+    with pytest.raises(ConfigurationError, match=message):
+        recipe_of(**rules)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_gradient_hook_would_not_hop(kind):
+    model = nn.Linear(3, 1)
+    getattr(model.weight, kind)(lambda tensor: None)
+    with pytest.raises(ConfigurationError, match="parameter 'weight' has a gradient hook"):
+        recipe_of(model)
