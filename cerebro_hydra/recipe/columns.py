@@ -86,8 +86,16 @@ class Call:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
         if not takes_labels:
-            by_name = all(name in named for name in columns.features)
-            return cls(columns.features if by_name else None, constants)
+            if all(name in named for name in columns.features):
+                return cls(columns.features, constants)
+            for place, name in enumerate(columns.features):
+                if name in named and named.index(name) != place:
+                    raise ConfigurationError(
+                        f"feature columns {list(columns.features)} go to {type(model).__name__}."
+                        f"forward by position, as not all have its names {named}, but {name!r} is "
+                        "another argument there: rename the columns, or list them in its order"
+                    )
+            return cls(None, constants)
         labels = columns.labels
         if len(labels) == 1 and labels[0] not in named and "labels" in named:
             labels = ("labels",)

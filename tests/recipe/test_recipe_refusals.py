@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe import Columns, Recipe
 
 
 def recipe_of(model: nn.Module | None = None, loss: Any = None, **rules: Any) -> Recipe:
@@ -38,3 +38,22 @@ def test_a_gradient_hook_would_not_hop(kind):
     getattr(model.weight, kind)(lambda tensor: None)
     with pytest.raises(ConfigurationError, match="parameter 'weight' has a gradient hook"):
         recipe_of(model)
+
+
+class Scaled(nn.Module):
+    """Two inputs, of which a table may name but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * scale
+
+
+def test_a_column_that_would_go_to_another_argument_than_its_own_is_refused():
+    model = Scaled()
+    with pytest.raises(ConfigurationError, match="'scale' is another argument there"):
+        recipe_of(model).bind(Columns(("scale", "values"), ("y",)))
+    assert recipe_of(model).bind(Columns(("values", "scale"), ("y",))).call.names is None
+    assert recipe_of(model).bind(Columns(("scale", "x"), ("y",))).call.names == ("scale", "x")
