@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
@@ -57,3 +58,20 @@ def test_a_column_that_would_go_to_another_argument_than_its_own_is_refused():
         recipe_of(model).bind(Columns(("scale", "values"), ("y",)))
     assert recipe_of(model).bind(Columns(("values", "scale"), ("y",))).call.names is None
     assert recipe_of(model).bind(Columns(("scale", "x"), ("y",))).call.names == ("scale", "x")
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.HuberLoss(), F.l1_loss])
+@pytest.mark.parametrize("weight", [None, "w"])
+def test_rows_compared_with_every_other_row_are_refused(loss, weight):
+    recipe = recipe_of(loss=loss).bind(Columns(("x",), ("y",), weight))
+    outputs, targets = torch.zeros(4, 1), (torch.zeros(4), torch.ones(4))[: 2 if weight else 1]
+    with pytest.raises(ConfigurationError, match=r"shape \(4, 1\) and the labels have \(4,\)"):
+        recipe.compute_loss(outputs, targets)
+    assert recipe.compute_loss(outputs.squeeze(1), targets).item() == 0
+    assert recipe.compute_loss(outputs[:1], [t[:1] for t in targets]).item() == 0
+
+
+def test_class_numbers_and_probabilities_are_no_broadcast():
+    recipe = recipe_of(loss=nn.CrossEntropyLoss()).bind(Columns(("x",), ("y",)))
+    recipe.compute_loss(torch.zeros(4, 4), (torch.zeros(4, dtype=torch.int64),))
+    recipe.compute_loss(torch.zeros(4, 4), (torch.zeros(4, 4),))
