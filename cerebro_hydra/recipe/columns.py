@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from cerebro_hydra.errors import ConfigurationError
 
@@ -68,6 +69,17 @@ class Call:
         """Run a forward."""
         args, kwargs = self.arguments(tensors)
         return model(*args, **kwargs)
+
+    def evaluate(self, model: nn.Module, tensors: Sequence[Tensor], scratch: dict[str, Any]) -> Any:
+        """Run a forward that writes into copies of buffers: evaluation leaves a trial as it is.
+
+        Args:
+            scratch: the copies so far, at first empty; one for each partition.
+        """
+        if not scratch:
+            scratch |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+        args, kwargs = self.arguments(tensors)
+        return functional_call(model, scratch, args, kwargs)
 
     @classmethod
     def of(cls, model: nn.Module, columns: Columns | None, takes_labels: bool) -> Call:

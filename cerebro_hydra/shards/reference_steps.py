@@ -104,7 +104,8 @@ class ReferenceSteps:
         # Evaluation has no key, so what draws there must be seen to differ in shards.
         RandomKey(self._seed, self._step, 0).reseed("evaluation")
         with torch.no_grad(), recipe.precision():
-            outputs = _attempt("forward in evaluation", batch, recipe.call, model, inputs)
+            evaluate = recipe.call.evaluate
+            outputs = _attempt("forward in evaluation", batch, evaluate, model, inputs, {})
             loss = _attempt("loss in evaluation", batch, recipe.compute_loss, outputs, targets)
             measured = _attempt("metrics", batch, recipe.compute_metrics, outputs, targets)
             _attempt("metrics", batch, recipe.update_states, states, outputs, targets)

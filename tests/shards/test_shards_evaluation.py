@@ -112,3 +112,25 @@ def test_a_collate_is_tried_in_evaluation():
 
     with pytest.raises(ConfigurationError, match="none may be added or lost"):
         admission_of(Attention(), collate=shortens)
+
+
+class CountsAlways(nn.Module):
+    """It counts in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.a(x).mean(1) * self.calls
+
+
+def test_evaluation_leaves_buffers_as_they_are():
+    assert admission_of(CountsAlways()).spec.mode == "export"
+    recipe = recipe_of(CountsAlways())
+    scratch: dict[str, torch.Tensor] = {}
+    first, second = (recipe.call.evaluate(recipe.model, batch(4, 0)[0], scratch) for _ in range(2))
+    assert torch.equal(2 * first, second), "the batches of a partition see what was written before"
+    assert recipe.model.calls.item() == 0
