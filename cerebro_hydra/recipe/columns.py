@@ -97,6 +97,8 @@ class Call:
             for name, p in parameters.items()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
+        if [p.kind for p in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
+            return cls((*columns.features, *(columns.labels if takes_labels else ())), constants)
         if not takes_labels:
             if all(name in named for name in columns.features):
                 return cls(columns.features, constants)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.recipe import Columns, Recipe, load_warm_start
 
 
 def recipe_of(model: nn.Module | None = None, loss: Any = None, **rules: Any) -> Recipe:
@@ -75,3 +75,36 @@ def test_class_numbers_and_probabilities_are_no_broadcast():
     recipe = recipe_of(loss=nn.CrossEntropyLoss()).bind(Columns(("x",), ("y",)))
     recipe.compute_loss(torch.zeros(4, 4), (torch.zeros(4, dtype=torch.int64),))
     recipe.compute_loss(torch.zeros(4, 4), (torch.zeros(4, 4),))
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (
+            torch.ones(1, 3, dtype=torch.int64),
+            "weight as torch.int64, the model's is torch.float32",
+        ),
+        ([[1.0, 2.0, 3.0]], "warm_start has a list for weight"),
+    ],
+)
+def test_a_warm_start_of_another_kind(weight, message):
+    with pytest.raises(ConfigurationError, match=message):
+        load_warm_start(nn.Linear(3, 1), {"weight": weight, "bias": torch.ones(1)})
+
+
+class Keywords(nn.Module):
+    """It takes whatever columns there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch["x"])
+
+
+def test_a_forward_of_keywords_gets_every_column_by_name():
+    recipe = recipe_of(Keywords()).bind(Columns(("x",), ("y",)))
+    assert recipe.call(recipe.model, [torch.zeros(2, 3)]).shape == (2, 1)
+    own = recipe_of(Keywords(), loss="model").bind(Columns(("x",), ("y",)))
+    assert own.call.names == ("x", "y")
