@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from cerebro_hydra.errors import ConfigurationError
 
@@ -69,6 +70,17 @@ class Call:
         args, kwargs = self.arguments(tensors)
         return model(*args, **kwargs)
 
+    def evaluate(self, model: nn.Module, tensors: Sequence[Tensor], scratch: dict[str, Any]) -> Any:
+        """Run a forward that writes into copies of buffers: evaluation leaves a trial as it is.
+
+        Args:
+            scratch: the copies so far, at first empty; one for each partition.
+        """
+        if not scratch:
+            scratch |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+        args, kwargs = self.arguments(tensors)
+        return functional_call(model, scratch, args, kwargs)
+
     @classmethod
     def of(cls, model: nn.Module, columns: Columns | None, takes_labels: bool) -> Call:
         """By name if forward has an argument for every feature column, else by position.
@@ -85,9 +97,19 @@ class Call:
             for name, p in parameters.items()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
+        if [p.kind for p in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
+            return cls((*columns.features, *(columns.labels if takes_labels else ())), constants)
         if not takes_labels:
-            by_name = all(name in named for name in columns.features)
-            return cls(columns.features if by_name else None, constants)
+            if all(name in named for name in columns.features):
+                return cls(columns.features, constants)
+            for place, name in enumerate(columns.features):
+                if name in named and named.index(name) != place:
+                    raise ConfigurationError(
+                        f"feature columns {list(columns.features)} go to {type(model).__name__}."
+                        f"forward by position, as not all have its names {named}, but {name!r} is "
+                        "another argument there: rename the columns, or list them in its order"
+                    )
+            return cls(None, constants)
         labels = columns.labels
         if len(labels) == 1 and labels[0] not in named and "labels" in named:
             labels = ("labels",)

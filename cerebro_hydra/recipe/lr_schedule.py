@@ -20,6 +20,7 @@ class LRSchedule:
 
     Args:
         make: a function of the optimizer, or of (optimizer, steps_per_epoch); None for no schedule.
+            Arguments with a default keep it, unless one is called `steps_per_epoch`.
         interval: when it steps; one that steps on a metric always does so once an epoch.
         metric: the measured name that such a one is given.
 
@@ -40,12 +41,25 @@ class LRSchedule:
         self._metric = metric
 
     def make(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any | None:
-        """A scheduler over an optimizer, or None."""
+        """A scheduler over an optimizer, or None.
+
+        Raises:
+            ConfigurationError: the function fails, or gives no scheduler.
+        """
         if self._make is None:
             return None
-        if len(inspect.signature(self._make).parameters) >= 2:
-            return self._make(optimizer, steps_per_epoch)
-        return self._make(optimizer)
+        try:
+            made = _called(self._make, optimizer, steps_per_epoch)
+        except Exception as error:
+            raise ConfigurationError(
+                f"lr_scheduler failed for an optimizer and {steps_per_epoch} steps per epoch: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if made is not None and not callable(getattr(made, "step", None)):
+            raise ConfigurationError(
+                f"lr_scheduler gave a {type(made).__name__}; it is to return an LR scheduler"
+            )
+        return made
 
     def after_step(self, scheduler: Any | None) -> None:
         """The optimizer has stepped."""
@@ -73,6 +87,19 @@ class LRSchedule:
         raise ConfigurationError(
             f"lr_metric is {self._metric!r}, which is not measured; measured are {list(metrics)}"
         )
+
+
+def _called(make: Callable[..., Any], optimizer: Any, steps_per_epoch: int) -> Any:
+    _, *others = inspect.signature(make).parameters.values()
+    if any(p.name == "steps_per_epoch" and p.kind is not p.POSITIONAL_ONLY for p in others):
+        return make(optimizer, steps_per_epoch=steps_per_epoch)
+    # With a default, it is an option of the scheduler that was wrapped or captured.
+    needed = [
+        p
+        for p in others
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return make(optimizer, steps_per_epoch) if needed else make(optimizer)
 
 
 def _takes_metric(scheduler: Any) -> bool:

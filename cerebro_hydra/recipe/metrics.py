@@ -95,6 +95,10 @@ def resolve_metrics(metrics: Given, labels: Sequence[str] = ("label",)) -> tuple
     if isinstance(metrics, Mapping):
         for name, value in metrics.items():
             resolved.append(_given(name, value))
+    elif not isinstance(metrics, Sequence):
+        raise ConfigurationError(
+            f"metrics is {metrics!r}; give a list of names, or {{name: (function, 'min'|'max')}}"
+        )
     else:
         for name in metrics:
             if name not in KNOWN_METRICS:
@@ -149,9 +153,21 @@ def as_json(name: str, state: Any) -> Any:
         ConfigurationError: it is no plain JSON.
     """
     try:
+        _check_keys(state)
         return json.loads(json.dumps(state))
     except TypeError as error:
         raise ConfigurationError(
             f"metric {name!r} keeps a state that is no plain JSON ({error}); keep numbers, "
-            "strings, lists and dicts: .item() and .tolist() turn tensors into them"
+            "strings, lists and dicts by string: .item() and .tolist() turn tensors into them"
         ) from error
+
+
+def _check_keys(state: Any) -> None:
+    """JSON would silently turn other keys into strings, and the next update not find them."""
+    if isinstance(state, dict):
+        for key in state:
+            if not isinstance(key, str):
+                raise TypeError(f"{key!r} is a key of a dict, and keys are strings")
+    if isinstance(state, dict | list | tuple):
+        for each in state.values() if isinstance(state, dict) else state:
+            _check_keys(each)

@@ -122,6 +122,9 @@ class Objective:
     def _one(
         self, loss: Loss, outputs: Any, labels: Sequence[Tensor], weight: Tensor | None
     ) -> Tensor:
+        indexes = isinstance(loss, CLASS_INDEX_LOSSES)
+        if _is_torchs(loss) and not indexes and isinstance(outputs, Tensor):
+            _check_broadcast(outputs, labels)
         if weight is None:
             value = loss(outputs, *labels)
             if not isinstance(value, Tensor) or value.dim() != 0:
@@ -160,6 +163,23 @@ def _seen_by(loss: Loss, outputs: Any) -> Any:
 def _is_torchs(loss: Loss) -> bool:
     module = getattr(loss, "__module__", None) or ""
     return module.startswith(("torch.nn.modules.loss", "torch.nn.functional"))
+
+
+def _check_broadcast(outputs: Tensor, labels: Sequence[Tensor]) -> None:
+    """Refuse what torch only warns of: (rows, 1) and (rows,) make (rows, rows)."""
+    for label in labels:
+        if outputs.dim() == label.dim():
+            continue
+        try:
+            both = torch.broadcast_shapes(outputs.shape, label.shape).numel()
+        except RuntimeError:
+            continue  # the loss knows what it does, or says what it does not
+        if both > max(outputs.numel(), label.numel()):
+            raise ConfigurationError(
+                f"forward gives shape {tuple(outputs.shape)} and the labels have "
+                f"{tuple(label.shape)}, so the loss would compare every row with every other; "
+                "give both one shape, such as by squeeze(1) in forward"
+            )
 
 
 def _per_row(loss: Loss) -> Loss:

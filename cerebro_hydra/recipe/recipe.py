@@ -6,8 +6,8 @@ random keys, how a loss is applied) lives in this package and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from cerebro_hydra.recipe.metrics import (
     resolve_metrics,
 )
 from cerebro_hydra.recipe.objective import Objective
-from cerebro_hydra.recipe.optimizers import check_optimizer
+from cerebro_hydra.recipe.optimizers import check_optimizer, check_parameters
 from cerebro_hydra.recipe.randomness import RandomKey
 
 AUTOCAST = {"bfloat16": torch.bfloat16}
@@ -96,6 +96,7 @@ class Recipe:
                 f"model is a {type(self.model).__name__}; give a torch.nn.Module"
             )
         check_optimizer(self.optimizer, self.model)
+        check_parameters(self.model)
         self._objective = Objective(self.loss, self.loss_weights)
         self._set_metrics(resolve_metrics(self.metrics))
         self._schedule = LRSchedule(self.lr_scheduler, self.lr_interval, self.lr_metric)
@@ -117,8 +118,8 @@ class Recipe:
                 raise ConfigurationError(f"{argument} is {value!r}; it is a whole number from 1")
         for argument in ("clip_grad_norm", "clip_grad_value"):
             value = getattr(self, argument)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"{argument} is {value!r}; it is above 0")
+            if value is not None and not (_is_number(value) and value > 0):
+                raise ConfigurationError(f"{argument} is {value!r}; it is a number above 0")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:
             raise ConfigurationError(
                 f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is "
@@ -128,7 +129,7 @@ class Recipe:
             raise ConfigurationError(
                 f"autocast is {self.autocast!r}; it is one of {sorted(AUTOCAST)}, or None"
             )
-        if self.ema is not None and not 0 < self.ema < 1:
+        if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):
             raise ConfigurationError(
                 f"ema is {self.ema!r}; it is a decay between 0 and 1, such as 0.999"
             )
@@ -176,6 +177,8 @@ class Recipe:
 
     def precision(self) -> AbstractContextManager[Any]:
         """Within it, forward and loss run as `autocast` says."""
+        # Its fused kernels of evaluation are in no exported graph, and round otherwise.
+        torch.backends.mha.set_fastpath_enabled(False)
         if self.autocast is None:
             return nullcontext()
         device = next((p.device.type for p in self.model.parameters()), "cpu")
@@ -199,13 +202,18 @@ class Recipe:
         return self._state_metrics
 
     def compute_metrics(self, outputs: Any, targets: Sequence[Tensor]) -> dict[str, float]:
-        """Each averaged metric's mean over one batch."""
+        """Each averaged metric's mean over one batch.
+
+        Raises:
+            ConfigurationError: a metric fails; the message names it.
+        """
         labels = self._labels(outputs, targets)
-        return {
-            metric.name: float(metric.function(*_seen_by(metric, outputs, labels)))
-            for metric in self._metrics
-            if not isinstance(metric.function, StateMetric)
-        }
+        values: dict[str, float] = {}
+        for metric in self._metrics:
+            if not isinstance(metric.function, StateMetric):
+                with _naming(metric):
+                    values[metric.name] = float(metric.function(*_seen_by(metric, outputs, labels)))
+        return values
 
     def update_states(
         self, states: dict[str, Any], outputs: Any, targets: Sequence[Tensor]
@@ -216,8 +224,11 @@ class Recipe:
         labels = self._labels(outputs, targets)
         for metric in self._state_metrics:
             function = cast(StateMetric, metric.function)
-            state = states[metric.name] if metric.name in states else function.start()
-            updated = function.update(state, *_seen_by(metric, outputs, labels))
+            if metric.name not in states:  # a copy: update may write into what start gave
+                states[metric.name] = as_json(metric.name, function.start())
+            state = states[metric.name]
+            with _naming(metric):
+                updated = function.update(state, *_seen_by(metric, outputs, labels))
             states[metric.name] = as_json(metric.name, updated)
 
     def direction(self, name: str) -> Direction:
@@ -242,6 +253,22 @@ class Recipe:
     def lr_schedule(self) -> LRSchedule:
         """Makes and steps LR schedulers."""
         return self._schedule
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@contextmanager
+def _naming(metric: Metric) -> Iterator[None]:
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"metric {metric.name!r} failed on a batch: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _seen_by(metric: Metric, outputs: Any, labels: Sequence[Tensor]) -> tuple[Any, ...]:

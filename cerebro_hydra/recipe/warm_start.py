@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -34,12 +35,25 @@ def load_warm_start(model: nn.Module, given: Mapping[str, Tensor] | str) -> None
         )
     with torch.no_grad():
         for name, tensor in state.items():
+            _check_kind(name, tensor, own[name])
             if own[name].shape != tensor.shape:
                 raise ConfigurationError(
                     f"warm_start has {name} of shape {tuple(tensor.shape)}, the model's is "
                     f"{tuple(own[name].shape)}"
                 )
             own[name].copy_(tensor)
+
+
+def _check_kind(name: str, given: Any, own: Tensor) -> None:
+    if not isinstance(given, Tensor):
+        raise ConfigurationError(
+            f"warm_start has a {type(given).__name__} for {name}; give tensors, as in a state_dict"
+        )
+    if given.is_floating_point() != own.is_floating_point():
+        raise ConfigurationError(
+            f"warm_start has {name} as {given.dtype}, the model's is {own.dtype}; numbers would be "
+            "lost or made up: give that type"
+        )
 
 
 def _read(path: str) -> dict[str, Tensor]:

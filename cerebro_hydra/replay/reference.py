@@ -109,10 +109,11 @@ def evaluate(recipe: Recipe, model: nn.Module, run: RunData, spec: TrialSpec) ->
     states: list[dict[str, Any]] = []
     for partition, part in run.validation.items():
         states.append({})
+        scratch: dict[str, Any] = {}
         for batch in run.batches(part, spec.batch_size, None):
             features, targets = recipe.collated(batch.features, batch.labels, None)
             with torch.no_grad(), recipe.precision():
-                outputs = recipe.call(model, recipe.inputs(features, targets))
+                outputs = recipe.call.evaluate(model, recipe.inputs(features, targets), scratch)
                 values = {"loss": recipe.compute_loss(outputs, targets).item()}
                 values |= recipe.compute_metrics(outputs, targets)
                 recipe.update_states(states[-1], outputs, targets)

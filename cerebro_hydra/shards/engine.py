@@ -148,8 +148,16 @@ class Engine:
             step += 1
         return TrainTotals(loss_sum, rows, step - start_step)
 
-    def evaluate(self, batches: Iterable[Batch], need: Need) -> Evaluation:
+    def evaluate(
+        self,
+        batches: Iterable[Batch],
+        need: Need,
+        on_outputs: Callable[[Any], object] | None = None,
+    ) -> Evaluation:
         """Measure on one partition's validation rows; segments are only read.
+
+        Args:
+            on_outputs: hears of what the model gives for each batch.
 
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite.
@@ -172,6 +180,8 @@ class Engine:
                         for name in program.mutates:
                             scratch[name] = shards[self._owner[name]].buffers[name].clone()
                 outputs = self._forward(shards, scratch, inputs)
+                if on_outputs is not None:
+                    on_outputs(outputs)
                 measured = {"loss": recipe.compute_loss(outputs, targets).item()}
                 measured |= recipe.compute_metrics(outputs, targets)
                 recipe.update_states(states, outputs, targets)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -17,6 +19,16 @@ from cerebro_hydra.shards.reseed import enter_unit, random_key, unit_hooks
 from cerebro_hydra.shards.sample import Example, fresh
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A batch in evaluation: outputs, loss and averaged metrics, states of custom metrics."""
+
+    batch: Example
+    outputs: Any
+    averages: dict[str, float]
+    states: dict[str, Any]
 
 
 class ReferenceSteps:
@@ -77,6 +89,28 @@ class ReferenceSteps:
             self.ema.update_parameters(self.model)
         self._step += 1
         return losses
+
+    def evaluate(self, batch: Example) -> Evaluated:
+        """What evaluation gives on a batch.
+
+        Raises:
+            ConfigurationError: the user's model, loss or a metric fails on this batch.
+        """
+        recipe, states = self._recipe, dict[str, Any]()
+        model = (self.model if self.ema is None else self.ema.module).eval()
+        given = _attempt("collate in evaluation", batch, recipe.collated, *fresh(batch), None)
+        features, targets = given
+        inputs = recipe.inputs(features, targets)
+        # Evaluation has no key, so what draws there must be seen to differ in shards.
+        RandomKey(self._seed, self._step, 0).reseed("evaluation")
+        with torch.no_grad(), recipe.precision():
+            evaluate = recipe.call.evaluate
+            outputs = _attempt("forward in evaluation", batch, evaluate, model, inputs, {})
+            loss = _attempt("loss in evaluation", batch, recipe.compute_loss, outputs, targets)
+            measured = _attempt("metrics", batch, recipe.compute_metrics, outputs, targets)
+            _attempt("metrics", batch, recipe.update_states, states, outputs, targets)
+        model.train()
+        return Evaluated(batch, outputs, {"loss": loss.item(), **measured}, states)
 
 
 def _attempt(what: str, batch: Example, function: Callable[..., T], *arguments: Any) -> T:

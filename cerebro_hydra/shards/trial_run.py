@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.differences import Recorder, first_difference, first_operation
-from cerebro_hydra.shards.engine import Engine, Mode
+from cerebro_hydra.shards.differences import (
+    Recorder,
+    first_difference,
+    first_operation,
+    same_bits,
+)
+from cerebro_hydra.shards.engine import Engine, Evaluation, Mode
 from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
-from cerebro_hydra.shards.reference_steps import ReferenceSteps
+from cerebro_hydra.shards.reference_steps import Evaluated, ReferenceSteps
 from cerebro_hydra.shards.reseed import unit_hooks
 from cerebro_hydra.shards.sample import Example, fresh
 from cerebro_hydra.shards.structure import Structure
@@ -39,6 +46,8 @@ class TrialRun:
     windows: tuple[tuple[Example, int], ...]
     """An example for each step, and how often its window repeats it."""
     losses: tuple[list[float], ...]
+    evaluated: tuple[Evaluated, ...]
+    """Every example after these steps."""
     reference: ReferenceSteps
 
     @classmethod
@@ -54,7 +63,8 @@ class TrialRun:
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
         )
         losses = tuple(reference.step(*window) for window in windows)
-        return cls(recipe, trial_seed, windows, losses, reference)
+        evaluated = tuple(reference.evaluate(example) for example in examples)
+        return cls(recipe, trial_seed, windows, losses, evaluated, reference)
 
     def difference(
         self,
@@ -79,9 +89,27 @@ class TrialRun:
                 return f"{found}; {where}" if where else found
         found_in_state = first_difference(layout, shards.segments, self.reference)
         if found_in_state is None:
-            return None
+            return self._difference_in_evaluation(shards)
         where = self._where(structure, layout)
         return f"{found_in_state}; {where}" if where else found_in_state
+
+    def _difference_in_evaluation(self, shards: _Shards) -> str | None:
+        for expected in self.evaluated:
+            if not math.isfinite(expected.averages["loss"]):
+                continue  # a trial may recover from that
+            outputs: list[Any] = []
+            found = shards.evaluate(expected.batch, outputs.append)
+            pairs = zip(_tensors(outputs), _tensors([expected.outputs]), strict=True)
+            for number, (here, there) in enumerate(pairs):
+                if not same_bits(here, there):
+                    return f"output {number} of the model in evaluation"
+            for name, value in expected.averages.items():
+                total, rows = found.sums[name]
+                if repr(total) != repr(value * rows):  # NaN equals itself
+                    return f"{name} in evaluation is {total / rows!r}, not {value!r}"
+            if repr(found.states) != repr(expected.states):
+                return f"custom metrics keep {found.states} in evaluation, not {expected.states}"
+        return None
 
     def _where(self, structure: Structure, layout: TrialLayout) -> str | None:
         """Both again, operation by operation, until they part."""
@@ -140,6 +168,17 @@ class _Shards:
             [window], number, lambda k: (self.segments[k], self._cursors[k]), publish
         )
         return totals.loss_sum
+
+    def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
+        """Measure one example."""
+        run = self._run
+        engine = Engine(self._structure, self._layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH)
+        batch = _Batch(*fresh(example), _rows(example))
+        return engine.evaluate([batch], lambda k: (self.segments[k], self._cursors[k]), on_outputs)
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def _rows(example: Example) -> int:

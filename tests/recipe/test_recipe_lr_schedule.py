@@ -1,0 +1,62 @@
+"""What `lr_scheduler=` may be."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as lrs
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.lr_schedule import LRSchedule
+
+
+def made(make: Any, steps_per_epoch: int = 7) -> Any:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    return LRSchedule(make, "step", "loss").make(optimizer, steps_per_epoch)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(lrs.ExponentialLR, gamma=0.5),
+        lambda optimizer, gamma=0.5: lrs.ExponentialLR(optimizer, gamma),
+        lambda optimizer, *, gamma=0.5: lrs.ExponentialLR(optimizer, gamma),
+    ],
+    ids=["partial", "default", "keyword"],
+)
+def test_options_with_a_default_keep_it(make):
+    assert made(make).gamma == 0.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer, steps: lrs.StepLR(optimizer, steps),
+        lambda optimizer, *, steps_per_epoch: lrs.StepLR(optimizer, steps_per_epoch),
+        lambda optimizer, gamma=0.5, steps_per_epoch=1: lrs.StepLR(optimizer, steps_per_epoch),
+    ],
+    ids=["second", "keyword", "with a default"],
+)
+def test_steps_per_epoch_are_given_to_those_that_ask(make):
+    assert made(make).step_size == 7
+
+
+def test_partial_plateau_and_one_cycle():
+    assert made(partial(lrs.ReduceLROnPlateau, patience=2)).patience == 2
+    assert made(partial(lrs.OneCycleLR, max_lr=1.0, epochs=3)).total_steps == 21
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda optimizer: 5, "lr_scheduler gave a int"),
+        (lambda optimizer: lrs.StepLR(optimizer), "lr_scheduler failed .*step_size"),
+    ],
+)
+def test_what_gives_no_scheduler_is_refused(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        made(make)

@@ -1,0 +1,136 @@
+"""Evaluation in shards is the uncut model's too, and what it needs is tried before training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.shards.admission import admit
+
+
+class Attention(nn.Module):
+    """Its evaluation has fused kernels that no exported graph has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.b = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.c(self.b(y, y, y)[0].mean(1))
+
+
+class EvaluatesOtherwise(nn.Module):
+    """In evaluation it is another function while a compiler looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.a(x).mean(1)
+        if not self.training and torch.compiler.is_compiling():
+            y = y * (1 + 2**-20)
+        return self.c(y)
+
+
+class DrawsAlways(nn.Module):
+    """As a variational autoencoder that never stops sampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.a(x).mean(1)
+        return y + torch.randn_like(y)
+
+
+def batch(rows: int, seed: int):
+    random = torch.Generator().manual_seed(seed)
+    features = torch.randn(rows, 5, 6, generator=random)
+    return (features,), (torch.randint(0, 3, (rows,), generator=random),)
+
+
+def recipe_of(model: nn.Module, **rules) -> Recipe:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), **{"shards": 2, **rules})
+    return recipe.bind(Columns(("x",), ("label",)))
+
+
+def admission_of(model: nn.Module, **rules):
+    torch.manual_seed(0)
+    return admit(recipe_of(model, **rules), [batch(8, 0), batch(5, 1)], 1)
+
+
+def test_attention_of_torch_is_cut_and_evaluates_as_uncut():
+    torch.manual_seed(0)
+    assert admission_of(Attention()).spec.mode == "export"
+
+
+def test_a_cut_that_evaluates_otherwise_is_given_up():
+    torch.manual_seed(0)
+    admission = admission_of(EvaluatesOtherwise())
+    assert admission.spec.mode == "whole"
+    assert "output 0 of the model in evaluation" in admission.report.fallback
+
+
+def test_random_numbers_in_evaluation_are_refused():
+    with pytest.raises(ConfigurationError, match=r"random numbers from .* or in evaluation"):
+        admission_of(DrawsAlways())
+
+
+class Broken:
+    """A custom metric whose update fails."""
+
+    def start(self):
+        return 0
+
+    def update(self, state, outputs, labels):
+        return state + labels.no_such_thing()
+
+    def merge(self, state, other):
+        return state + other
+
+    def compute(self, state):
+        return state
+
+
+@pytest.mark.parametrize("metric", [lambda outputs, labels: outputs.no_such_thing(), Broken()])
+def test_a_metric_that_fails_is_named_before_training(metric):
+    with pytest.raises(ConfigurationError, match=r"metric 'm' failed .*no_such_thing"):
+        admission_of(Attention(), metrics={"m": (metric, "max")})
+
+
+def test_a_collate_is_tried_in_evaluation():
+    def shortens(given, training):
+        return given if training else {name: tensor[1:] for name, tensor in given.items()}
+
+    with pytest.raises(ConfigurationError, match="none may be added or lost"):
+        admission_of(Attention(), collate=shortens)
+
+
+class CountsAlways(nn.Module):
+    """It counts in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.a(x).mean(1) * self.calls
+
+
+def test_evaluation_leaves_buffers_as_they_are():
+    assert admission_of(CountsAlways()).spec.mode == "export"
+    recipe = recipe_of(CountsAlways())
+    scratch: dict[str, torch.Tensor] = {}
+    first, second = (recipe.call.evaluate(recipe.model, batch(4, 0)[0], scratch) for _ in range(2))
+    assert torch.equal(2 * first, second), "the batches of a partition see what was written before"
+    assert recipe.model.calls.item() == 0
