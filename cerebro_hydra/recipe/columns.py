@@ -123,12 +123,12 @@ class Call:
         return cls((*columns.features, *labels), constants)
 
 
-def predictions(outputs: Any) -> list[Tensor]:
+def predictions(outputs: Any, labels: Sequence[str] = ()) -> list[Tensor]:
     """The tensors that a forward's output predicts with.
 
     A tensor is its own prediction, tuples and lists give all of theirs; of a mapping or dataclass
-    (as models of `transformers` return) it is `logits` if there is one, else every tensor but the
-    loss.
+    (as models of `transformers` return) it is those named like the label columns, if all are there,
+    else `logits` if there is one, else every tensor but the loss.
 
     Raises:
         ConfigurationError: there is no tensor in it.
@@ -139,6 +139,8 @@ def predictions(outputs: Any) -> list[Tensor]:
         found = [each for each in outputs if isinstance(each, Tensor)]
     else:
         fields = dict(outputs) if isinstance(outputs, Mapping) else dict(vars(outputs))
+        if labels and all(isinstance(fields.get(name), Tensor) for name in labels):
+            return [fields[name] for name in labels]
         if isinstance(fields.get("logits"), Tensor):
             return [fields["logits"]]
         found = [v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor)]

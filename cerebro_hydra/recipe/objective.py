@@ -53,6 +53,7 @@ class Objective:
             )
         self._weights = tuple(map(float, weights or [1.0] * len(self.losses)))
         self._weighs_rows = False
+        self._labels: tuple[str, ...] = ()
 
     def bind(self, labels: Sequence[str], weight: str | None) -> None:
         """Take the names of the label columns, and of the sample weight.
@@ -71,6 +72,7 @@ class Objective:
                 "give a loss function of the outputs instead"
             )
         self._weighs_rows = weight is not None
+        self._labels = tuple(labels)
 
     def compute(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
         """The mean over rows of (weight of the row times) its loss, a scalar with its graph.
@@ -111,11 +113,12 @@ class Objective:
         )
 
     def _outputs(self, outputs: Any) -> list[Tensor]:
-        given = predictions(outputs)
+        given = predictions(outputs, self._labels)
         if len(given) != len(self.losses):
             raise ConfigurationError(
                 f"there are {len(self.losses)} losses, and forward gives {len(given)} tensors; "
-                "give one loss per output, or one function of all outputs and labels"
+                "give one loss per output, name a dict's tensors like the label columns, or give "
+                "one function of all outputs and labels"
             )
         return given
 

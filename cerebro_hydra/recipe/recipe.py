@@ -175,10 +175,21 @@ class Recipe:
         """
         return self._collator.apply(features, targets, key)
 
-    def precision(self) -> AbstractContextManager[Any]:
-        """Within it, forward and loss run as `autocast` says."""
-        # Its fused kernels of evaluation are in no exported graph, and round otherwise.
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Within it, forward and loss run as `autocast` says, without attention's fast path.
+
+        Its fused kernels of evaluation are in no exported graph, and round otherwise.
+        """
+        fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with self._autocasting():
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return nullcontext()
         device = next((p.device.type for p in self.model.parameters()), "cpu")
@@ -188,6 +199,10 @@ class Recipe:
     def compute_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
         """The mean loss of one batch, a scalar with its graph."""
         return self._objective.compute(outputs, targets)
+
+    def predictions(self, outputs: Any) -> list[Tensor]:
+        """The tensors that an output predicts with; see `columns.predictions`."""
+        return predictions(outputs, self.columns.labels if self.columns else ())
 
     # ------------------------------------------------------------------ measuring
 
@@ -212,7 +227,9 @@ class Recipe:
         for metric in self._metrics:
             if not isinstance(metric.function, StateMetric):
                 with _naming(metric):
-                    values[metric.name] = float(metric.function(*_seen_by(metric, outputs, labels)))
+                    values[metric.name] = float(
+                        metric.function(*self._seen_by(metric, outputs, labels))
+                    )
         return values
 
     def update_states(
@@ -228,7 +245,7 @@ class Recipe:
                 states[metric.name] = as_json(metric.name, function.start())
             state = states[metric.name]
             with _naming(metric):
-                updated = function.update(state, *_seen_by(metric, outputs, labels))
+                updated = function.update(state, *self._seen_by(metric, outputs, labels))
             states[metric.name] = as_json(metric.name, updated)
 
     def direction(self, name: str) -> Direction:
@@ -246,6 +263,20 @@ class Recipe:
     def _labels(self, outputs: Any, targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         labels, _ = self._objective.split(targets)
         return self._objective.prepare(outputs, labels)
+
+    def _seen_by(self, metric: Metric, outputs: Any, labels: Sequence[Tensor]) -> tuple[Any, ...]:
+        if metric.label is None:
+            return (outputs, *labels)
+        given = self.predictions(outputs)
+        if len(labels) == 1 and len(given) == 1:
+            return (given[0], labels[0])
+        if len(given) != len(labels):
+            raise ConfigurationError(
+                f"metric {metric.name!r} needs one output per label column; forward gives "
+                f"{len(given)} tensors for {len(labels)} columns: give "
+                "{name: (function, 'min'|'max')}"
+            )
+        return (given[metric.label], labels[metric.label])
 
     # ------------------------------------------------------------------ learning rates
 
@@ -269,17 +300,3 @@ def _naming(metric: Metric) -> Iterator[None]:
         raise ConfigurationError(
             f"metric {metric.name!r} failed on a batch: {type(error).__name__}: {error}"
         ) from error
-
-
-def _seen_by(metric: Metric, outputs: Any, labels: Sequence[Tensor]) -> tuple[Any, ...]:
-    if metric.label is None:
-        return (outputs, *labels)
-    given = predictions(outputs)
-    if len(labels) == 1 and len(given) == 1:
-        return (given[0], labels[0])
-    if len(given) != len(labels):
-        raise ConfigurationError(
-            f"metric {metric.name!r} needs one output per label column; forward gives {len(given)} "
-            f"tensors for {len(labels)} columns: give {{name: (function, 'min'|'max')}} instead"
-        )
-    return (given[metric.label], labels[metric.label])

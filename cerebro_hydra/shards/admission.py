@@ -84,8 +84,8 @@ def admit(
         reasons.append(f"cut by {mode}, training differs from the uncut model: {difference}")
     raise ConfigurationError(
         "the model can't be trained reproducibly: " + "; ".join(reasons) + ". Look for random "
-        "numbers from outside of torch's CPU generator or in evaluation, or state outside of "
-        "parameters and buffers"
+        "numbers from outside of torch's CPU generator or in evaluation, state outside of "
+        "parameters and buffers, or torch.utils.checkpoint"
     )
 
 

@@ -22,7 +22,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe, predictions
+from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.differences import same_bits
 
 GRAPH_FILE = "graph.pt2"
@@ -58,9 +58,10 @@ class _Predictor(nn.Module):
         super().__init__()
         self.model = recipe.model
         self._call = recipe.call
+        self._predictions = recipe.predictions
 
     def forward(self, *features: Tensor) -> tuple[Tensor, ...]:
-        return tuple(predictions(self._call(self.model, features)))
+        return tuple(self._predictions(self._call(self.model, features)))
 
 
 def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path) -> None:

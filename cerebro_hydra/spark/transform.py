@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe, build_recipe, predictions
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from cerebro_hydra.spark import arrow_columns
 from cerebro_hydra.spark.launcher import pickle_factory
 
@@ -166,7 +166,7 @@ def _forward(recipe: Recipe, features: tuple[Tensor, ...], outputs: int) -> list
     rows = len(features[0])
     features, _ = recipe.collated(features, (), None)
     with torch.no_grad(), recipe.precision():
-        tensors = predictions(recipe.call(recipe.model, features))
+        tensors = recipe.predictions(recipe.call(recipe.model, features))
     if len(tensors) != outputs:
         raise ConfigurationError(
             f"forward gives {len(tensors)} tensors and there are {outputs} output columns; name "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import cerebro_hydra
-from cerebro_hydra.recipe import Columns, Recipe, predictions
+from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.engine import Mode
@@ -183,7 +183,7 @@ class ModelCase(ABC):
         found = run_alone(tmp_path, features, self._sources(recipe))
         recipe.model.eval()
         with torch.no_grad(), recipe.precision():
-            expected = predictions(recipe.call(recipe.model, features))
+            expected = recipe.predictions(recipe.call(recipe.model, features))
         assert len(found) == len(expected)
         assert all(map(same_bits, found, expected))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe import Columns, Recipe
 
 
 class Counts:
@@ -53,3 +53,24 @@ def test_what_start_gives_is_not_written_into():
 def test_a_key_that_is_no_string_is_refused():
     with pytest.raises(ConfigurationError, match=r"metric 'm' .*0 is a key .*keys are strings"):
         recipe_of(Counts(int)).update_states({}, torch.zeros(1, 2), (torch.tensor([0]),))
+
+
+def test_a_dict_of_outputs_is_matched_by_the_names_of_the_label_columns() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = Recipe(model, optimizer, [nn.L1Loss(), nn.MSELoss()], metrics=["mae"])
+    recipe.bind(Columns(("x",), ("kind", "size")))
+    kind, size = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 7.0])
+    outputs = {"size": size + 3, "logits": size, "kind": kind + 1}
+    assert recipe.compute_loss(outputs, (kind, size)).item() == 1 + 9
+    assert recipe.compute_metrics(outputs, (kind, size)) == {"kind_mae": 1, "size_mae": 3}
+    assert [t.tolist() for t in recipe.predictions(outputs)] == [[2, 3], [8, 10]]
+
+
+def test_attentions_fast_path_is_off_only_while_a_recipe_runs() -> None:
+    model = nn.Linear(2, 2)
+    recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
+    before = torch.backends.mha.get_fastpath_enabled()
+    with recipe.precision():
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled() == before
