@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.recipe import Columns, Recipe, measure, resolve_metrics
 
 
 class Counts:
@@ -74,3 +74,27 @@ def test_attentions_fast_path_is_off_only_while_a_recipe_runs() -> None:
     with recipe.precision():
         assert not torch.backends.mha.get_fastpath_enabled()
     assert torch.backends.mha.get_fastpath_enabled() == before
+
+
+class Words:
+    """A state in which every partition, and their order, can be seen."""
+
+    def start(self) -> str:
+        return ""
+
+    def update(self, state: str, outputs: Any, *labels: Any) -> str:
+        return state + "x"
+
+    def merge(self, state: str, other: str) -> str:
+        return f"{state}+{other}"
+
+    def compute(self, state: str) -> float:
+        return float(state.split("+") == ["1", "2", "3"])
+
+
+def test_the_states_of_all_partitions_are_merged_in_their_order() -> None:
+    (metric,) = resolve_metrics({"words": (Words(), "max")})
+    states = [{"words": "1"}, {"words": "2"}, {"words": "3"}]
+    assert measure([metric], states) == {"words": 1.0}
+    assert measure([metric], states[::-1]) == {"words": 0.0}
+    assert measure([metric], states[:2]) == {"words": 0.0}

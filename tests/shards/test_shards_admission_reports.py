@@ -28,7 +28,7 @@ class Branches(nn.Module):
 
 
 class Counts(nn.Module):
-    """It keeps a count to itself, which no hop would carry."""
+    """It keeps a count of its training to itself, which no hop would carry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Counts(nn.Module):
         self.calls = 0
 
     def forward(self, x):
-        self.calls += 1
-        return self.b(self.a(x) * (1 + self.calls))
+        self.calls += self.training
+        return self.b(self.a(x) * (1 + self.calls if self.training else 1))
 
 
 def recipe_of(model, **rules) -> Recipe:
