@@ -105,7 +105,7 @@ class ShardState:
         }
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer over `params` the state that exists, in place in the segment, no other."""
+        """Give an optimizer over `params` the state that exists, in place, and no other."""
         optimizer.state.clear()
         for name, state in self.existing_optimizer_state().items():
             optimizer.state[self.params[name]] = state
