@@ -193,7 +193,9 @@ class SharedLayer(nn.Module):
         self.last = nn.Linear(6, 3)
 
     def forward(self, x):
-        x = self.drop(self.first(x)) + torch.rand_like(x)  # between units, goes on with drop's
+        x = self.drop(self.first(x))
+        if self.training:
+            x = x + torch.rand_like(x)  # between units, goes on with drop's
         x = self.drop(self.first(x)).tanh()
         return self.last(self.drop(self.first(x)))
 
