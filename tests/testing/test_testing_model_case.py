@@ -138,9 +138,32 @@ class EvaluatesRandomly(Fine):
 
 
 def test_an_evaluation_that_is_random_is_noticed(tmp_path):
-    assert failing(EvaluatesRandomly()) == {"test_evaluation_equals_eager"}
+    with pytest.raises(ConfigurationError, match="output 0 of the model in evaluation"):
+        EvaluatesRandomly().test_evaluation_equals_eager()
     with pytest.raises(ConfigurationError, match="other bits"):
         EvaluatesRandomly().test_export_loads_without_its_source(tmp_path)
+
+
+class EvaluatesBeforeItsTraining(CutTrial):
+    """It evaluates the weights that it began with."""
+
+    def evaluate(self, batches):
+        now, self.shards = self.shards, again(self, "keep").shards
+        try:
+            return super().evaluate(batches)
+        finally:
+            self.shards = now
+
+
+class EvaluatesOldWeights(Fine):
+    def start(self, shards, mode="keep"):
+        trial = super().start(shards, mode)
+        trial.__class__ = EvaluatesBeforeItsTraining
+        return trial
+
+
+def test_an_evaluation_of_other_weights_is_noticed():
+    assert failing(EvaluatesOldWeights()) == {"test_evaluation_equals_eager"}
 
 
 class CountsRows(nn.Module):
