@@ -20,7 +20,6 @@ from cerebro_hydra.recipe.collating import Collate, Collator
 from cerebro_hydra.recipe.columns import Call, Columns, predictions
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.metrics import (
-    Direction,
     Metric,
     StateMetric,
     as_json,
@@ -247,18 +246,6 @@ class Recipe:
             with _naming(metric):
                 updated = function.update(state, *self._seen_by(metric, outputs, labels))
             states[metric.name] = as_json(metric.name, updated)
-
-    def direction(self, name: str) -> Direction:
-        """Whether a smaller or a larger value of a measured name is better."""
-        if name == "loss":
-            return "min"
-        for metric in self._metrics:
-            if metric.name == name:
-                return metric.direction
-        raise ConfigurationError(
-            f"evaluation_metric {name!r} is not measured; measured are "
-            f"{['loss', *(m.name for m in self._metrics)]}"
-        )
 
     def _labels(self, outputs: Any, targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         labels, _ = self._objective.split(targets)
