@@ -27,6 +27,16 @@ SHARED_TEXT = CHECKOUT.parent / "shared" / "data" / "wikitext2-test.txt"
 WORDS = ("the", "a", "of", "in", "and", "to", "was", "is", "for", "on", "shard", "model", "epoch")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One JVM for the suite: with several processes, all tests that use Spark go to one of them.
+
+    Other tests stay together by file, so that no process sets up what another has already.
+    """
+    for item in items:
+        on_spark = item.get_closest_marker("spark") or "spark" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("spark" if on_spark else item.path.as_posix()))
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """The one Spark session, and so the one JVM, of the whole suite: three worker slots."""

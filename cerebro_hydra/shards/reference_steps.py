@@ -6,14 +6,14 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.recipe import Columns, RandomKey, Recipe
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.reseed import enter_unit, random_key, unit_hooks
 from cerebro_hydra.shards.sample import Example, fresh
@@ -55,17 +55,19 @@ class ReferenceSteps:
         Raises:
             ConfigurationError: the user's model, loss or optimizer fails on this batch.
         """
-        recipe = self._recipe
+        recipe, columns = self._recipe, self._recipe.columns
         self.model.zero_grad(set_to_none=True)
         losses = []
         with unit_hooks(self.model, enter_unit):
             for number in range(microbatches):
                 key = RandomKey(self._seed, self._step, number)
-                features, targets = _attempt("collate", batch, recipe.collated, *fresh(batch), key)
+                features, targets = _attempt(
+                    "collate", columns, batch, recipe.collated, *fresh(batch), key
+                )
                 inputs = recipe.inputs(features, targets)
                 with random_key(key), recipe.precision():
-                    outputs = _attempt("forward", batch, recipe.call, self.model, inputs)
-                    loss = _attempt("loss", batch, recipe.compute_loss, outputs, targets)
+                    outputs = _attempt("forward", columns, batch, recipe.call, self.model, inputs)
+                    loss = _attempt("loss", columns, batch, recipe.compute_loss, outputs, targets)
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):
                     raise ConfigurationError(
@@ -78,12 +80,12 @@ class ReferenceSteps:
                     )
                 if microbatches > 1:
                     loss = loss * (1 / microbatches)
-                _attempt("backward", batch, loss.backward)
+                _attempt("backward", columns, batch, loss.backward)
         if recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_grad_norm)
         if recipe.clip_grad_value is not None:
             nn.utils.clip_grad_value_(self.model.parameters(), recipe.clip_grad_value)
-        _attempt("optimizer step", batch, self.optimizer.step)
+        _attempt("optimizer step", columns, batch, self.optimizer.step)
         recipe.lr_schedule.after_step(self.scheduler)
         if self.ema is not None:
             self.ema.update_parameters(self.model)
@@ -97,37 +99,54 @@ class ReferenceSteps:
             ConfigurationError: the user's model, loss or a metric fails on this batch.
         """
         recipe, states = self._recipe, dict[str, Any]()
+        columns = recipe.columns
         model = (self.model if self.ema is None else self.ema.module).eval()
-        given = _attempt("collate in evaluation", batch, recipe.collated, *fresh(batch), None)
+        given = _attempt(
+            "collate in evaluation", columns, batch, recipe.collated, *fresh(batch), None
+        )
         features, targets = given
         inputs = recipe.inputs(features, targets)
         # Evaluation has no key, so what draws there must be seen to differ in shards.
         RandomKey(self._seed, self._step, 0).reseed("evaluation")
         with torch.no_grad(), recipe.precision():
             evaluate = recipe.call.evaluate
-            outputs = _attempt("forward in evaluation", batch, evaluate, model, inputs, {})
-            loss = _attempt("loss in evaluation", batch, recipe.compute_loss, outputs, targets)
-            measured = _attempt("metrics", batch, recipe.compute_metrics, outputs, targets)
-            _attempt("metrics", batch, recipe.update_states, states, outputs, targets)
+            outputs = _attempt("forward in evaluation", columns, batch, evaluate, model, inputs, {})
+            loss = _attempt(
+                "loss in evaluation", columns, batch, recipe.compute_loss, outputs, targets
+            )
+            measured = _attempt("metrics", columns, batch, recipe.compute_metrics, outputs, targets)
+            _attempt("metrics", columns, batch, recipe.update_states, states, outputs, targets)
         model.train()
         return Evaluated(batch, outputs, {"loss": loss.item(), **measured}, states)
 
 
-def _attempt(what: str, batch: Example, function: Callable[..., T], *arguments: Any) -> T:
+_REMEDIES = {
+    "forward": "; give the model inputs of that shape, or reshape the columns with collate",
+    "loss": "; give the model outputs that fit these labels, or a loss that fits both",
+}
+
+
+def _attempt(
+    what: str, columns: Columns | None, batch: Example, function: Callable[..., T], *arguments: Any
+) -> T:
     try:
         return function(*arguments)
     except ConfigurationError:
         raise
     except Exception as error:
-        _refuse(what, batch, error)
+        features, labels = (None, None) if columns is None else (columns.features, columns.targets)
+        raise ConfigurationError(
+            f"the {what} failed on a batch with features ({_forms(batch[0], features)}) and "
+            f"labels ({_forms(batch[1], labels)}): {type(error).__name__}: {error}{_REMEDIES.get(what, '')}"
+        ) from error
 
 
-def _refuse(what: str, batch: Example, error: Exception) -> NoReturn:
-    def forms(tensors: Sequence[Tensor]) -> str:
-        each = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-        return ", ".join(each) or "none"
-
-    raise ConfigurationError(
-        f"the {what} failed on a batch with features {forms(batch[0])} and labels "
-        f"{forms(batch[1])}: {type(error).__name__}: {error}"
-    ) from error
+def _forms(tensors: Sequence[Tensor], names: Sequence[str] | None) -> str:
+    """Such as `tokens: int64[32, 128] from 0 to 20411`."""
+    forms = []
+    for number, tensor in enumerate(tensors):
+        form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        if not tensor.is_floating_point() and tensor.numel():
+            form += f" from {tensor.min().item()} to {tensor.max().item()}"
+        forms.append(form if names is None else f"{names[number]}: {form}")
+    return ", ".join(forms)

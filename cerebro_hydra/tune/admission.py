@@ -24,6 +24,7 @@ from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.shards.structure import StructureCache
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.tune.extremes import check_extremes
 from cerebro_hydra.tune.samples import Samples
 
 
@@ -67,6 +68,7 @@ class Admission:
         self._folder = folder
         self._seed = seed
         self._report = report
+        self._ranges = samples.ranges()
         self._structures = StructureCache()
         self._reported: set[str] = set()
 
@@ -110,6 +112,7 @@ class Admission:
         seed = trial_seed(self._seed, trial)
         examples = [(b.features, b.labels) for b in self._samples.batches(recipe.batch_size)]
         admission = admit(recipe, examples, seed, self._structures)
+        check_extremes(recipe, self._columns, examples[-1], self._ranges)
         shards = []
         for segments in initial_segments(recipe, admission.layout):
             named = {name: digest(buffer) for name, buffer in segments.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from cerebro_hydra.data.batches import Batch, batch_sizes, batches
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest, stored_name
 from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.data.value_ranges import Range, value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
 
@@ -50,6 +52,12 @@ class Samples:
     def batches(self, batch_size: int) -> list[Batch]:
         """One batch of real rows for each of `sizes`."""
         return [self._batch(size) for size in self.sizes(batch_size)]
+
+    def ranges(self) -> dict[str, Range]:
+        """Smallest and largest value of each column over all partitions, where footers tell."""
+        folders = (Path(self._data_path, info.path) for info in self.manifest.partitions)
+        names = {stored_name(i): spec.name for i, spec in enumerate(self.manifest.columns)}
+        return value_ranges((f for folder in folders for f in folder.glob("*.parquet")), names)
 
     def _batch(self, size: int) -> Batch:
         head = self._first_rows(size)

@@ -61,7 +61,11 @@ CALLS: dict[str, Callable[[fl.FlightClient], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("wrong", [None, "", "wrong", SECRET[:-1], SECRET + "0", SECRET.upper()])
+@pytest.mark.parametrize(
+    "wrong",
+    [None, "", "wrong", SECRET[:-1], SECRET + "0", SECRET.upper()],
+    ids=["none", "empty", "another", "shorter", "longer", "upper case"],
+)
 def test_every_kind_of_call_without_the_secret_is_refused(
     uri: str, call: str, wrong: str | None
 ) -> None:
