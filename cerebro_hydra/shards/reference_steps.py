@@ -135,9 +135,10 @@ def _attempt(
         raise
     except Exception as error:
         features, labels = (None, None) if columns is None else (columns.features, columns.targets)
+        remedy = _REMEDIES.get(what, "")
         raise ConfigurationError(
             f"the {what} failed on a batch with features ({_forms(batch[0], features)}) and "
-            f"labels ({_forms(batch[1], labels)}): {type(error).__name__}: {error}{_REMEDIES.get(what, '')}"
+            f"labels ({_forms(batch[1], labels)}): {type(error).__name__}: {error}{remedy}"
         ) from error
 
 

@@ -114,7 +114,7 @@ FACTORIES: dict[str, tuple[Any, dict[str, list[Any]], dict[str, Any], str]] = {
         another_width,
         {"width": [100]},
         {"evaluation_metric": "loss"},
-        r"forward failed on a batch with features \(features: float32\[\d+, 16\].*\(\d+x16 and 100x4\); give",
+        r"forward failed on .* features \(features: float32\[\d+, 16\].*\(\d+x16 and 100x4\); give",
     ),
     "unknown metric": (
         built,
