@@ -58,15 +58,14 @@ class Layout:
 
 def _values(rows: int, dtype: str, length: int, start: int) -> NDArray[Any]:
     flat = np.arange(start, start + rows * max(length, 1), dtype=np.int64)
+    made: NDArray[Any] = flat
     if dtype == "bool":
-        values = flat * 2654435761 % 7 < 3
+        made = flat * 2654435761 % 7 < 3
     elif dtype == "int64":
-        values = flat + 2**60  # more than a double holds
+        made = flat + 2**60  # more than a double holds
     elif dtype.startswith("float"):
-        values = flat / 3
-    else:
-        values = flat
-    return values.astype(dtype).reshape((rows, length) if length else (rows,))
+        made = flat / 3
+    return made.astype(dtype).reshape((rows, length) if length else (rows,))
 
 
 @st.composite
@@ -89,8 +88,8 @@ def write_layout(folder: Path, layout: Layout) -> None:
     for number, file in enumerate(layout.files):
         tasks.append((f"part-{number:05d}.snappy.parquet", start, file))
         start = file.stop
-    for name, start, file in reversed(tasks):
-        part = table.slice(start, file.stop - start)
+    for name, first, file in reversed(tasks):
+        part = table.slice(first, file.stop - first)
         pq.write_table(part, folder / name, row_group_size=file.group_rows)
 
 
@@ -151,7 +150,7 @@ class ReaderCase(ABC):
         assert (group["x"].tolist(), group["y"].tolist()) == ([1, 2], [[5.0], [6.0]])
 
     def test_numbers_that_are_not_finite_are_no_nulls(self, tmp_path: Path) -> None:
-        """NaN and infinities come as they are stored: refusing them is not the reader's business."""
+        """NaN and infinities come as they are stored: refusing them is others' business."""
         values = np.array([[np.nan, np.inf], [-np.inf, -0.0]], np.float32)
         table = pa.table({"x": to_arrow(values[:, 0]), "y": to_arrow(values)})
         pq.write_table(table, tmp_path / "part-0.parquet")

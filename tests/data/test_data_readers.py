@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -53,7 +56,9 @@ class Broken(ArrowReader):
             yield {name: values[:-1] for name, values in groups[-1].items()}
         elif self.fault == "loses a row and repeats another":
             yield from groups[:-1]
-            yield {n: np.concatenate([v[:1], v[:1], v[2:]])[: len(v)] for n, v in groups[-1].items()}
+            yield {
+                n: np.concatenate([v[:1], v[:1], v[2:]])[: len(v)] for n, v in groups[-1].items()
+            }
         elif self.fault == "exchanges groups":
             yield from reversed(groups)
         elif self.fault == "gives doubles":
@@ -103,8 +108,6 @@ def test_petastorm_is_chosen_where_it_can_be_had() -> None:
 def test_without_petastorm_arrow_is_chosen_and_said(
     fresh_choice: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import importlib.metadata
-
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -128,8 +131,8 @@ def test_petastorm_that_cannot_be_imported_is_passed_over_and_said(
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.1")
     monkeypatch.setattr(pa, "__version__", "14.0.2")
     # Python's own mark for a module whose import must fail.
-    monkeypatch.setitem(__import__("sys").modules, "petastorm.reader", None)
-    monkeypatch.setitem(__import__("sys").modules, "petastorm", None)
+    monkeypatch.setitem(sys.modules, "petastorm.reader", None)
+    monkeypatch.setitem(sys.modules, "petastorm", None)
     assert isinstance(reader.chosen_reader(), ArrowReader)
     assert "petastorm 0.12.1 can't be imported" in reader.reader_title()
 
@@ -166,7 +169,7 @@ def test_slices_and_chunks_of_nested_lists_are_what_they_are_of_arrays(
     assert sliced.shape == values[first:last].shape or first == last
     assert sliced.dtype == values.dtype
     bounds = [0, *cuts, shape[0]]
-    pieces = [array.slice(a, b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [array.slice(a, b - a) for a, b in pairwise(bounds)]
     np.testing.assert_array_equal(to_numpy(pa.chunked_array(pieces), "x"), values)
 
 
