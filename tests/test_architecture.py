@@ -40,7 +40,7 @@ REPLAY_MAY_IMPORT = ("errors", "recipe", "data", "storage", "plan.seeds", "repla
 
 # A third-party package and the only places, files or folders, that may import it.
 ONLY_IN = {
-    "petastorm": ("data/reader.py",),
+    "petastorm": ("data/petastorm_reader.py",),
     "pyarrow.flight": ("wire",),
     "pyspark": ("spark", "data/prepare.py", "testing"),
     "py4j": ("spark",),
@@ -193,7 +193,11 @@ def test_file_keeps_the_rules(path: str) -> None:
             "the package from below",
         ),
         ("shards/a.py", "import cerebro_hydra\ncerebro_hydra.wire.x()", "wire is above shards"),
-        ("data/cache.py", "from petastorm import make_reader", "belongs in data/reader.py"),
+        (
+            "data/cache.py",
+            "from petastorm import make_reader",
+            "belongs in data/petastorm_reader.py",
+        ),
         ("data/cache.py", "from pyarrow import flight", "belongs in wire"),
         ("agent/a.py", "import pyspark.sql", "pyspark belongs in"),
         ("hopper/a.py", "import pyspark", "pyspark belongs in"),

@@ -14,9 +14,8 @@ from cerebro_hydra.errors import SetupError
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-# The least pyarrow that a Spark version's Arrow paths accept.
-_LEAST_PYARROW = (((4, 2), 18), ((4, 1), 15), ((4, 0), 11), ((3, 5), 4))
-_NEWEST_PYARROW_FOR_PETASTORM = 14
+# The least pyarrow that a Spark version's Arrow paths accept; ours is 14.
+_LEAST_PYARROW = (((4, 2), 18), ((4, 1), 15), ((3, 5), 14))
 
 
 @dataclass(frozen=True)
@@ -99,36 +98,27 @@ def settings_findings(settings: Mapping[str, str], slots: int, num_workers: int)
 
 
 def version_findings(pyspark: str, pyarrow: str) -> list[Finding]:
-    """Whether this pair of versions can move data between Spark, petastorm and agents."""
-    spark = _numbers(pyspark)
-    arrow = _numbers(pyarrow)[0]
-    found = []
+    """Whether this pair of versions can move data between Spark and agents."""
     for since, least in _LEAST_PYARROW:
-        if spark >= since:
-            if arrow < least:
-                found.append(
-                    Finding(
-                        "pyarrow",
-                        f"version {pyarrow} is too old for pyspark {pyspark}",
-                        f"install pyarrow {least} or later"
-                        if least <= _NEWEST_PYARROW_FOR_PETASTORM
-                        else "install pyspark 3.5.9 and pyarrow 14.0.2, the versions of our lock",
-                    )
+        if _numbers(pyspark) >= since:
+            if _numbers(pyarrow)[0] >= least:
+                return []
+            stack = "cerebro-hydra[modern]" if since > (4, 0) else "cerebro-hydra[petastorm]"
+            return [
+                Finding(
+                    "pyarrow",
+                    f"version {pyarrow} is too old for pyspark {pyspark}",
+                    f"install pyarrow {least} or later, as {stack} does",
                 )
-            break
-    else:
-        found.append(
-            Finding("pyspark", f"version {pyspark} is too old", "install pyspark 3.5.9 or 4.0.x")
+            ]
+    return [
+        Finding(
+            "pyspark",
+            f"version {pyspark} is too old",
+            "install pyspark 3.5.9, as cerebro-hydra[petastorm] does, or 4.3, as "
+            "cerebro-hydra[modern] does",
         )
-    if arrow > _NEWEST_PYARROW_FOR_PETASTORM:
-        found.append(
-            Finding(
-                "pyarrow",
-                f"petastorm, which reads the prepared data, fails with version {pyarrow}",
-                "install pyarrow 14.0.2",
-            )
-        )
-    return found
+    ]
 
 
 def _numbers(version: str) -> tuple[int, int]:

@@ -7,24 +7,29 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from cerebro_hydra.data.petastorm_reader import obstacle
 from cerebro_hydra.spark.checks import Finding
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-REQUIRED = ("cerebro_hydra", "torch", "numpy", "pyarrow.flight", "petastorm")
+
+def required_modules() -> tuple[str, ...]:
+    """What an agent imports; petastorm where the driver has it, so that all read alike."""
+    petastorm = () if obstacle() else ("petastorm.reader",)
+    return ("cerebro_hydra", "torch", "numpy", "pyarrow.flight", *petastorm)
 
 
 def probe(
-    spark_context: SparkContext, slots: int, modules: Iterable[str] = REQUIRED
+    spark_context: SparkContext, slots: int, modules: Iterable[str] | None = None
 ) -> list[Finding]:
     """Import what an agent needs in one task per slot, and report where that fails.
 
     Args:
         slots: tasks to run; with all slots free, Spark places one on each.
-        modules: names that have to be importable.
+        modules: names that have to be importable; None takes `required_modules`.
     """
-    names = tuple(modules)
+    names = required_modules() if modules is None else tuple(modules)
 
     # Nested, so that it is pickled by value and runs where this package can't be imported.
     def visit(rows: Iterable[int]) -> Iterator[tuple[str, str, str]]:

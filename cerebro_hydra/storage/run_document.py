@@ -54,7 +54,8 @@ class RunDocument:
     `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
     it; `metrics` maps every measured name to its direction; `sample_weight_column` weighs rows;
     `store` and `fingerprint` find the
-    prepared data again; `threads` is what every agent computes with.
+    prepared data again; `threads` is what every agent computes with; `reader` is what reads
+    the rows, "" in runs of before that was recorded.
     """
 
     run_id: str
@@ -73,6 +74,7 @@ class RunDocument:
     threads: int
     trials: tuple[TrialSpec, ...]
     sample_weight_column: str | None = None
+    reader: str = ""
     format: int = 1
 
     def to_json(self) -> dict[str, Any]:

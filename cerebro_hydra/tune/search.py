@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.prepared import Wanted, choose_prepared
+from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.observe import console_observer
 from cerebro_hydra.plan.hop_config import ORDERS
@@ -228,6 +229,7 @@ class Search(ABC):
             fingerprint=manifest.fingerprint,
             validated=manifest.has_validation,
             threads=THREADS,
+            reader=reader_title(),
             trials=tuple(admitted.specs),
         )
 
