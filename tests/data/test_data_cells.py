@@ -82,7 +82,9 @@ def test_rows_with_faults_are_found_at_every_depth(rows: list[Any]) -> None:
         if any(x is not None and x != 1.0 for x in flat):
             unfit.append(number)
     expected = {NULL: null, UNFIT: unfit}
-    assert {k: v.tolist() for k, v in cells.faults.items()} == {k: v for k, v in expected.items() if v}
+    assert {k: v.tolist() for k, v in cells.faults.items()} == {
+        k: v for k, v in expected.items() if v
+    }
     lengths = {0: [(len(row), n) for n, row in enumerate(rows) if row is not None]}
     lengths[1] = [
         (len(each), n) for n, row in enumerate(rows) for each in row or [] if each is not None
@@ -113,7 +115,13 @@ def sparse(size: int, values: dict[int, float]) -> dict[str, Any]:
 
 
 def test_vectors_dense_and_sparse() -> None:
-    rows = [dense(1, 2, 3), sparse(3, {2: 5.0}), sparse(3, {}), dense(0, 0, 7), sparse(3, {0: 1, 1: 2})]
+    rows = [
+        dense(1, 2, 3),
+        sparse(3, {2: 5.0}),
+        sparse(3, {}),
+        dense(0, 0, 7),
+        sparse(3, {0: 1, 1: 2}),
+    ]
     found = read(rows, VECTOR)
     expected = [[1, 2, 3], [0, 0, 5], [0, 0, 0], [0, 0, 7], [1, 2, 0]]
     assert found.shaped().tolist() == expected

@@ -16,7 +16,11 @@ def rows_of(info: PartitionInfo, seed: int | None) -> list[tuple[int, int]]:
     """(file, row) of every row of a partition."""
     there = [(p.file, p.first + i) for p in info.pieces for i in range(p.rows)]
     chosen = is_chosen(info, seed)
-    return there if chosen is None else [row for row, is_own in zip(there, chosen) if is_own]
+    return (
+        there
+        if chosen is None
+        else [row for row, is_own in zip(there, chosen, strict=True) if is_own]
+    )
 
 
 @given(rows=st.integers(0, 10**15), parts=st.integers(1, 50))
