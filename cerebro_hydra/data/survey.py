@@ -11,7 +11,7 @@ from cerebro_hydra.data import faults, row_store
 from cerebro_hydra.data.cells import Cells, cells_of
 from cerebro_hydra.data.manifest import Codec, ColumnSpec
 from cerebro_hydra.data.parquet_files import metadata_of, read_range
-from cerebro_hydra.errors import DataError
+from cerebro_hydra.errors import CerebroHydraError, DataError
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Finding:
 
 
 Findings = dict[str, Finding]
-Mapper = Callable[[Callable[[Stretch], Findings], Sequence[Stretch]], Iterable[Findings]]
+Surveyed = Findings | CerebroHydraError
+Mapper = Callable[[Callable[[Stretch], Surveyed], Sequence[Stretch]], Iterable[Surveyed]]
 """Applies a function to items, in order; a cluster may do so in parallel."""
 
 
@@ -67,12 +68,18 @@ def stretches(paths: Sequence[str], columns: Sequence[Wish]) -> list[Stretch]:
     return found
 
 
-def survey(stretch: Stretch) -> Findings:
-    """Read and decode every row of a stretch.
+def survey(stretch: Stretch) -> Surveyed:
+    """Read and decode every row of a stretch; an error is returned.
 
-    Raises:
-        DataError: the file can't be read.
+    Spark would try a task that raises again, and wrap what it raised.
     """
+    try:
+        return _surveyed(stretch)
+    except CerebroHydraError as error:
+        return error
+
+
+def _surveyed(stretch: Stretch) -> Findings:
     found: Findings = {wish.name: Finding() for wish in stretch.columns}
     first = stretch.first
     for batch in read_range(stretch.path, list(found), first, stretch.rows):
@@ -88,15 +95,19 @@ def survey(stretch: Stretch) -> Findings:
 
 
 def specs_of(
-    columns: Sequence[Wish], surveyed: Iterable[Findings], rows: int
+    columns: Sequence[Wish], surveyed: Iterable[Surveyed], rows: int
 ) -> tuple[ColumnSpec, ...]:
     """The columns with the shape that all rows have.
 
     Raises:
-        DataError: rows can't be trained on; names the column, their number and the first one.
+        DataError: rows can't be trained on; names the column, their number and the first one. Or
+            a file can't be read.
+        SetupError: what reads them is not on a worker.
     """
     total: Findings = {wish.name: Finding() for wish in columns}
     for findings in surveyed:
+        if isinstance(findings, CerebroHydraError):
+            raise findings
         for name, finding in findings.items():
             _join(total[name], finding, name)
     for wish in columns:

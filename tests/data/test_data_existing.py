@@ -217,6 +217,14 @@ def tear(root: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
 
 
+def spoil(root: Path) -> None:
+    """Damage a page, which the footer doesn't show."""
+    file = root / "part-00003.parquet"
+    content = bytearray(file.read_bytes())
+    content[4:60] = b"\xff" * 56
+    file.write_bytes(bytes(content))
+
+
 def other_schema(root: Path) -> None:
     file = root / "part-00003.parquet"
     table = pq.read_table(file)
@@ -231,6 +239,7 @@ def other_file(root: Path) -> None:
     ("damage", "said"),
     [
         (tear, r"part-00003.parquet' is not a whole Parquet file"),
+        (spoil, r"can't read \['id'\] from .*part-00003"),
         (other_schema, r"'id' is int32 in .*part-00000.* and double in .*part-00003.*one schema"),
         (other_file, r"notes.txt' is not a whole Parquet file"),
         (shutil.rmtree, r"train_path .* does not exist: check the path"),
