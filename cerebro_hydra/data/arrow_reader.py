@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cerebro_hydra.data.arrow_arrays import to_numpy
-from cerebro_hydra.data.parquet_files import ParquetFolder
+from cerebro_hydra.data.parquet_folder import ParquetFolder
 
 
 class ArrowReader:

@@ -14,15 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.manifest import (
-    ROW_ID,
-    ColumnSpec,
-    Manifest,
-    PartitionInfo,
-    stored_name,
-)
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, stored_name
+from cerebro_hydra.data.partition_rows import described, read_rows
 from cerebro_hydra.data.prepared import footer_rows
-from cerebro_hydra.data.reader import read_columns
 from cerebro_hydra.data.row_ids import checksum
 from cerebro_hydra.errors import DataError
 
@@ -51,7 +45,7 @@ class CachedPartition:
             folder.parent.mkdir(parents=True, exist_ok=True)
             building = tempfile.mkdtemp(prefix=".building-", dir=folder.parent)
             try:
-                _decode(info, manifest, os.path.join(data_path, info.path), building)
+                _decode(info, manifest, data_path, building)
                 _publish(building, folder)
             finally:
                 shutil.rmtree(building, ignore_errors=True)
@@ -70,14 +64,15 @@ def _publish(building: str, folder: Path) -> None:
             raise
 
 
-def _decode(info: PartitionInfo, manifest: Manifest, source: str, target: str) -> None:
-    what = f"{info.split} partition {info.index} in {source!r}"
-    promised = footer_rows(source)
-    if promised != info.rows:
-        raise DataError(
-            f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "
-            "delete the data and prepare it again"
-        )
+def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str) -> None:
+    what = described(info, manifest, data_path)
+    if manifest.source is None:
+        promised = footer_rows(os.path.join(data_path, info.path))
+        if promised != info.rows:
+            raise DataError(
+                f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "
+                "delete the data and prepare it again"
+            )
     ids = np.empty(info.rows, np.int64)
     maps = [
         np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
@@ -88,41 +83,32 @@ def _decode(info: PartitionInfo, manifest: Manifest, source: str, target: str) -
         )
         for i, spec in enumerate(manifest.columns)
     ]
-    names = [stored_name(i) for i in range(len(maps))]
     start = 0
-    for group in read_columns(source, [ROW_ID, *names]):
-        stop = start + len(group[ROW_ID])
+    for rows in read_rows(info, manifest, data_path):
+        stop = start + len(rows)
         if stop > info.rows:
             raise DataError(
                 f"{what}: the reader gave more rows than the {info.rows} in the footers"
             )
-        ids[start:stop] = group[ROW_ID]
-        for name, spec, mapped in zip(names, manifest.columns, maps, strict=True):
-            mapped[start:stop] = _shaped(group[name], spec, what)
+        if rows.ids is not None:
+            ids[start:stop] = rows.ids
+        for values, mapped in zip(rows.columns, maps, strict=True):
+            mapped[start:stop] = values
         start = stop
     if start != info.rows:
         raise DataError(f"{what}: the reader gave {start} rows, the footers promise {info.rows}")
-    _check_ids(ids, info, what)
+    if info.checksum is not None:
+        _check_ids(ids, info, what, info.checksum)
     for mapped in maps:
         mapped.flush()
 
 
-def _shaped(values: NDArray[Any], spec: ColumnSpec, what: str) -> NDArray[Any]:
-    size = int(np.prod(spec.shape, dtype=np.int64))
-    if values.dtype != np.dtype(spec.dtype) or values.size != len(values) * size:
-        raise DataError(
-            f"{what}: column {spec.name!r} holds {values.dtype} of shape {values.shape[1:]}, the "
-            f"manifest says {spec.dtype} of {spec.shape}; delete the data and prepare it again"
-        )
-    return values.reshape(len(values), *spec.shape)
-
-
-def _check_ids(ids: NDArray[np.int64], info: PartitionInfo, what: str) -> None:
+def _check_ids(ids: NDArray[np.int64], info: PartitionInfo, what: str, promised: int) -> None:
     found = checksum(ids)
-    if found != info.checksum:
+    if found != promised:
         raise DataError(
             f"{what}: the checksum of its {info.rows} row ids is {found:016x}, the manifest says "
-            f"{info.checksum:016x}, so that rows were lost, repeated or exchanged; delete the "
+            f"{promised:016x}, so that rows were lost, repeated or exchanged; delete the "
             "data and prepare it again"
         )
     out_of_order = np.flatnonzero(np.diff(ids) <= 0)

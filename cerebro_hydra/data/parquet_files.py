@@ -1,89 +1,136 @@
-"""The Parquet files of one folder: which they are, in which order, and whether they can be read."""
+"""Parquet files as they lie in a folder: which there are, their footers, ranges of their rows."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import types
+from numpy.typing import NDArray
 
+from cerebro_hydra.data.manifest import SourceFile
 from cerebro_hydra.errors import DataError
 
-# A schema in these files would be unpickled by petastorm, and ours have none.
-_PICKLED = ("_common_metadata", "_metadata")
-
-# What every reader gives as it is stored.
-_ELEMENTS = (pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
+_BATCH_BYTES = 32 << 20  # bounds a reader's memory, however large the row groups are
+_BATCH_ROWS = 1 << 16
+_TAIL = 8  # length of the footer, and the magic number
 
 
-@dataclass(frozen=True)
-class ParquetFolder:
-    """The files of a folder that have rows, in the order of their names, all of one type."""
+def list_files(root: str) -> list[str]:
+    """Sorted paths, relative to `root`, of the files that hold rows.
 
-    path: str
-    files: tuple[str, ...]
-    """Whole paths."""
-    kinds: tuple[pa.DataType, ...]
-    """Of the columns asked for."""
+    Names that start with `_` or `.` (Spark's `_SUCCESS`, petastorm's `_common_metadata`, checksums)
+    are not data; every other file is.
 
-    @classmethod
-    def open(cls, path: str, columns: Sequence[str]) -> ParquetFolder:
-        """Look at the footers, and read no row.
-
-        Hidden files, whose names begin with `.` or `_`, are no data.
-
-        Raises:
-            DataError: the folder holds no Parquet file or a pickled schema, a file is not whole, a
-                column is missing, is not of numbers, or differs in type between files.
-        """
-        for name in _PICKLED:
-            if os.path.exists(os.path.join(path, name)):
-                raise DataError(
-                    f"{path!r} holds {name!r}, which petastorm would unpickle; prepared data has "
-                    "none: delete the data and prepare it again"
-                )
-        names = sorted(f.name for f in Path(path).glob("*.parquet") if f.name[0] not in "._")
-        if not names:
-            raise DataError(f"there are no Parquet files in {path!r}")
-        files = []
-        kinds: tuple[pa.DataType, ...] | None = None
-        for file in (os.path.join(path, name) for name in names):
-            try:
-                footer = pq.read_metadata(file)
-                schema = footer.schema.to_arrow_schema()
-            except (OSError, pa.ArrowException) as error:
-                raise DataError(f"{file!r} is not a whole Parquet file ({error})") from error
-            found = tuple(_kind(schema, name, file) for name in columns)
-            for name, kind, first in zip(columns, found, kinds or found, strict=True):
-                if kind != first:
-                    raise DataError(
-                        f"column {name!r} is {kind} in {file!r} and {first} in the files before "
-                        "it: write all files with one type"
-                    )
-            kinds = found
-            if footer.num_rows:
-                files.append(file)
-        return cls(path, tuple(files), kinds or ())
+    Raises:
+        DataError: there are none.
+    """
+    found = []
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(("_", "."))]
+        for name in names:
+            if not name.startswith(("_", ".")):
+                found.append(os.path.relpath(os.path.join(folder, name), root))
+    if not found:
+        raise DataError(f"there are no Parquet files in {root!r}: check the path")
+    return sorted(found)
 
 
-def _kind(schema: pa.Schema, name: str, file: str) -> pa.DataType:
-    places = schema.get_all_field_indices(name)
-    if len(places) != 1:
-        held = "no column" if not places else f"{len(places)} columns"
-        raise DataError(f"{file!r} has {held} {name!r}, its columns are {schema.names}")
-    kind = schema.field(places[0]).type
-    if element_of(kind) not in _ELEMENTS:
+def metadata_of(path: str) -> pq.FileMetaData:
+    """The footer of a file.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    try:
+        return pq.read_metadata(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path!r} is not a whole Parquet file ({error})") from error
+
+
+def describe_file(path: str, named: str) -> SourceFile:
+    """What a file is now, under the name that it has in a manifest.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    rows = metadata_of(path).num_rows
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(size - _TAIL)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(size - _TAIL - length)
+        footer = hashlib.sha256(file.read(length)).hexdigest()[:32]
+    return SourceFile(named, rows, size, footer)
+
+
+def check_file(path: str, described: SourceFile) -> None:
+    """Compare a file with what it was.
+
+    Raises:
+        DataError: it is gone, or another one lies in its place.
+    """
+    found = describe_file(path, described.path)
+    if found != described:
         raise DataError(
-            f"column {name!r} in {file!r} is {kind}: columns are booleans, signed integers, float, "
-            "double, or lists of them; cast it to one of these"
+            f"{path!r} has changed since a run was planned on it: it has {found.rows} rows in "
+            f"{found.bytes} bytes with footer {found.footer[:8]}, and had {described.rows} in "
+            f"{described.bytes} with {described.footer[:8]}"
         )
-    return kind
 
 
-def element_of(kind: pa.DataType) -> pa.DataType:
-    """The type of the entries of a list, or the type itself."""
-    return kind.value_type if types.is_list(kind) else kind
+def read_range(
+    path: str,
+    columns: Sequence[str],
+    first: int,
+    rows: int,
+    chosen: NDArray[np.bool_] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the columns of consecutive rows in stored order, or of those `chosen` among them.
+
+    Raises:
+        DataError: the file can't be read, or ends before.
+    """
+    done = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            start = 0
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                if start + group.num_rows > first and start < first + rows:
+                    for batch in _overlap(
+                        file, number, columns, first - start, first + rows - start
+                    ):
+                        if chosen is None:
+                            yield batch
+                        else:
+                            mask = chosen[done : done + batch.num_rows]
+                            yield batch.filter(pa.array(mask))
+                        done += batch.num_rows
+                start += group.num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"can't read {list(columns)} from {path!r}: {error}") from error
+    if done != rows:
+        raise DataError(
+            f"{path!r} gave {done} rows from row {first} on, its footer promises {rows}"
+        )
+
+
+def _overlap(
+    file: pq.ParquetFile, number: int, columns: Sequence[str], start: int, stop: int
+) -> Iterator[pa.RecordBatch]:
+    """Batches of rows [start, stop) of a row group, both cut to it."""
+    group = file.metadata.row_group(number)
+    per_row = max(1, group.total_byte_size // max(1, group.num_rows))
+    size = int(min(_BATCH_ROWS, max(1, _BATCH_BYTES // per_row)))
+    at = 0
+    for batch in file.iter_batches(size, row_groups=[number], columns=list(columns)):
+        low, high = max(start - at, 0), min(stop - at, batch.num_rows)
+        if low < high:
+            yield batch.slice(low, high - low)
+        at += batch.num_rows
+        if at >= stop:
+            return

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data import petastorm_reader
 from cerebro_hydra.data.arrow_reader import ArrowReader
-from cerebro_hydra.data.parquet_files import ParquetFolder
+from cerebro_hydra.data.parquet_folder import ParquetFolder
 from cerebro_hydra.data.petastorm_reader import PetastormReader
 from cerebro_hydra.errors import DataError
 

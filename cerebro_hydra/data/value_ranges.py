@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import pyarrow.parquet as pq
+from cerebro_hydra.data.manifest import Manifest, stored_name
+from cerebro_hydra.data.parquet_files import metadata_of
 
 Range = tuple[float, float]
 
 
-def value_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict[str, Range]:
+def value_ranges(manifest: Manifest, data_path: str) -> dict[str, Range]:
+    """The range of each column over all partitions; columns that no footer tells of are left out.
+
+    Raises:
+        DataError: a file can't be read.
+    """
+    if manifest.source is not None:
+        files = [os.path.join(data_path, file.path) for file in manifest.source.files]
+        return footer_ranges(files, {spec.name: spec.name for spec in manifest.columns})
+    folders = (Path(data_path, info.path) for info in manifest.partitions)
+    names = {stored_name(i): spec.name for i, spec in enumerate(manifest.columns)}
+    return footer_ranges((file for each in folders for file in each.glob("*.parquet")), names)
+
+
+def footer_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict[str, Range]:
     """The range of each column over all files; columns without statistics everywhere are left out.
 
     Args:
@@ -19,7 +35,7 @@ def value_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict[
     found: dict[str, Range] = {}
     untold: set[str] = set()
     for file in files:
-        footer = pq.read_metadata(file)
+        footer = metadata_of(str(file))
         for group in map(footer.row_group, range(footer.num_row_groups)):
             for chunk in map(group.column, range(group.num_columns)):
                 name = names.get(chunk.path_in_schema.split(".")[0])

@@ -19,19 +19,32 @@ _UNFINISHED = ".unfinished-"
 class LocalStore(Store):
     """Files below `prefix_path`: a local disk, or a folder shared by all machines.
 
+    Args:
+        prefix_path: folder of prepared data and runs.
+        train_path: Parquet files to train on as they lie: a folder, or one file. For
+            `search.fit_on_prepared_data()`; nothing is written there.
+        val_path: such files to validate on; without it, a share of the training rows is held back.
+
     Raises:
         StoreError: the folder can't be created or written.
+        ConfigurationError: there is a val_path alone.
     """
 
-    def __init__(self, prefix_path: str) -> None:
+    def __init__(
+        self, prefix_path: str, train_path: str | None = None, val_path: str | None = None
+    ) -> None:
         """Create the prefix with its `data` and `runs` folders."""
-        prefix = os.path.abspath(os.path.expanduser(prefix_path))
+        prefix = _absolute(prefix_path)
         if set(prefix) & set("#?"):
             raise StoreError(
                 f"store prefix {prefix!r} holds '#' or '?', which readers of Parquet take as part "
                 "of a URL: choose another folder"
             )
-        super().__init__(prefix)
+        super().__init__(
+            prefix,
+            None if train_path is None else _absolute(train_path),
+            None if val_path is None else _absolute(val_path),
+        )
         for name in ("data", "runs"):
             folder = Path(prefix, name)
             try:
@@ -95,6 +108,10 @@ class LocalStore(Store):
     def local(self, path: str) -> str:
         """Path on this machine: here the path itself."""
         return path
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
 
 
 @contextmanager

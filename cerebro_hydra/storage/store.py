@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -32,7 +32,10 @@ class Store(ABC):
     A file is whole or absent: a reader, in this process or another, never sees part of a `write`,
     not even after a crash in the middle of one. Two writers of one path leave one of the two
     contents; of two creators exactly one succeeds. Every method may be called from any thread, and
-    a store holds nothing but its prefix, so that its dictionary rebuilds it in another process.
+    a store holds nothing but its paths, so that its dictionary rebuilds it in another process.
+
+    `train_path` and `val_path` are where Parquet files lie that somebody else wrote, to be trained
+    and validated on as they are; nothing is ever written there.
     """
 
     _kinds: ClassVar[dict[str, type[Store]]] = {}
@@ -42,9 +45,21 @@ class Store(ABC):
         super().__init_subclass__(**kwargs)
         Store._kinds[cls.__name__] = cls
 
-    def __init__(self, prefix_path: str) -> None:
-        """Remember where everything lies."""
+    def __init__(
+        self, prefix_path: str, train_path: str | None = None, val_path: str | None = None
+    ) -> None:
+        """Remember where everything lies.
+
+        Raises:
+            ConfigurationError: there is a val_path alone.
+        """
+        if val_path is not None and train_path is None:
+            raise ConfigurationError(
+                f"val_path is {val_path!r} and there is no train_path: give both, or neither"
+            )
         self.prefix = prefix_path
+        self.train_path = train_path
+        self.val_path = val_path
 
     def data_path(self, fingerprint: str) -> str:
         """Path of the folder of one prepared data set."""
@@ -84,7 +99,9 @@ class Store(ABC):
 
     def to_dict(self) -> dict[str, str]:
         """Describe the store in JSON, for another process."""
-        return {"type": type(self).__name__, "prefix_path": self.prefix}
+        paths = {"train_path": self.train_path, "val_path": self.val_path}
+        given = {name: path for name, path in paths.items() if path is not None}
+        return {"type": type(self).__name__, "prefix_path": self.prefix, **given}
 
     @staticmethod
     def from_dict(description: Mapping[str, str]) -> Store:
@@ -99,4 +116,4 @@ class Store(ABC):
                 f"unknown store type {description['type']!r}: known are {sorted(Store._kinds)}; "
                 "import the module that defines it"
             )
-        return kind(description["prefix_path"])
+        return kind(**{name: path for name, path in description.items() if name != "type"})

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 
 from cerebro_hydra.data.batches import Batch, batch_sizes, batches
 from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.manifest import Manifest, stored_name
-from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.partition_rows import Rows, read_rows
 from cerebro_hydra.data.value_ranges import Range, value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
@@ -55,9 +52,7 @@ class Samples:
 
     def ranges(self) -> dict[str, Range]:
         """Smallest and largest value of each column over all partitions, where footers tell."""
-        folders = (Path(self._data_path, info.path) for info in self.manifest.partitions)
-        names = {stored_name(i): spec.name for i, spec in enumerate(self.manifest.columns)}
-        return value_ranges((f for folder in folders for f in folder.glob("*.parquet")), names)
+        return value_ranges(self.manifest, self._data_path)
 
     def _batch(self, size: int) -> Batch:
         head = self._first_rows(size)
@@ -70,21 +65,14 @@ class Samples:
         info = self.manifest.partition("train", 0)
         count = min(count, info.rows)
         if self._head is None or self._head.rows < count:
-            stored = {spec.name: stored_name(i) for i, spec in enumerate(self.manifest.columns)}
-            groups = []
-            rows = 0
-            for group in read_columns(
-                os.path.join(self._data_path, info.path), list(stored.values())
-            ):
-                groups.append(group)
-                rows += len(next(iter(group.values())))
-                if rows >= count:
+            read: list[Rows] = []
+            for rows in read_rows(info, self.manifest, self._data_path):
+                read.append(rows)
+                if sum(map(len, read)) >= count:
                     break
             columns = {
-                spec.name: np.concatenate([group[stored[spec.name]] for group in groups])[
-                    :count
-                ].reshape(count, *spec.shape)
-                for spec in self.manifest.columns
+                spec.name: np.concatenate([rows.columns[i] for rows in read])[:count]
+                for i, spec in enumerate(self.manifest.columns)
             }
             self._head = CachedPartition(count, columns)
         return self._head

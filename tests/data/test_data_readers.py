@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cerebro_hydra.data import petastorm_reader, reader
 from cerebro_hydra.data.arrow_arrays import to_numpy
 from cerebro_hydra.data.arrow_reader import ArrowReader
-from cerebro_hydra.data.parquet_files import ParquetFolder
+from cerebro_hydra.data.parquet_folder import ParquetFolder
 from cerebro_hydra.data.petastorm_reader import PetastormReader
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.testing.reader_case import Layout, PartFile, ReaderCase
