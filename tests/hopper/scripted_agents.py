@@ -87,6 +87,8 @@ class ScriptedLauncher:
         script: Callable[[Any, str], Any] | None = None,
     ) -> None:
         self.num_workers = num_workers
+        self.host = "127.0.0.1"
+        self.given_up: list[tuple[int, int | None]] = []
         self._present = num_workers if present is None else present
         self._script = script
         self._threads: list[threading.Thread] = []
@@ -100,6 +102,9 @@ class ScriptedLauncher:
             thread = threading.Thread(target=keep_up, args=(worker,), daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def replace(self, worker: int, task: int | None) -> None:
+        self.given_up.append((worker, task))
 
     def stop(self, timeout: float) -> None:
         for thread in self._threads:
