@@ -24,6 +24,9 @@ OnExit = Callable[[BaseException | None], None]
 # Spark ends a cancelled task's Python two seconds later; nobody waits longer than this for it.
 _CANCEL_SECONDS = 10.0
 
+LOCAL_IP = "SPARK_LOCAL_IP"
+"""Spark's own variable for the one address of a machine that its servers shall use."""
+
 
 def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) -> None:
     """Be the agent of one worker until the run is over."""
@@ -169,7 +172,7 @@ def run_task(worker: int, spec_text: str, factory: bytes, agent: Agent, run: str
     assert context is not None
     spec = json.loads(spec_text)
     spec["task"] = context.taskAttemptId()
-    spec["host"] = os.environ.get("SPARK_LOCAL_IP")
+    spec["host"] = os.environ.get(LOCAL_IP)
     spec["resources"] = {name: list(found.addresses) for name, found in context.resources().items()}
     scratch = None
     if spec.get("scratch") is None:
