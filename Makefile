@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint format venv clean
+.PHONY: help demo test lint format venv integration-spark clean
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
 	@echo "make test      all tests"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
+	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
 	@echo "make venv      only the environment, in $(VENV)"
 	@echo "make clean     remove the environment and everything generated"
 
@@ -23,6 +24,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest
+
+integration-spark: $(STAMP)
+	@$(BIN)/python integration/spark_standalone/run.py
 
 lint: $(STAMP)
 	@echo "ruff check" && $(BIN)/ruff check .

@@ -36,7 +36,7 @@ def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
         optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),
         loss=nn.CrossEntropyLoss(),
         metrics=["accuracy"],
-        batch_size=params["batch_size"],
+        batch_size=16,
         shards=2,
     )
 
@@ -88,7 +88,7 @@ def main(store: Path, report: Path) -> None:
         backend=SparkBackend(spark, num_workers=2),
         store=LocalStore(str(store)),
         estimator_gen_fn=estimator_gen_fn,
-        search_space={"lr": hp_choice([0.01, 0.003]), "batch_size": hp_choice([16, 32])},
+        search_space={"lr": hp_choice([0.01, 0.003])},
         num_epochs=3,
         evaluation_metric="accuracy",
     ).fit(df)

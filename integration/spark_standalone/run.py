@@ -67,7 +67,7 @@ class Cluster:
         path.write_text(
             "#!/bin/bash\n"
             f"export PYTHONPATH=${{PYTHONPATH:+$PYTHONPATH:}}{':'.join(sorted(packages))}\n"
-            f"exec {sys.executable} -S \"$@\"\n"
+            f'exec {sys.executable} -S "$@"\n'
         )
         path.chmod(0o755)
         return path
@@ -132,6 +132,11 @@ class Cluster:
         with open(self.folder / "submit.log", "wb") as log:
             child = self._popen(command, self.environ, log)
             return child.wait()
+
+    def printed(self, pattern: str) -> list[str]:
+        """What matches in the output of the job, each once."""
+        text = (self.folder / "submit.log").read_text(errors="replace")
+        return sorted(set(re.findall(pattern, text)))
 
     def stop(self) -> list[int]:
         """End everything; return the ids of processes that had to be killed."""
@@ -238,7 +243,10 @@ def main() -> int:
         )
         if status or not report.is_file():
             raise SystemExit(f"spark-submit ended with {status}")
-        print(json.dumps(json.loads(report.read_text()), indent=2))
+        told = json.loads(report.read_text())
+        # What agents' CUDA would be shown, printed by the user's function on each worker.
+        told["cuda_was_shown"] = made.printed(r"GPUS (\d+) PCI_BUS_ID")
+        print(json.dumps(told, indent=2))
     print(f"done in {time.monotonic() - begun:.0f} s")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import uuid
@@ -29,12 +30,13 @@ class ScriptedAgent:
             "partitions": [worker],
             "uri": f"grpc://127.0.0.1:{worker + 1}",
             "host": "here",
+            "task": spec["task"],
         }
         self._control = ControlClient(
             spec["control"], spec["secret"], hello, self._inbox.put, lambda reason: self.stop()
         )
 
-        self._control.send({"kind": "agent", "numeric": {}})
+        self._control.send({"kind": "agent", "pid": 7, "gpus": [str(worker)], "numeric": {}})
 
     def stop(self) -> None:
         self._inbox.put({"do": "stop"})
@@ -95,8 +97,9 @@ class ScriptedLauncher:
 
     def start(self, spec: dict[str, Any], factory: Any, on_exit: Any) -> None:
         def keep_up(worker: int) -> None:
-            while not ScriptedAgent(worker, spec, self._script).run():
-                pass
+            for task in itertools.count(10 * worker):
+                if ScriptedAgent(worker, {**spec, "task": task}, self._script).run():
+                    break
 
         for worker in range(self._present):
             thread = threading.Thread(target=keep_up, args=(worker,), daemon=True)
