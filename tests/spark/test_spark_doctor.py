@@ -27,7 +27,17 @@ def test_a_good_session_is_well_and_no_probe_is_left_in_the_store(
 ) -> None:
     report = cerebro_hydra.doctor(spark, num_workers=3, store=str(tmp_path / "store"))
     assert report.ok, str(report)
-    names = "Java packages slots settings GPUs executors network store placement".split()
+    names = [
+        "Java",
+        "packages",
+        "slots",
+        "settings",
+        "GPUs",
+        "executors",
+        "network",
+        "store",
+        "placement",
+    ]
     assert {check.name: check.verdict for check in report.checks} == dict.fromkeys(names, "OK")
     seen = report["network"].seen
     assert seen is not None and len(re.findall(r"127\.0\.0\.1:\d+", seen)) == 4
