@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _LEAST_PYARROW = (((4, 2), 18), ((4, 1), 15), ((4, 0), 11), ((3, 5), 4))
 _NEWEST_PYARROW_FOR_PETASTORM = 14
 
-# Seconds after its start that a session may take to get its executors; Spark waits as long.
-_EXECUTORS_COME_SECONDS = 30.0
+# Seconds after its start that a session may take to get its executors on a busy cluster.
+_EXECUTORS_COME_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def slots_of(spark_context: SparkContext) -> int:
 def wait_for_slots(spark_context: SparkContext, num_workers: int) -> int:
     """How many task slots there are, once executors that are still starting have come.
 
-    A cluster starts executors after the session; they get as long as Spark itself gives them.
+    A cluster starts executors after the session, which may be young.
     """
     local = parse_local_master(str(spark_context.master)) is not None
     ends = spark_context.startTime / 1000 + _EXECUTORS_COME_SECONDS

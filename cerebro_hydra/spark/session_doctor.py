@@ -86,7 +86,10 @@ def doctor_of_new_session(
         SetupError: there is no Java that this Spark runs on.
     """
     defaults = session.defaults(num_workers)
-    base = {**defaults, **settings} if master is None else {"spark.master": master, **settings}
+    given = (
+        {"spark.master": master, "spark.ui.showConsoleProgress": "false"} if master else defaults
+    )
+    base = {**given, **settings}
     try:
         spark = session.started(base)
     except SetupError:
