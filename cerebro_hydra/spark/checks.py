@@ -78,7 +78,7 @@ def settings_findings(settings: Mapping[str, str], slots: int, num_workers: int)
                 f"{missing} would wait for ever",
                 f"give Spark {num_workers} slots ("
                 + (enough if local else "more executors, or spark.executor.cores")
-                + f"), or set num_workers={slots}",
+                + (f"), or set num_workers={slots}" if slots else ")"),
             )
         )
     if local is not None and local.max_failures < 2:
