@@ -19,7 +19,7 @@ MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-modern lint format venv clean
+.PHONY: help demo test test-modern integration-spark lint format venv clean
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
+	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
 	@echo "make venv      only the environment, in $(VENV)"
 	@echo "make clean     remove the environment and everything generated"
 
@@ -38,6 +39,9 @@ test: $(STAMP)
 
 test-modern: $(MODERN_STAMP)
 	@$(MODERN)/bin/python -m pytest $(MODERN_TESTS)
+
+integration-spark: $(STAMP)
+	@$(BIN)/python integration/spark_standalone/run.py
 
 lint: $(STAMP)
 	@echo "ruff check" && $(BIN)/ruff check .

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cerebro_hydra.recipe import StateMetric
     from cerebro_hydra.replay.reference import replay
-    from cerebro_hydra.spark import SparkBackend, SparkEstimator, local_spark
+    from cerebro_hydra.spark import SparkBackend, SparkEstimator, doctor, local_spark
     from cerebro_hydra.storage import LocalStore
     from cerebro_hydra.tune import (
         GridSearch,
@@ -34,6 +34,7 @@ __all__ = [
     "SparkEstimator",
     "StateMetric",
     "__version__",
+    "doctor",
     "hp_choice",
     "hp_loguniform",
     "hp_qloguniform",
@@ -50,6 +51,7 @@ _ROOMS = {
     "SparkBackend": "cerebro_hydra.spark",
     "SparkEstimator": "cerebro_hydra.spark",
     "StateMetric": "cerebro_hydra.recipe",
+    "doctor": "cerebro_hydra.spark",
     "hp_choice": "cerebro_hydra.tune",
     "hp_loguniform": "cerebro_hydra.tune",
     "hp_qloguniform": "cerebro_hydra.tune",

@@ -1,4 +1,4 @@
-"""The command line: `cerebro-hydra demo` and `cerebro-hydra replay RUN`."""
+"""The command line: `cerebro-hydra demo`, `cerebro-hydra replay RUN`, `cerebro-hydra doctor`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,28 @@ def _parser() -> argparse.ArgumentParser:
         "--factory", metavar="MODULE:NAME", help="estimator_gen_fn, if the run did not record it"
     )
     replay.set_defaults(command=_replay)
+
+    doctor = commands.add_parser("doctor", help="check a Spark and say what to change")
+    doctor.add_argument("--master", metavar="URL", help="default: Spark on this machine")
+    doctor.add_argument(
+        "--conf",
+        metavar="KEY=VALUE",
+        type=_setting,
+        action="append",
+        default=[],
+        help="a Spark setting; may come several times",
+    )
+    doctor.add_argument("--workers", type=_count, default=2, help="default: 2")
+    doctor.add_argument("--store", metavar="PATH", help="a folder that all machines shall share")
+    doctor.add_argument(
+        "--import",
+        metavar="MODULE",
+        dest="modules",
+        action="append",
+        default=[],
+        help="a module that agents need, such as that of your factory; may come several times",
+    )
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
@@ -57,6 +79,13 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.startswith("spark."):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form spark.NAME=VALUE")
+    return name, value
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -76,3 +105,19 @@ def _replay(arguments: argparse.Namespace) -> int:
         Console(), arguments.run, trial_id=arguments.trial, factory=arguments.factory
     )
     return 0 if identical else 1
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cerebro_hydra.spark.session_doctor import doctor_of_new_session
+
+    report = doctor_of_new_session(
+        arguments.master,
+        dict(arguments.conf),
+        arguments.workers,
+        arguments.store,
+        arguments.modules,
+    )
+    Console().print(report)
+    return 0 if report.ok else 1

@@ -42,6 +42,7 @@ from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.wire.address import own_host
 from cerebro_hydra.wire.control import ControlClient
 from cerebro_hydra.wire.messages import ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
@@ -57,7 +58,10 @@ def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) ->
 
     Args:
         worker: slot number; partitions p with p % num_workers == worker are its own.
-        spec: JSON of the coordinator: where it is, the secret, the run folder, the data.
+        spec: JSON of the coordinator: where it is, the secret, the run folder, the data. The
+            launcher may add the folder for scratch, the address to listen on (`host`; else the one
+            that leads to the driver), the addresses of its GPUs, and its name for this start
+            (`task`).
         factory: the user's `estimator_gen_fn`.
 
     Raises:
@@ -108,7 +112,8 @@ class _Agent:
         self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stopping = threading.Event()
         self._ready = threading.Event()
-        self._server = ShardServer(spec["host"], spec["secret"], self._published)
+        host = spec.get("host") or own_host(spec["control"])
+        self._server = ShardServer(host, spec["secret"], self._published)
         self._arrivals = Arrivals(
             self._incarnation,
             self._shelf,
@@ -127,6 +132,7 @@ class _Agent:
             "uri": self._server.uri,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "task": spec.get("task"),
             "python": platform.python_version(),
         }
         self._control = ControlClient(
@@ -149,7 +155,14 @@ class _Agent:
             self._report,
             self._control.send,
         )
-        self._control.send({"kind": "agent", "pid": os.getpid(), "numeric": numeric_fingerprint()})
+        self._control.send(
+            {
+                "kind": "agent",
+                "pid": os.getpid(),
+                "gpus": spec.get("resources", {}).get("gpu", []),
+                "numeric": numeric_fingerprint(),
+            }
+        )
         self._ready.set()
 
     def run(self) -> None:

@@ -10,6 +10,9 @@ RUN_FILE = "run.json"
 NUMERIC_FILE = "numeric.json"
 """What the bits depend on, as each worker found it."""
 
+WORKERS_FILE = "workers.json"
+"""Where the latest agent of each worker ran: host, process id, addresses of its GPUs."""
+
 
 @dataclass(frozen=True)
 class TrialSpec:
