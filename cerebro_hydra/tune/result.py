@@ -10,15 +10,12 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import REFUSED_FILE, RunDocument
 from cerebro_hydra.tune.model import History, TrainedModel, checked_outputs
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from torch import nn
-
-REFUSED_FILE = "refused.json"
-"""Trials that could not be built: never part of the run, but of its result."""
 
 
 @dataclass(frozen=True)
