@@ -161,7 +161,9 @@ class Timeline:
         self._close(event.attempt, "done", now)
         bar.seconds = event.seconds
         bar.start = max(bar.told, now - event.seconds)
-        if (event.hop.bytes_moved or event.hop.bytes_saved) and task.source.incarnation != task.incarnation:
+        if (
+            event.hop.bytes_moved or event.hop.bytes_saved
+        ) and task.source.incarnation != task.incarnation:
             bar.hop = self._hop(bar, task, event.hop)
         return bar
 

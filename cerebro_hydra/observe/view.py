@@ -97,7 +97,7 @@ class RunView:
         self.workers: dict[int, str] = {}
         """Incarnation of each live worker."""
         self.seconds: float | None = None
-        """Wall-clock seconds of the whole run, when it is over; of a folder, those of its journal."""
+        """Wall-clock seconds of the whole run; of a folder, those of its journal."""
         self._tasks: dict[int, _Task] = {}
 
     @classmethod
