@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # Okabe and Ito's, as in the report; colour-blind people tell them apart.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#a3960c", "#3c3f46")
 
+_COLUMNS = 3
+
 
 def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
     """One panel per measured name, by epoch; after them one per parameter, against what decides.
@@ -37,10 +39,14 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
         if name not in known:
             raise ConfigurationError(f"there is no parameter {name!r}; there are {list(known)}")
     measured = list(view.measured())
-    columns = len(measured) + len(parameters)
+    count = len(measured) + len(parameters)
+    columns, rows = min(count, _COLUMNS), math.ceil(count / _COLUMNS)
     # Not through pyplot, which keeps every figure and picks a backend.
-    figure = Figure(figsize=(4.2 * columns, 3.2), layout="constrained")
-    panels = figure.subplots(1, columns, squeeze=False)[0]
+    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in grid[count:]:
+        axes.remove()
+    panels = grid[:count]
     ranked = view.best_first()
     for axes, name in zip(panels, measured, strict=False):
         for place, trial in reversed(list(enumerate(ranked))):

@@ -61,8 +61,6 @@ class TensorBoardTracker:
     def _instruction(self, instruction: dict[str, Any], now: float) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.hparams import api_pb2
-        from tensorboard.plugins.hparams.summary import session_end_pb
 
         match instruction:
             case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
@@ -77,14 +75,31 @@ class TensorBoardTracker:
                 log = SessionLog(status=SessionLog.START)
                 self._add(trial, now, len(trial.epochs) + 1, session_log=log)
             case {"type": "FinishTrial", "trial": int(index), "status": str(status)}:
-                ends = {"finished": "STATUS_SUCCESS", "failed": "STATUS_FAILURE"}
-                code = api_pb2.Status.Value(ends.get(status, "STATUS_UNKNOWN"))
-                self._add(self._view.trials[index], now, summary=session_end_pb(code))
+                self._add(self._view.trials[index], now, summary=_session_end(status, now))
 
     def _add(self, trial: TrialView, now: float, step: int = 0, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writers[trial.trial].add_event(Event(wall_time=now, step=step, **content))
+
+
+def _session_end(status: str, now: float) -> Any:
+    """How the table of parameters shows an end; tensorboard's own helper asks for tensorflow."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    ends = {"finished": "STATUS_SUCCESS", "failed": "STATUS_FAILURE"}
+    info = plugin_data_pb2.SessionEndInfo(
+        status=api_pb2.Status.Value(ends.get(status, "STATUS_UNKNOWN")), end_time_secs=now
+    )
+    value = Summary.Value(
+        tag=metadata.SESSION_END_INFO_TAG,
+        metadata=metadata.create_summary_metadata(
+            plugin_data_pb2.HParamsPluginData(session_end_info=info)
+        ),
+        tensor=metadata.NULL_TENSOR,
+    )
+    return Summary(value=[value])
 
 
 def _plain(value: Any) -> bool | int | float | str:
