@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,15 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
         raise SetupError(
             "plots need matplotlib; install it with pip install 'cerebro-hydra[notebook]'"
         ) from error
+
+    class Shown(Figure):
+        """A figure that a notebook shows without a backend of its own."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
     known = dict.fromkeys(name for trial in view.trials for name in trial.params)
     for name in parameters:
         if name not in known:
@@ -42,7 +52,7 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
     count = len(measured) + len(parameters)
     columns, rows = min(count, _COLUMNS), math.ceil(count / _COLUMNS)
     # Not through pyplot, which keeps every figure and picks a backend.
-    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
+    figure: Figure = Shown(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[count:]:
         axes.remove()
