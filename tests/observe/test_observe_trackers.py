@@ -9,7 +9,9 @@ import pytest
 
 from cerebro_hydra import MLflowTracker, TensorBoardTracker
 from cerebro_hydra.observe.report import render
-from cerebro_hydra.plan.simulate import Loss
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.codec import to_json
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
 
@@ -47,21 +49,25 @@ def test_tensorboard_has_a_run_per_trial(result: SearchResult, tmp_path: Path) -
     assert ends == [1, 2, 1]  # success, failure, success
 
 
-def test_tensorboard_forgets_epochs_that_were_trained_again(simulate: Any, tmp_path: Path) -> None:
+def test_tensorboard_forgets_epochs_that_were_trained_again(
+    make_document: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    losses = (Loss(0.5, 1, 0.2), Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0))
-    _, records = simulate(4, losses)
+    told = [
+        ins.EndEpoch(0, 0, {"val_loss": 3.0}),
+        ins.EndEpoch(0, 1, {"val_loss": 2.0}),
+        ins.Redo(0, (4,), "its only holder was lost"),
+        ins.EndEpoch(0, 1, {"val_loss": 1.0}),
+    ]
     tracker = TensorBoardTracker(tmp_path)
-    told = []
-    for record in records:
-        tracker.on_record(record)
-        for each in record.get("instructions", ()):
-            if each["type"] == "EndEpoch":
-                told.append((each["trial"], each["epoch"]))
-    assert len(told) > len(set(told)), "no epoch was repeated, so nothing was to be forgotten"
-    for trial in range(4):
-        (run,) = tmp_path.iterdir()
-        assert [step for step, _ in scalars(run / f"trial-{trial:03d}", "val_loss")] == [1, 2, 3]
+    document = make_document(1)
+    tracker.on_record({"kind": "start", "document": document.to_json()})
+    event = to_json(ev.TrialStopped(0, ""))
+    for seq, each in enumerate(told):
+        journal = {"seq": seq, "time": float(seq + 1), "event": event}
+        tracker.on_record({"kind": "journal", **journal, "instructions": [to_json(each)]})
+    tracker.on_record({"kind": "finish", "seconds": 1.0})
+    assert scalars(tmp_path / document.run_id / "trial-000", "val_loss") == [(1, 3.0), (2, 1.0)]
 
 
 def test_mlflow_has_a_parent_and_a_run_per_trial(

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from cerebro_hydra.tune.frames import by_epoch, by_trial
 from cerebro_hydra.tune.result import Trial
 
@@ -31,7 +29,6 @@ def test_a_row_per_epoch_is_the_history() -> None:
     assert frame.val_loss.tolist() == HISTORY["val_loss"]
 
 
-@pytest.mark.parametrize("trials", [[], TRIALS[1:]])
-def test_without_an_ended_epoch_there_are_no_rows(trials: list[Trial]) -> None:
-    assert by_epoch(trials).empty
-    assert len(by_trial(trials)) == len(trials)
+def test_without_an_ended_epoch_there_are_no_rows() -> None:
+    assert by_epoch(TRIALS[1:]).empty
+    assert len(by_trial(TRIALS[1:])) == 1
