@@ -72,7 +72,7 @@
     const figure = html("figure", { class: "card", "data-curve": name });
     const caption = html("figcaption", {}, name);
     if (name === data.metric) {
-      caption.append(html("small", {}, data.direction === "min" ? " · lower is better, decides" : " · higher is better, decides"));
+      caption.append(html("small", {}, data.direction === "min" ? " · lower is better" : " · higher is better"));
     }
     const svg = element("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${name} by epoch` });
     for (const value of ticks(low, high, 4)) {
