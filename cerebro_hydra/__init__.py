@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cerebro_hydra.observe.mlflow import MLflowTracker
+    from cerebro_hydra.observe.tensorboard import TensorBoardTracker
     from cerebro_hydra.recipe import StateMetric
     from cerebro_hydra.replay.reference import replay
     from cerebro_hydra.spark import SparkBackend, SparkEstimator, doctor, local_spark
@@ -29,10 +31,12 @@ __version__ = "0.1.0"
 __all__ = [
     "GridSearch",
     "LocalStore",
+    "MLflowTracker",
     "RandomSearch",
     "SparkBackend",
     "SparkEstimator",
     "StateMetric",
+    "TensorBoardTracker",
     "__version__",
     "doctor",
     "hp_choice",
@@ -47,11 +51,13 @@ __all__ = [
 _ROOMS = {
     "GridSearch": "cerebro_hydra.tune",
     "LocalStore": "cerebro_hydra.storage",
+    "MLflowTracker": "cerebro_hydra.observe.mlflow",
     "RandomSearch": "cerebro_hydra.tune",
     "SparkBackend": "cerebro_hydra.spark",
     "SparkEstimator": "cerebro_hydra.spark",
     "StateMetric": "cerebro_hydra.recipe",
     "doctor": "cerebro_hydra.spark",
+    "TensorBoardTracker": "cerebro_hydra.observe.tensorboard",
     "hp_choice": "cerebro_hydra.tune",
     "hp_loguniform": "cerebro_hydra.tune",
     "hp_qloguniform": "cerebro_hydra.tune",

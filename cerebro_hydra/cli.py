@@ -1,4 +1,4 @@
-"""The command line: `cerebro-hydra demo`, `cerebro-hydra replay RUN`, `cerebro-hydra doctor`."""
+"""The command line: `cerebro-hydra demo`, `replay RUN`, `report RUN` and `doctor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from cerebro_hydra import __version__
-from cerebro_hydra.errors import CerebroHydraError
+from cerebro_hydra.errors import CerebroHydraError, StoreError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         help="a module that agents need, such as that of your factory; may come several times",
     )
     doctor.set_defaults(command=_doctor)
+
+    report = commands.add_parser("report", help="write a run's report.html from its folder")
+    report.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
+    report.add_argument("--output", metavar="PATH", help="default: report.html in RUN")
+    report.add_argument("--trace", metavar="PATH", help="write a trace for Perfetto or Chrome, too")
+    report.set_defaults(command=_report)
     return parser
 
 
@@ -121,3 +127,26 @@ def _doctor(arguments: argparse.Namespace) -> int:
     )
     Console().print(report)
     return 0 if report.ok else 1
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    import json
+
+    from cerebro_hydra.observe.report import REPORT_FILE, render
+    from cerebro_hydra.observe.trace import trace
+    from cerebro_hydra.storage import RunFolder
+
+    folder = RunFolder.open(arguments.run)
+    _write(arguments.output or os.path.join(folder.path, REPORT_FILE), render(folder))
+    if arguments.trace:
+        _write(arguments.trace, json.dumps(trace(folder)))
+    return 0
+
+
+def _write(path: str, content: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(content)
+    except OSError as error:
+        raise StoreError(f"can't write {path!r}: {error.strerror}; give another path") from error
+    print(path)

@@ -44,6 +44,10 @@ ONLY_IN = {
     "pyarrow.flight": ("wire",),
     "pyspark": ("spark", "data/prepare.py", "testing"),
     "py4j": ("spark",),
+    "jinja2": ("observe",),
+    "matplotlib": ("observe",),
+    "mlflow": ("observe",),
+    "tensorboard": ("observe",),
 }
 NEVER_IN = {"hopper": ("torch",)}
 

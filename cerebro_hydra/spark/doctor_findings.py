@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cerebro_hydra.spark.checks import Finding, parse_local_master
-from cerebro_hydra.spark.java import REMEDY, parse_version, supported_versions
+from cerebro_hydra.spark.java import parse_version, pip_java, supported_versions
 from cerebro_hydra.spark.meeting import Attendance
 from cerebro_hydra.spark.session import DAEMON_MODULE, MAX_FAILURES
 
@@ -20,7 +20,11 @@ def java_findings(java: str, pyspark: str) -> list[Finding]:
         return []
     wanted = " or ".join(map(str, sorted(suited)))
     problem = f"Spark {pyspark} does not run whole on Java {java}; it needs {wanted}"
-    return [Finding("Java", problem, f"{REMEDY}, or set JAVA_HOME to such a Java")]
+    return [
+        Finding(
+            "Java", problem, f"pip install {pip_java(pyspark)}, or set JAVA_HOME to such a Java"
+        )
+    ]
 
 
 def advice_findings(settings: Mapping[str, str]) -> list[Finding]:

@@ -9,6 +9,8 @@ from typing import Any
 RUN_FILE = "run.json"
 NUMERIC_FILE = "numeric.json"
 """What the bits depend on, as each worker found it."""
+REFUSED_FILE = "refused.json"
+"""Trials that could not be built: never part of the run, but of its result."""
 
 WORKERS_FILE = "workers.json"
 """Where the latest agent of each worker ran: host, process id, addresses of its GPUs."""
