@@ -10,9 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cerebro_hydra.ml import SparkEstimator, SparkModel
     from cerebro_hydra.recipe import StateMetric
     from cerebro_hydra.replay.reference import replay
-    from cerebro_hydra.spark import SparkBackend, SparkEstimator, local_spark
+    from cerebro_hydra.spark import SparkBackend, local_spark
     from cerebro_hydra.storage import LocalStore
     from cerebro_hydra.tune import (
         GridSearch,
@@ -32,6 +33,7 @@ __all__ = [
     "RandomSearch",
     "SparkBackend",
     "SparkEstimator",
+    "SparkModel",
     "StateMetric",
     "__version__",
     "hp_choice",
@@ -48,7 +50,8 @@ _ROOMS = {
     "LocalStore": "cerebro_hydra.storage",
     "RandomSearch": "cerebro_hydra.tune",
     "SparkBackend": "cerebro_hydra.spark",
-    "SparkEstimator": "cerebro_hydra.spark",
+    "SparkEstimator": "cerebro_hydra.ml",
+    "SparkModel": "cerebro_hydra.ml",
     "StateMetric": "cerebro_hydra.recipe",
     "hp_choice": "cerebro_hydra.tune",
     "hp_loguniform": "cerebro_hydra.tune",
