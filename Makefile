@@ -13,6 +13,7 @@ export OMP_NUM_THREADS := 1
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
 	@echo "make test      all tests"
+	@echo "make test-spark4   what touches Spark ML, on Spark 4"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
 	@echo "make venv      only the environment, in $(VENV)"
@@ -49,6 +50,22 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info spark-warehouse metastore_db derby.log
+	rm -rf $(VENV) .venv-spark4 build dist *.egg-info spark-warehouse metastore_db derby.log
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Spark 4 over the same packages: its own pyspark and py4j, all else from $(VENV).
+SPARK4 := .venv-spark4
+.PHONY: test-spark4
+
+test-spark4: $(SPARK4)/.installed
+	@$(SPARK4)/bin/python -m pytest tests/ml tests/spark/test_spark_transform.py
+
+$(SPARK4)/.installed: $(STAMP)
+	@$(BIN)/python -m venv --clear $(SPARK4)
+	@$(SPARK4)/bin/python -m pip install -qq --no-input --disable-pip-version-check --no-deps \
+	  pyspark==4.0.5 py4j==0.10.9.9
+	@$(BIN)/python -c 'import site, sysconfig; \
+	  print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(SPARK4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	@touch $@

@@ -72,12 +72,12 @@ class SparkEstimator(Recipe, TrialEstimator):
 
     @staticmethod
     def from_factory(
-        estimator_gen_fn: Callable[[Any], Any], params: Mapping[str, Any], **arguments: Any
+        estimator_gen_fn: Callable[[Any], Any] | str, params: Mapping[str, Any], **arguments: Any
     ) -> FactoryEstimator:
         """An estimator whose model is built by a function of parameters, all of which can vary.
 
         Args:
-            estimator_gen_fn: as of a search; it returns a `SparkEstimator`.
+            estimator_gen_fn: as of a search; it returns a `SparkEstimator`. Or its "module:name".
             params: a default for each parameter; each becomes a Param of that name.
             arguments: `num_epochs`, `store` and all others that are not of a recipe.
 

@@ -27,12 +27,15 @@ __all__ = ["FactoryEstimator", "LocalStore"]  # a store is found by its type onc
 class FactoryEstimator(TrialEstimator, MLWritable, MLReadable["FactoryEstimator"]):
     """What `SparkEstimator.from_factory` gives: every parameter of a factory is a Param.
 
+    Loading imports nothing of the user's; `fit` does.
+
     It can be saved, without pickle, if its factory can be imported by name: what is kept is that
     name, the Params and the store's description. The backend is not: after loading it is that of
     the DataFrame's session.
 
     Args:
-        estimator_gen_fn: a function of the parameters that returns a `SparkEstimator`.
+        estimator_gen_fn: a function of the parameters that returns a `SparkEstimator`, or its
+            "module:name".
         params: a default for each parameter, as JSON.
         arguments: Params of `SparkEstimator` that are not of its recipe, such as num_epochs.
 
@@ -42,10 +45,13 @@ class FactoryEstimator(TrialEstimator, MLWritable, MLReadable["FactoryEstimator"
     """
 
     def __init__(
-        self, estimator_gen_fn: Callable[[Any], Any], params: Mapping[str, Any], **arguments: Any
+        self,
+        estimator_gen_fn: Callable[[Any], Any] | str,
+        params: Mapping[str, Any],
+        **arguments: Any,
     ) -> None:
         super().__init__()
-        if not callable(estimator_gen_fn):
+        if not callable(estimator_gen_fn) and not isinstance(estimator_gen_fn, str):
             raise ConfigurationError(
                 f"estimator_gen_fn is {estimator_gen_fn!r}; give a function of the parameters "
                 "that returns a SparkEstimator"
@@ -53,6 +59,7 @@ class FactoryEstimator(TrialEstimator, MLWritable, MLReadable["FactoryEstimator"
         for name in arguments:
             if name not in self.names():
                 raise TypeError(f"there is no argument {name!r}; there are {self.names()}")
+        # A name is imported by fit alone: a fitted validator is loaded where there is no source.
         self._factory = estimator_gen_fn
         self._names = tuple(params)
         for name, value in params.items():
@@ -67,8 +74,16 @@ class FactoryEstimator(TrialEstimator, MLWritable, MLReadable["FactoryEstimator"
         self._set(**arguments)
 
     def factory(self) -> Callable[[Any], Any]:
-        """The user's function."""
-        return self._factory
+        """The user's function.
+
+        Raises:
+            ReplayError: this estimator was loaded, and the function can't be imported here.
+        """
+        return factories.named(self._factory) if isinstance(self._factory, str) else self._factory
+
+    def factory_name(self) -> str | None:
+        """By which another process can import it, if it can."""
+        return self._factory if isinstance(self._factory, str) else factories.name_of(self._factory)
 
     def trial_params(self) -> dict[str, Any]:
         """All parameters of the factory."""
@@ -92,7 +107,7 @@ class _Writer(MLWriter):
     def save(self, path: str) -> None:
         """Refuse what can't be saved before an older file is overwritten."""
         estimator = self._estimator
-        name = factories.name_of(estimator.factory())
+        name = estimator.factory_name()
         if name is None:
             raise ConfigurationError(
                 f"{estimator.uid} can't be saved: its factory {estimator.factory()!r} can't be "
@@ -111,15 +126,11 @@ class _Writer(MLWriter):
 
 class _Reader(MLReader[FactoryEstimator]):
     def load(self, path: str) -> FactoryEstimator:
-        """Load an estimator.
-
-        Raises:
-            ReplayError: its factory can't be imported here.
-        """
+        """Load an estimator; its factory is imported when it is first fitted."""
         metadata = DefaultParamsReader.loadMetadata(path, self.sc)
         defaults = metadata["defaultParamMap"]
         params = {name: defaults[name] for name in metadata["params"]}
-        estimator = FactoryEstimator(factories.named(metadata["factory"]), params)
+        estimator = FactoryEstimator(metadata["factory"], params)
         estimator._resetUid(metadata["uid"])
         if metadata["paramMap"].get("store") is not None:
             metadata["paramMap"]["store"] = Store.from_dict(metadata["paramMap"]["store"])

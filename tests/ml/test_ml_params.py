@@ -15,7 +15,7 @@ from pyspark.ml.tuning import ParamGridBuilder
 from torch import nn
 
 from cerebro_hydra import LocalStore, SparkEstimator
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, ReplayError
 from cerebro_hydra.ml.copies import Copies, numbers_of
 from cerebro_hydra.ml.trial_estimator import TrialEstimator, grouped
 from cerebro_hydra.recipe import Recipe
@@ -135,6 +135,14 @@ def test_every_parameter_of_a_factory_is_a_param() -> None:
     changed = estimator.copy({estimator.getParam("hidden"): 5})
     assert changed.trial_params() == {"lr": 0.1, "hidden": 5}
     assert changed.factory()(changed.trial_params()).model[0].out_features == 5
+
+
+def test_a_factory_by_name_is_imported_when_it_is_needed() -> None:
+    estimator = SparkEstimator.from_factory("tests.ml.nets:made", {"lr": 0.1})
+    assert estimator.factory() is nets.made
+    absent = SparkEstimator.from_factory("no_such_module:made", {"lr": 0.1})
+    with pytest.raises(ReplayError, match="can't import 'no_such_module'"):
+        absent.factory()
 
 
 @pytest.mark.parametrize("name", ["seed", "copy", "fit", "not a name", 3])
