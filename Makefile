@@ -59,7 +59,8 @@ SPARK4 := .venv-spark4
 .PHONY: test-spark4
 
 test-spark4: $(SPARK4)/.installed
-	@$(SPARK4)/bin/python -m pytest tests/ml tests/spark/test_spark_transform.py
+	@$(SPARK4)/bin/python -m pytest tests/ml/test_ml_params.py tests/ml/test_ml_pipelines.py \
+	  tests/spark/test_spark_transform.py
 
 $(SPARK4)/.installed: $(STAMP)
 	@$(BIN)/python -m venv --clear $(SPARK4)
