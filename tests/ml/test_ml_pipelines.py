@@ -121,7 +121,8 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
         num_epochs=1,
         store=LocalStore(str(tmp_path / "store")),
         verbose=0,
-        transform_batch_size=16,
+        # Which rows share a batch depends on the session, and other batches round otherwise.
+        transform_batch_size=1,
     )
     grid = ParamGridBuilder().addGrid(estimator.lr, [0.03, 1e-5]).addGrid(estimator.hidden, [8, 16])
     validator = CrossValidator(
@@ -195,7 +196,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     assert found["numbers"] == [
         [*r.rawPrediction.toArray(), *r.probability.toArray(), r.prediction] for r in rows
     ]
-    assert PipelineModel.load(str(path)).stages[-1].bestModel.getTransformBatchSize() == 16
+    assert PipelineModel.load(str(path)).stages[-1].bestModel.getTransformBatchSize() == 1
 
 
 def test_instances_in_a_pipeline_under_a_validator_regress(
