@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 # The modern stack: Spark 4.3, pyarrow 26, numpy 2, and no petastorm.
 MODERN := .venv-modern
 MODERN_STAMP := $(MODERN)/.installed
+# Spark 4.0 over the packages of $(VENV), but for pyspark and py4j.
+SPARK4 := .venv-spark4
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check
 
 # Of the decisions without their long searches, which know no library; of Spark one whole run.
@@ -19,12 +21,13 @@ MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-modern integration-spark lint format venv clean
+.PHONY: help demo test test-modern test-spark4 integration-spark lint format venv clean
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
 	@echo "make test      all tests"
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
+	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
 	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
@@ -39,6 +42,10 @@ test: $(STAMP)
 
 test-modern: $(MODERN_STAMP)
 	@$(MODERN)/bin/python -m pytest $(MODERN_TESTS)
+
+test-spark4: $(SPARK4)/.installed
+	@$(SPARK4)/bin/python -m pytest tests/ml/test_ml_params.py tests/ml/test_ml_pipelines.py \
+	  tests/spark/test_spark_transform.py
 
 integration-spark: $(STAMP)
 	@$(BIN)/python integration/spark_standalone/run.py
@@ -72,7 +79,16 @@ $(STAMP) $(MODERN_STAMP): pyproject.toml
 	@$(@D)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
+$(SPARK4)/.installed: $(STAMP)
+	@$(BIN)/python -m venv --clear $(SPARK4)
+	@$(SPARK4)/bin/python $(PIP_INSTALL) --no-deps \
+	  pyspark==4.0.5 py4j==0.10.9.9
+	@$(BIN)/python -c 'import site, sysconfig; \
+	  print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(SPARK4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(MODERN) build dist *.egg-info spark-warehouse metastore_db derby.log
+	rm -rf $(VENV) $(MODERN) $(SPARK4) build dist *.egg-info spark-warehouse metastore_db derby.log
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

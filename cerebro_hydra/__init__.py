@@ -10,11 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cerebro_hydra.ml import SparkEstimator, SparkModel
     from cerebro_hydra.observe.mlflow import MLflowTracker
     from cerebro_hydra.observe.tensorboard import TensorBoardTracker
     from cerebro_hydra.recipe import StateMetric
     from cerebro_hydra.replay.reference import replay
-    from cerebro_hydra.spark import SparkBackend, SparkEstimator, doctor, local_spark
+    from cerebro_hydra.spark import SparkBackend, doctor, local_spark
     from cerebro_hydra.storage import LocalStore
     from cerebro_hydra.tune import (
         GridSearch,
@@ -35,6 +36,7 @@ __all__ = [
     "RandomSearch",
     "SparkBackend",
     "SparkEstimator",
+    "SparkModel",
     "StateMetric",
     "TensorBoardTracker",
     "__version__",
@@ -54,10 +56,11 @@ _ROOMS = {
     "MLflowTracker": "cerebro_hydra.observe.mlflow",
     "RandomSearch": "cerebro_hydra.tune",
     "SparkBackend": "cerebro_hydra.spark",
-    "SparkEstimator": "cerebro_hydra.spark",
+    "SparkEstimator": "cerebro_hydra.ml",
+    "SparkModel": "cerebro_hydra.ml",
     "StateMetric": "cerebro_hydra.recipe",
-    "doctor": "cerebro_hydra.spark",
     "TensorBoardTracker": "cerebro_hydra.observe.tensorboard",
+    "doctor": "cerebro_hydra.spark",
     "hp_choice": "cerebro_hydra.tune",
     "hp_loguniform": "cerebro_hydra.tune",
     "hp_qloguniform": "cerebro_hydra.tune",

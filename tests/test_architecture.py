@@ -29,6 +29,7 @@ ORDER = (
     "agent",
     "spark",
     "tune",
+    "ml",
     "testing",
     "cli",
 )
@@ -42,7 +43,7 @@ REPLAY_MAY_IMPORT = ("errors", "recipe", "data", "storage", "plan.seeds", "repla
 ONLY_IN = {
     "petastorm": ("data/petastorm_reader.py", "data/row_store.py"),
     "pyarrow.flight": ("wire",),
-    "pyspark": ("spark", "data/prepare.py", "testing"),
+    "pyspark": ("spark", "ml", "data/prepare.py", "testing"),
     "py4j": ("spark",),
     "jinja2": ("observe",),
     "matplotlib": ("observe",),

@@ -21,6 +21,7 @@ PRELOADED = (
     "torch._dynamo",
     "safetensors.torch",
     "petastorm.reader",
+    "pyspark.ml.base",
 )
 
 
