@@ -54,7 +54,9 @@ class RunDocument:
     `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
     it; `metrics` maps every measured name to its direction; `sample_weight_column` weighs rows;
     `store` and `fingerprint` find the
-    prepared data again; `threads` is what every agent computes with.
+    prepared data again; `threads` is what every agent computes with. A run that goes on with the
+    trials of another one begins with their results as state 0, and says in `first_epoch` how many
+    epochs they have had: rows come in the orders of the epochs after those.
     """
 
     run_id: str
@@ -73,6 +75,7 @@ class RunDocument:
     threads: int
     trials: tuple[TrialSpec, ...]
     sample_weight_column: str | None = None
+    first_epoch: int = 0
     format: int = 1
 
     def to_json(self) -> dict[str, Any]:
