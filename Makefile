@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint format venv clean
+.PHONY: help demo test lint format venv clean integration-cerebro
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
 	@echo "make test      all tests"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
+	@echo "make integration-cerebro   the searches of cerebro-dl 1.1.1 with our hopper, in .venv-cerebro"
 	@echo "make venv      only the environment, in $(VENV)"
 	@echo "make clean     remove the environment and everything generated"
 
@@ -48,7 +49,19 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
+# cerebro-dl asks for a server's packages that no longer install, so it comes without what it asks for.
+integration-cerebro: .venv-cerebro/.installed
+	@PYTHONPATH=. .venv-cerebro/bin/python -m pytest integration/cerebro
+	@PYTHONPATH=. .venv-cerebro/bin/python integration/cerebro/quickstart.py
+
+.venv-cerebro/.installed: integration/cerebro/requirements.txt
+	@$(PYTHON) -m venv --clear .venv-cerebro
+	@echo "Installing TensorFlow and cerebro-dl into .venv-cerebro; the first time this takes some minutes."
+	@.venv-cerebro/bin/python -m pip install -qq --no-input --disable-pip-version-check -r $<
+	@.venv-cerebro/bin/python -m pip install -qq --no-input --disable-pip-version-check --no-deps cerebro-dl==1.1.1
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info spark-warehouse metastore_db derby.log
+	rm -rf $(VENV) .venv-cerebro build dist *.egg-info spark-warehouse metastore_db derby.log
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -43,9 +43,7 @@ def main() -> None:
     arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def train_share(
-    net: str, share: Sequence[dict[str, Any]], barrier: Barrier, ended: Any
-) -> None:
+def train_share(net: str, share: Sequence[dict[str, Any]], barrier: Barrier, ended: Any) -> None:
     """Train some trials, one after the other; the clock starts when the rows are in memory."""
     torch.set_num_threads(1)
     pixels, labels = (torch.from_numpy(each) for each in digits())

@@ -14,7 +14,14 @@ from nets import make_adam, make_net
 from torch import nn
 from work import EPOCHS, GRID, SEED, VALIDATION, WORKERS, digits
 
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, hp_choice, local_spark
+from cerebro_hydra import (
+    GridSearch,
+    LocalStore,
+    SparkBackend,
+    SparkEstimator,
+    hp_choice,
+    local_spark,
+)
 
 
 def main() -> None:
@@ -74,9 +81,7 @@ def split(started: float, ended: float, store: Path, run: Path) -> dict[str, Any
         for line in lines
         if any(each["type"] == "StartSubEpoch" for each in line["instructions"])
     )
-    done = [
-        line for line in lines if line["event"]["type"] in ("SubEpochDone", "EvaluationDone")
-    ]
+    done = [line for line in lines if line["event"]["type"] in ("SubEpochDone", "EvaluationDone")]
     return {
         "fit": ended - started,
         "prepare": prepared - started,

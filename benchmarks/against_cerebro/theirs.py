@@ -68,7 +68,7 @@ def main() -> None:
             model=tf.keras.Model(first, layer),
             optimizer=tf.keras.optimizers.Adam(params["lr"], epsilon=ADAM_EPSILON),
             loss="sparse_categorical_crossentropy",
-            metrics=["acc"],
+            metrics=["sparse_categorical_accuracy"],
             batch_size=params["batch_size"],
         )
 
@@ -91,7 +91,10 @@ def main() -> None:
             "prepare": seconds["prepare_data"],
             "start": seconds["initialize_workers"] + seconds["initialize_data_loaders"],
             "training": seconds["train_for_one_epoch"],
-            "val_accuracy": [h["val_acc"][-1] for h in result.get_all_model_history().values()],
+            "val_accuracy": [
+                h["val_sparse_categorical_accuracy"][-1]
+                for h in result.get_all_model_history().values()
+            ],
         }
     arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     spark.stop()
