@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,16 +17,33 @@ NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 @pytest.mark.slow
 @pytest.mark.spark
 def test_the_quickstart_runs_and_every_trial_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = printed("01_quickstart.ipynb", monkeypatch)
+    assert text.count(": identical") == 4
+    assert text.count("finished") >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_the_port_from_cerebro_runs_and_every_trial_replays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = printed("02_from_cerebro.ipynb", monkeypatch)
+    assert text.count(": identical") == 4
+    accuracy = re.search(r"accuracy on held-out rows: (\d\.\d+)", text)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.8
+
+
+def printed(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a notebook; return what its cells print."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parent), *sys.path]))
-    notebook = nbformat.read(NOTEBOOKS / "01_quickstart.ipynb", as_version=4)
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     NotebookClient(
         notebook, timeout=170, resources={"metadata": {"path": str(NOTEBOOKS)}}
     ).execute()
-    text = "\n".join(
+    return "\n".join(
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())
     )
-    assert text.count(": identical") == 4
-    assert text.count("finished") >= 4
 
 
 def test_notebooks_are_kept_without_outputs() -> None:

@@ -121,7 +121,12 @@ class Epochs:
         return "see the run folders"
 
     def _begin(self) -> SearchResult:
-        self._check(self._recipe(self._candidates[0]))
+        for params in self._candidates:
+            try:
+                recipe = self._recipe(params)
+            except Exception:
+                continue  # admission meets it again, and refuses this one alone
+            _check(recipe)
         search = _Given(
             self._candidates,
             backend=self._backend,
@@ -169,21 +174,6 @@ class Epochs:
     def _recipe(self, params: Mapping[str, Any]) -> Recipe:
         return build_recipe(self._factory, params, self._seed, self._columns)
 
-    def _check(self, recipe: Recipe) -> None:
-        scheduler = recipe.lr_schedule.make(recipe.optimizer, 1)
-        if scheduler is not None and (
-            recipe.lr_interval == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
-        ):
-            raise ConfigurationError(
-                f"lr_scheduler makes a {type(scheduler).__name__} that steps once an epoch; epochs "
-                'are runs of their own here, so use one with lr_interval="step"'
-            )
-        if recipe.early_stopping is not None:
-            raise ConfigurationError(
-                f"early_stopping is {recipe.early_stopping}; Cerebro's searches train every epoch, "
-                "so leave it out"
-            )
-
 
 def continued(
     before: SearchResult, numbers: Sequence[int], folder: RunFolder, first_epoch: int
@@ -223,3 +213,19 @@ def _matched(result: SearchResult, candidates: Sequence[Mapping[str, Any]]) -> l
         admits = bool(admitted) and dict(admitted[0].params) == dict(params)
         names.append(admitted.pop(0).trial_id if admits else None)
     return names
+
+
+def _check(recipe: Recipe) -> None:
+    scheduler = recipe.lr_schedule.make(recipe.optimizer, 1)
+    if scheduler is not None and (
+        recipe.lr_interval == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
+    ):
+        raise ConfigurationError(
+            f"lr_scheduler makes a {type(scheduler).__name__} that steps once an epoch; epochs "
+            'are runs of their own here, so use one with lr_interval="step"'
+        )
+    if recipe.early_stopping is not None:
+        raise ConfigurationError(
+            f"early_stopping is {recipe.early_stopping}; Cerebro's searches train every epoch, "
+            "so leave it out"
+        )
