@@ -19,7 +19,7 @@ from hopping.epochs import Epochs
 from torch import nn
 
 from cerebro_hydra import SparkBackend, SparkEstimator, local_spark, replay
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, ReplayError
 from cerebro_hydra.recipe import Columns, build_recipe
 from cerebro_hydra.replay.compare import tensor_difference
 from cerebro_hydra.replay.record import read_trial, result_visit
@@ -135,6 +135,8 @@ def test_grid_search_is_one_long_training_bit_for_bit(
     assert replay(
         group.results[0].run_path, "trial-000", search.estimator_gen_fn.__wrapped__
     ).identical
+    with pytest.raises(ReplayError, match="after 1 epochs"):
+        replay(group.results[1].run_path, "trial-000", make_factory())
     predicted = result.set_output_columns(["scores"]).transform(df).collect()
     hits = sum(int(np.argmax(row.scores)) == row.label for row in predicted)
     assert len(predicted) == ROWS
