@@ -8,6 +8,7 @@ MODERN := .venv-modern
 MODERN_STAMP := $(MODERN)/.installed
 # Spark 4.0 over the packages of $(VENV), but for pyspark and py4j.
 SPARK4 := .venv-spark4
+CEREBRO := .venv-cerebro
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check
 
 # Of the decisions without their long searches, which know no library; of Spark one whole run.
@@ -21,7 +22,7 @@ MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-modern test-spark4 integration-spark lint format venv clean
+.PHONY: help demo test test-modern test-spark4 integration-spark integration-cerebro lint format venv clean
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
@@ -31,14 +32,16 @@ help:
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
 	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
+	@echo "make integration-cerebro   the searches of cerebro-dl 1.1.1 with our hopper, in $(CEREBRO)"
 	@echo "make venv      only the environment, in $(VENV)"
 	@echo "make clean     remove the environment and everything generated"
 
 demo: $(STAMP)
 	@$(BIN)/cerebro-hydra demo
 
+# Two processes; tests that need Spark share one of them, and so one JVM.
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-modern: $(MODERN_STAMP)
 	@$(MODERN)/bin/python -m pytest $(MODERN_TESTS)
@@ -49,6 +52,10 @@ test-spark4: $(SPARK4)/.installed
 
 integration-spark: $(STAMP)
 	@$(BIN)/python integration/spark_standalone/run.py
+
+integration-cerebro: $(CEREBRO)/.installed
+	@PYTHONPATH=. $(CEREBRO)/bin/python -m pytest integration/cerebro
+	@PYTHONPATH=. $(CEREBRO)/bin/python integration/cerebro/quickstart.py
 
 lint: $(STAMP)
 	@echo "ruff check" && $(BIN)/ruff check .
@@ -88,7 +95,16 @@ $(SPARK4)/.installed: $(STAMP)
 	  > $$($(SPARK4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	@touch $@
 
+# cerebro-dl asks for a server's packages that no longer install, so it comes without what it asks for.
+$(CEREBRO)/.installed: integration/cerebro/requirements.txt
+	@$(PYTHON) -m venv --clear $(CEREBRO)
+	@echo "Installing TensorFlow and cerebro-dl into $(CEREBRO); the first time this takes some minutes."
+	@$(CEREBRO)/bin/python $(PIP_INSTALL) -r $<
+	@$(CEREBRO)/bin/python $(PIP_INSTALL) --no-deps cerebro-dl==1.1.1
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(MODERN) $(SPARK4) build dist *.egg-info spark-warehouse metastore_db derby.log
+	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) build dist *.egg-info
+	rm -rf spark-warehouse metastore_db derby.log
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,23 +17,39 @@ NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 @pytest.mark.slow
 @pytest.mark.spark
 def test_the_quickstart_runs_and_every_trial_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parent), *sys.path]))
-    notebook = nbformat.read(NOTEBOOKS / "01_quickstart.ipynb", as_version=4)
-    NotebookClient(
-        notebook, timeout=170, resources={"metadata": {"path": str(NOTEBOOKS)}}
-    ).execute()
-    text = "\n".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())
-    )
+    outputs = run("01_quickstart.ipynb", monkeypatch)
+    text = printed(outputs)
     assert text.count(": identical") == 4
     assert text.count("finished") >= 4
-    shown = [data for cell in notebook.cells for data in _shown(cell)]
+    shown = [output["data"] for output in outputs if "data" in output]
     assert sum("image/png" in data for data in shown) == 1
     assert any("param_dropout" in data.get("text/html", "") for data in shown)
 
 
-def _shown(cell: nbformat.NotebookNode) -> list[dict[str, str]]:
-    return [output["data"] for output in cell.get("outputs", ()) if "data" in output]
+@pytest.mark.slow
+@pytest.mark.spark
+def test_the_port_from_cerebro_runs_and_every_trial_replays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = printed(run("02_from_cerebro.ipynb", monkeypatch))
+    assert text.count(": identical") == 4
+    accuracy = re.search(r"accuracy on held-out rows: (\d\.\d+)", text)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.8
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch) -> list[nbformat.NotebookNode]:
+    """The outputs of all cells of a notebook."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parent), *sys.path]))
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    NotebookClient(
+        notebook, timeout=170, resources={"metadata": {"path": str(NOTEBOOKS)}}
+    ).execute()
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
+
+
+def printed(outputs: list[nbformat.NotebookNode]) -> str:
+    return "\n".join(output.get("text", "") for output in outputs)
 
 
 def test_notebooks_are_kept_without_outputs() -> None:

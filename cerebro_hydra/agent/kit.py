@@ -75,6 +75,7 @@ class Kits:
         """The batches of a sub-epoch in its seeded order, a window per optimizer step."""
         spec = self._document.trials[trial]
         part = self._training[partition]
+        epoch += self._document.first_epoch
         order = row_order(part.rows, self._document.seed, epoch, partition)
         stream = self._batches(part, spec.batch_size, order)
         while window := list(islice(stream, spec.accumulate)):

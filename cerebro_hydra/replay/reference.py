@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.data.batches import row_order
+from cerebro_hydra.errors import ReplayError
 from cerebro_hydra.recipe import Columns, RandomKey, Recipe, build_recipe, measure, units
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
 from cerebro_hydra.replay.factories import find
@@ -30,10 +31,17 @@ def replay(run_path: str, trial_id: str, factory: Any = None) -> ReplayReport:
         factory: the `estimator_gen_fn` or its `module:name`, if it can't be found by itself.
 
     Raises:
-        ReplayError: the factory, the trial or its final state can't be found.
+        ReplayError: the factory, the trial or its final state can't be found, or the run began in
+            the middle of its trials.
     """
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-replay-") as scratch:
         run = RunData.open(run_path, scratch)
+        if run.document.first_epoch:
+            raise ReplayError(
+                f"run {run_path!r} goes on where another one ended, after "
+                f"{run.document.first_epoch} epochs; a replay begins with untrained weights, so "
+                "replay the run that its trials began in"
+            )
         spec = run.trial(trial_id)
         expected = expectations(run, spec)
         named = find(run_path, run.document.factory, factory)

@@ -59,8 +59,9 @@ class RunDocument:
     `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
     it; `metrics` maps every measured name to its direction; `sample_weight_column` weighs rows;
     `store` and `fingerprint` find the
-    prepared data again; `threads` is what every agent computes with; `reader` is what reads
-    the rows, "" in runs of before that was recorded.
+    prepared data again; `threads` is what every agent computes with, `reader` what reads the rows.
+    A run that goes on with the trials of another one begins with their results as state 0, and says
+    in `first_epoch` how many epochs they have had: rows come in the orders of those that follow.
     """
 
     run_id: str
@@ -80,6 +81,7 @@ class RunDocument:
     trials: tuple[TrialSpec, ...]
     sample_weight_column: str | None = None
     reader: str = ""
+    first_epoch: int = 0
     format: int = 1
 
     def to_json(self) -> dict[str, Any]:

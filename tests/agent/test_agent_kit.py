@@ -1,10 +1,12 @@
-"""What an agent keeps per trial: a structure once for equal models, and no weights of its own."""
+"""What an agent keeps per trial: a structure once for equal models, rows by epoch, no weights."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cerebro_hydra.agent.kit import Kits
 from cerebro_hydra.data.cache import CachedPartition
@@ -16,7 +18,9 @@ from tests.end_to_end.test_runs import classes, search
 
 
 @pytest.mark.slow
-def test_equal_models_are_exported_once_and_leave_no_weights(tmp_path: Path) -> None:
+def test_equal_models_are_exported_once_and_a_run_that_goes_on_takes_the_next_orders(
+    tmp_path: Path,
+) -> None:
     space = {"lr": [0.1, 0.01, 0.001], "dropout": [0.1]}
     result = search(tmp_path, models.feed_forward, space, classes(), num_epochs=1)
     document = RunDocument.from_json(RunFolder.open(result.run_path).read_json(RUN_FILE))
@@ -31,3 +35,11 @@ def test_equal_models_are_exported_once_and_leave_no_weights(tmp_path: Path) -> 
     assert len({id(kit.engine._structure) for kit in built}) == 1
     for kit in built:
         assert all(p.numel() == 0 for p in kit.recipe.model.parameters())
+
+    def rows(document: RunDocument, epoch: int) -> torch.Tensor:
+        windows = Kits(document, models.feed_forward, {0: part}, {}).windows(0, epoch, 0)
+        return torch.cat([batch.features[0] for window in windows for batch in window])
+
+    going_on = replace(document, first_epoch=1)
+    assert torch.equal(rows(going_on, 0), rows(document, 1))
+    assert not torch.equal(rows(going_on, 0), rows(document, 0))

@@ -1,0 +1,151 @@
+"""The same search in cerebro-dl and here, and its floor: one part after the other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from work import NETS
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PARTS = {"floor": "floor.py", "ours": "ours.py", "cerebro": "theirs.py"}
+CLAIMED_SPEEDUP = {"small": 5.0, "large": 4.0}
+CLAIMED_OVERHEAD = 1.15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", type=chosen_of(PARTS), default=list(PARTS))
+    parser.add_argument("--nets", type=chosen_of(NETS), default=list(NETS))
+    parser.add_argument("--rounds", type=int, default=3, help="of ours and the floor, in turns")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--python-cerebro", default=str(ROOT / ".venv-cerebro/bin/python"))
+    parser.add_argument("--again", action="store_true", help="also what has a result already")
+    arguments = parser.parse_args()
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    for part, net, number in plan(arguments.parts, arguments.nets, arguments.rounds):
+        path = arguments.results / f"{net}-{part}-{number}.json"
+        if path.exists() and not arguments.again:
+            print(f"{path.name} is there")
+            continue
+        python = arguments.python_cerebro if part == "cerebro" else sys.executable
+        run(python, part, net, path)
+    (arguments.results / "machine.json").write_text(json.dumps(machine(), indent=2) + "\n")
+    print(table(arguments.results))
+
+
+def chosen_of(names: Any) -> Any:
+    def chosen(text: str) -> list[str]:
+        given = text.split(",")
+        if unknown := [name for name in given if name not in names]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {list(names)}")
+        return given
+
+    return chosen
+
+
+def plan(parts: Sequence[str], nets: Sequence[str], rounds: int) -> Iterator[tuple[str, str, int]]:
+    """Ours and the floor in turns, so that a change of the machine meets both; Cerebro once."""
+    for net in nets:
+        for number in range(rounds):
+            for part in ("floor", "ours"):
+                if part in parts:
+                    yield part, net, number
+        if "cerebro" in parts:
+            yield "cerebro", net, 0
+
+
+def run(python: str, part: str, net: str, path: Path) -> None:
+    """One part of one net in a process of its own; its figures appear at `path`."""
+    load = os.getloadavg()[0]
+    print(f"{path.name} (load {load:.1f}) ...", end=" ", flush=True)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "PYTHONWARNINGS": "ignore",
+    }
+    log = path.with_suffix(".log")
+    with log.open("w") as output:
+        ended = subprocess.run(
+            [python, str(HERE / PARTS[part]), "--net", net, "--json", str(path)],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if ended.returncode:
+        raise SystemExit(f"failed with {ended.returncode}; see {log}")
+    log.unlink()
+    figures = json.loads(path.read_text())
+    figures |= {"load_before": load, "load_after": os.getloadavg()[0]}
+    path.write_text(json.dumps(figures, indent=2) + "\n")
+    print(", ".join(f"{name} {v:.1f}" for name, v in figures.items() if isinstance(v, float)))
+
+
+def table(results: Path) -> str:
+    """Medians over rounds, and how they compare with what is claimed."""
+    lines = []
+    for net in NETS:
+        found = {part: medians(results, net, part) for part in PARTS}
+        for part, figures in found.items():
+            if figures:
+                split = ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
+                lines.append(f"{net} {part}: {split}")
+        floor, ours, cerebro = found["floor"], found["ours"], found["cerebro"]
+        if floor and ours:
+            lines.append(
+                verdict(
+                    f"{net}: our training / floor",
+                    ours["training"] / floor["training"],
+                    CLAIMED_OVERHEAD,
+                    at_most=True,
+                )
+            )
+        if cerebro and ours:
+            lines.append(
+                verdict(
+                    f"{net}: Cerebro's fit / ours",
+                    cerebro["fit"] / ours["fit"],
+                    CLAIMED_SPEEDUP[net],
+                    at_most=False,
+                )
+            )
+    return "\n".join(lines)
+
+
+def verdict(what: str, ratio: float, claimed: float, at_most: bool) -> str:
+    held = ratio <= claimed if at_most else ratio >= claimed
+    bound = "at most" if at_most else "at least"
+    return f"{what}: {ratio:.2f} (claimed: {bound} {claimed:.2f}, {'held' if held else 'NOT held'})"
+
+
+def medians(results: Path, net: str, part: str) -> dict[str, float]:
+    rounds = [json.loads(path.read_text()) for path in results.glob(f"{net}-{part}-*.json")]
+    names = [name for name, v in rounds[0].items() if isinstance(v, float)] if rounds else []
+    return {name: statistics.median(each[name] for each in rounds) for name in names}
+
+
+def machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    main()

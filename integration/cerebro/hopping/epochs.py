@@ -1,0 +1,231 @@
+"""Trials that train whenever somebody asks, one epoch at a time: each epoch is a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from cerebro_hydra import SparkEstimator
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
+from cerebro_hydra.hopper.coordinator import Coordinator
+from cerebro_hydra.observe import console_observer
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe, measure
+from cerebro_hydra.replay.record import result_visit
+from cerebro_hydra.storage import RunFolder, Store
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.tune.model import TrainedModel
+from cerebro_hydra.tune.result import REFUSED_FILE, SearchResult
+from cerebro_hydra.tune.search import Search
+from cerebro_hydra.tune.space import hp_choice
+
+Factory = Callable[[dict[str, Any]], SparkEstimator]
+
+
+class _Given(Search):
+    """A search whose candidates somebody else has chosen."""
+
+    def __init__(self, candidates: Sequence[Mapping[str, Any]], **arguments: Any) -> None:
+        names = {name: hp_choice([name]) for name in candidates[0]} or {"nothing": hp_choice([0])}
+        super().__init__(search_space=names, **arguments)
+        self._candidates = [dict(params) for params in candidates]
+
+    def candidates(self) -> list[dict[str, Any]]:
+        return self._candidates
+
+
+class Epochs:
+    """Candidates that train together, an epoch per call of `train`.
+
+    The first epoch is a search of one epoch; every further one is a run whose trials begin with
+    what the run before made of them: weights, state of optimizers and LR schedules, step. Together
+    they have the bits of one long run that visits partitions in the same order.
+
+    Args:
+        backend: a `cerebro_hydra.SparkBackend`.
+        store: where the prepared data lies and the runs' folders will.
+        manifest: the prepared data.
+        factory: builds a candidate from its parameters.
+        candidates: the parameters of each.
+        columns: names of features and labels.
+        verbose: 0 prints nothing.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        store: Store,
+        manifest: Manifest,
+        factory: Factory,
+        candidates: Sequence[Mapping[str, Any]],
+        columns: Columns,
+        seed: int,
+        verbose: int,
+    ) -> None:
+        self._backend = backend
+        self._store = store
+        self._manifest = manifest
+        self._factory = factory
+        self._candidates = list(candidates)
+        self._columns = columns
+        self._seed = seed
+        self._verbose = verbose
+        self.results: list[SearchResult] = []
+        """The run of each epoch."""
+        self._trials: list[str | None] = []
+
+    def train(self) -> list[dict[str, float] | None]:
+        """Train all candidates for one epoch.
+
+        Returns:
+            What the epoch measured of each candidate; None of those that have failed.
+
+        Raises:
+            ConfigurationError: a candidate asks for what needs to know all epochs beforehand.
+            AllTrialsFailed: none is left.
+        """
+        if self.results:
+            result = self._go_on()
+        else:
+            result = self._begin()
+            self._trials = _matched(result, self._candidates)
+        self.results.append(result)
+        finished = {t.trial_id: t for t in result.trials if t.status == "finished"}
+        measured = [finished.get(name or "") for name in self._trials]
+        return [t and {name: values[-1] for name, values in t.history.items()} for t in measured]
+
+    def model(self, candidate: int) -> TrainedModel:
+        """The model of a candidate after the newest epoch.
+
+        Raises:
+            ConfigurationError: it has failed, and the message says why.
+        """
+        name = self._trials[candidate]
+        for model in self.results[-1].get_all_models():
+            if model.trial_id == name:
+                return model
+        raise ConfigurationError(
+            f"the model with {dict(self._candidates[candidate])} has failed, so there is none: "
+            f"{self._error(candidate)}"
+        )
+
+    def _error(self, candidate: int) -> str:
+        for result in self.results:
+            for trial in result.trials:
+                same = trial.trial_id == self._trials[candidate]
+                if trial.error and (same or trial.params == self._candidates[candidate]):
+                    return trial.error
+        return "see the run folders"
+
+    def _begin(self) -> SearchResult:
+        for params in self._candidates:
+            try:
+                recipe = self._recipe(params)
+            except Exception:
+                continue  # admission meets it again, and refuses this one alone
+            _check(recipe)
+        search = _Given(
+            self._candidates,
+            backend=self._backend,
+            store=self._store,
+            estimator_gen_fn=self._factory,
+            num_epochs=1,
+            validation=0.5 if self._manifest.has_validation else None,  # its rows are chosen
+            feature_columns=self._columns.features,
+            label_columns=self._columns.labels,
+            seed=self._seed,
+            verbose=self._verbose,
+        )
+        return search.fit_on_prepared_data(self._manifest)
+
+    def _go_on(self) -> SearchResult:
+        before = self.results[-1]
+        numbers = [i for i, trial in enumerate(before.trials) if trial.status == "finished"]
+        first = self.results[0].document.run_id
+        folder = RunFolder(self._store, f"{first}-epoch-{len(self.results)}")
+        document = continued(before, numbers, folder, len(self.results))
+        observer = console_observer(self._verbose)
+        try:
+            Coordinator(
+                folder,
+                document,
+                self._backend.launcher(),
+                self._factory,
+                manifest=self._manifest,
+                data_path=self._store.data_path(self._manifest.fingerprint),
+                observers=[observer],
+                measure=lambda trial, states: measure(
+                    self._recipe(document.trials[trial].params).state_metrics, states
+                ),
+            ).run()
+        finally:
+            observer.close()
+        result = SearchResult.open(folder.path, self._factory)
+        if all(trial.status == "failed" for trial in result.trials):
+            raise AllTrialsFailed(
+                f"all trials that were left failed in epoch {len(self.results)}; the run folder is "
+                f"{folder.path}\n\n" + "\n\n".join(trial.error or "" for trial in result.trials)
+            )
+        return result
+
+    def _recipe(self, params: Mapping[str, Any]) -> Recipe:
+        return build_recipe(self._factory, params, self._seed, self._columns)
+
+
+def continued(
+    before: SearchResult, numbers: Sequence[int], folder: RunFolder, first_epoch: int
+) -> RunDocument:
+    """Write what a run of one more epoch begins with: the results of some trials as state 0.
+
+    Args:
+        before: the run to go on from.
+        numbers: which of its trials.
+        folder: of the new run.
+        first_epoch: epochs that the trials have had.
+    """
+    source = RunFolder.open(before.run_path)
+    specs = []
+    for trial, number in enumerate(numbers):
+        shards = source.read_state(number, result_visit(source, number))["shards"]
+        for shard in shards:
+            for digest in (shard["frozen"], shard["trainable"]):
+                if not folder.has_object(digest):
+                    folder.write_object(digest, source.read_object(digest))
+        folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": shards})
+        digests = tuple((shard["frozen"], shard["trainable"]) for shard in shards)
+        specs.append(replace(before.document.trials[number], trial=trial, shards=digests))
+    document = replace(
+        before.document, run_id=folder.run_id, first_epoch=first_epoch, trials=tuple(specs)
+    )
+    folder.write_json(REFUSED_FILE, [])
+    folder.write_json(RUN_FILE, document.to_json())
+    return document
+
+
+def _matched(result: SearchResult, candidates: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """The id of each candidate's trial; a run numbers those that it refused last."""
+    admitted = list(result.document.trials)
+    names: list[str | None] = []
+    for params in candidates:
+        admits = bool(admitted) and dict(admitted[0].params) == dict(params)
+        names.append(admitted.pop(0).trial_id if admits else None)
+    return names
+
+
+def _check(recipe: Recipe) -> None:
+    scheduler = recipe.lr_schedule.make(recipe.optimizer, 1)
+    if scheduler is not None and (
+        recipe.lr_interval == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
+    ):
+        raise ConfigurationError(
+            f"lr_scheduler makes a {type(scheduler).__name__} that steps once an epoch; epochs "
+            'are runs of their own here, so use one with lr_interval="step"'
+        )
+    if recipe.early_stopping is not None:
+        raise ConfigurationError(
+            f"early_stopping is {recipe.early_stopping}; Cerebro's searches train every epoch, "
+            "so leave it out"
+        )

@@ -1,0 +1,102 @@
+"""What Cerebro's searches take for an estimator: parameters, columns, and who builds the model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cerebro_hydra import SparkEstimator
+
+if TYPE_CHECKING:
+    from hopping.backend import HoppingBackend, HoppingModel
+
+Factory = Callable[[dict[str, Any]], SparkEstimator]
+
+_numbers = itertools.count()
+
+
+class _NoLayers:
+    """The model as Cerebro sees it: it looks for layers of Keras to mend, and there are none."""
+
+    layers: tuple[()] = ()
+
+
+class HoppingEstimator:
+    """One configuration, with the methods that Cerebro's searches call.
+
+    The PyTorch model is built by the factory where it trains, never here.
+    """
+
+    def __init__(self, factory: Factory, params: Mapping[str, Any]) -> None:
+        """Use `hopping(factory)`."""
+        self.factory = factory
+        self.params = {name: _plain(value) for name, value in params.items()}
+        self.verbose = 1
+        self.backend: HoppingBackend | None = None
+        """Whoever trains it, once it has."""
+        self._run_id = f"model_{next(_numbers)}"
+        self._epochs = 0
+
+    def getRunId(self) -> str:
+        return self._run_id
+
+    def getEpochs(self) -> int:
+        return self._epochs
+
+    def setEpochs(self, epochs: int) -> None:
+        self._epochs = epochs
+
+    def setHyperParams(self, params: Mapping[str, Any]) -> None:
+        """Nothing to do: the factory's parameters are known since construction."""
+
+    def setFeatureCols(self, columns: list[str]) -> None:
+        """Nothing to do: the backend is told the columns with every epoch."""
+
+    def setLabelCols(self, columns: list[str]) -> None:
+        """Nothing to do, as for the features."""
+
+    def setStore(self, store: Any) -> None:
+        """Nothing to do, as for the features."""
+
+    def setVerbose(self, verbose: int) -> None:
+        self.verbose = verbose
+
+    def getModel(self) -> Any:
+        return _NoLayers()
+
+    def getCustomObjects(self) -> dict[str, Any]:
+        return {}
+
+    def setCustomObjects(self, objects: dict[str, Any]) -> None:
+        """Nothing to do: PyTorch has none."""
+
+    def create_model(
+        self, history: dict[str, list[float]], run_id: str, metadata: Any
+    ) -> HoppingModel:
+        """The trained model, with Cerebro's history of it."""
+        assert self.backend is not None
+        return self.backend.model(self, history)
+
+
+def hopping(factory: Factory) -> Callable[[Mapping[str, Any]], HoppingEstimator]:
+    """Make an `estimator_gen_fn` for Cerebro of one for us.
+
+    Args:
+        factory: a function of the parameters that returns a `cerebro_hydra.SparkEstimator`; it
+            travels to the workers.
+    """
+
+    @wraps(factory)
+    def estimator_gen_fn(params: Mapping[str, Any]) -> HoppingEstimator:
+        return HoppingEstimator(factory, params)
+
+    return estimator_gen_fn
+
+
+def _plain(value: Any) -> Any:
+    """Cerebro draws NumPy's scalars, which JSON does not know."""
+    return value.item() if isinstance(value, np.generic) else value

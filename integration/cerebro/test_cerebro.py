@@ -1,0 +1,235 @@
+"""The real searches of cerebro-dl, with our hopper. Runs in an environment of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+import numpy as np
+import pytest
+import torch
+from cerebro.tune import GridSearch, RandomSearch, TPESearch, hp_choice, hp_uniform
+from hopping import HoppingBackend, HoppingStore, hopping
+from hopping.epochs import Epochs
+from torch import nn
+
+from cerebro_hydra import SparkBackend, SparkEstimator, local_spark, replay
+from cerebro_hydra.errors import ConfigurationError, ReplayError
+from cerebro_hydra.recipe import Columns, build_recipe
+from cerebro_hydra.replay.compare import tensor_difference
+from cerebro_hydra.replay.record import read_trial, result_visit
+from cerebro_hydra.replay.reference import train
+from cerebro_hydra.replay.run_data import RunData, with_threads
+from cerebro_hydra.replay.states import load_model, read_saved
+from cerebro_hydra.storage import RunFolder
+
+WORKERS = 2
+ROWS = 600
+EPOCHS = 3
+
+
+def make_factory() -> Any:
+    """A factory that travels by value, as one from a notebook does."""
+
+    def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
+        if params["lr"] > 1:
+            raise ValueError(f"lr is {params['lr']}")
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
+        return SparkEstimator(
+            model=model,
+            optimizer=torch.optim.Adam(model.parameters(), lr=params["lr"]),
+            loss=nn.CrossEntropyLoss(),
+            metrics=["accuracy"],
+            batch_size=params.get("batch_size", 32),
+            shards=2,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+        )
+
+    return estimator_gen_fn
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[Any]:
+    session = local_spark(workers=WORKERS)
+    yield session
+    session.stop()
+
+
+@pytest.fixture(scope="module")
+def df(spark: Any) -> Any:
+    draw = np.random.default_rng(7)
+    labels = draw.integers(0, 3, ROWS)
+    features = draw.normal(labels[:, None], 1.0, (ROWS, 8)).astype("float32")
+    rows = [(f.tolist(), int(n)) for f, n in zip(features, labels, strict=True)]
+    return spark.createDataFrame(rows, "features array<float>, label long")
+
+
+@pytest.fixture
+def backend(spark: Any) -> HoppingBackend:
+    return HoppingBackend(SparkBackend(spark_context=spark.sparkContext, num_workers=WORKERS))
+
+
+def arguments(backend: HoppingBackend, tmp_path: Path, **others: Any) -> dict[str, Any]:
+    return {
+        "backend": backend,
+        "store": HoppingStore(str(tmp_path)),
+        "estimator_gen_fn": hopping(make_factory()),
+        "num_epochs": EPOCHS,
+        "validation": 0.2,
+        "verbose": 0,
+        **others,
+    }
+
+
+def check_visits(groups: list[Epochs], models: int, epochs: int) -> None:
+    """By the journals, every model visited every partition once in every epoch."""
+    for number, group in enumerate(groups):
+        assert len(group.results) == epochs
+        for result in group.results:
+            assert len(result.trials) == models, f"group {number}"
+            for trial in result.trials:
+                assert sorted(trial.visit_log) == [(0, p) for p in range(WORKERS)]
+
+
+def check_result(result: Any, models: int) -> None:
+    assert len(result.get_all_models()) == models
+    for model in result.get_all_models():
+        history = model.getHistory()
+        assert set(history) == {"train_loss", "val_loss", "val_accuracy"}
+        assert all(len(values) == EPOCHS for values in history.values())
+    losses = [model.getHistory()["val_loss"][-1] for model in result.get_all_models()]
+    assert result.get_best_model_history()["val_loss"][-1] == min(losses)
+    assert len(set(losses)) > 1
+
+
+def test_grid_search_is_one_long_training_bit_for_bit(
+    backend: HoppingBackend, df: Any, tmp_path: Path
+) -> None:
+    space = {"lr": hp_choice([0.01, 0.001]), "batch_size": hp_choice([16, 64])}
+    search = GridSearch(search_space=space, **arguments(backend, tmp_path))
+    result = search.fit(df)
+    check_result(result, models=4)
+    check_visits(backend.groups, models=4, epochs=EPOCHS)
+    assert len(list((tmp_path / "logs").glob("*/events*"))) >= 4  # what TensorBoard reads
+
+    (group,) = backend.groups
+    for number in range(4):
+        history, found = replayed(group, number, str(tmp_path / f"cache-{number}"), EPOCHS)
+        assert history == whole_history(group, number)
+        last = RunFolder.open(group.results[-1].run_path)
+        saved = read_saved(last, number, result_visit(last, number)).tensors
+        assert saved.keys() == found.keys()
+        for name, tensor in saved.items():
+            assert tensor_difference(tensor, found[name]) is None, name
+    history, _ = replayed(
+        group, 0, str(tmp_path / "cache-0"), EPOCHS, every_epoch_is_the_first=True
+    )
+    assert history[0] == whole_history(group, 0)[0]
+    assert history[1] != whole_history(group, 0)[1]
+
+    assert replay(
+        group.results[0].run_path, "trial-000", search.estimator_gen_fn.__wrapped__
+    ).identical
+    with pytest.raises(ReplayError, match="after 1 epochs"):
+        replay(group.results[1].run_path, "trial-000", make_factory())
+    predicted = result.set_output_columns(["scores"]).transform(df).collect()
+    hits = sum(int(np.argmax(row.scores)) == row.label for row in predicted)
+    assert len(predicted) == ROWS
+    assert hits / ROWS > 0.8
+    assert isinstance(result.get_best_model().torch(), nn.Sequential)
+
+
+def replayed(
+    group: Epochs, number: int, scratch: str, epochs: int, every_epoch_is_the_first: bool = False
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """One model again in plain PyTorch, without a break, along the visits of all its runs."""
+    first = group.results[0]
+    run = RunData.open(first.run_path, scratch)
+    spec = run.document.trials[number]
+    visits: list[tuple[int, int]] = []
+    for epoch, result in enumerate(group.results):
+        log = read_trial(RunFolder.open(result.run_path), number).visit_log
+        at = 0 if every_epoch_is_the_first else epoch
+        visits += [(at, partition) for _, partition in log]
+    columns = Columns.of(run.document)
+    recipe = build_recipe(make_factory(), spec.params, run.seed, columns)
+    load_model(recipe.model, read_saved(run.folder, number, 0))
+    with with_threads(run.document.threads):
+        found = train(recipe, run, spec, visits, len(visits))
+    return found.history, found.tensors
+
+
+def whole_history(group: Epochs, number: int) -> list[dict[str, float]]:
+    logs = [read_trial(RunFolder.open(r.run_path), number).metrics for r in group.results]
+    return [metrics[0] for metrics in logs]
+
+
+def test_random_search_trains_as_many_models_as_asked(
+    backend: HoppingBackend, df: Any, tmp_path: Path
+) -> None:
+    space = {"lr": hp_uniform(0.001, 0.05), "batch_size": hp_choice([16, 32, 64])}
+    search = RandomSearch(search_space=space, num_models=3, **arguments(backend, tmp_path))
+    search.fit(df)
+    again = RandomSearch(search_space=space, num_models=3, **arguments(backend, tmp_path))
+    result = again.fit_on_prepared_data()
+    check_result(result, models=3)
+    check_visits(backend.groups, models=3, epochs=EPOCHS)
+    assert len(backend.groups) == 2
+
+
+def test_tpe_search_learns_from_its_first_models(
+    backend: HoppingBackend, df: Any, tmp_path: Path
+) -> None:
+    search = TPESearch(
+        search_space={"lr": hp_uniform(0.0005, 0.05)},
+        num_models=4,
+        **arguments(backend, tmp_path),
+    )
+    result = search.fit(df)
+    check_result(result, models=4)
+    check_visits(backend.groups, models=WORKERS, epochs=EPOCHS)
+    assert len(backend.groups) == 2
+
+
+def test_a_model_that_fails_is_never_the_best(
+    backend: HoppingBackend, df: Any, tmp_path: Path
+) -> None:
+    space = {"lr": hp_choice([100.0, 0.01])}
+    options = arguments(backend, tmp_path, num_epochs=2)
+    result = GridSearch(search_space=space, **options).fit(df)
+    broken, good = result.get_all_models()
+    assert result.get_best_model() is good
+    assert broken.getHistory()["val_loss"] == [math.inf, math.inf]
+    with pytest.raises(ConfigurationError, match=r"lr is 100"):
+        broken.trained()
+
+
+def test_a_schedule_over_epochs_is_refused(
+    backend: HoppingBackend, df: Any, tmp_path: Path
+) -> None:
+    def plateau(params: dict[str, Any]) -> SparkEstimator:
+        model = nn.Linear(8, 3)
+        return SparkEstimator(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=params["lr"]),
+            loss=nn.CrossEntropyLoss(),
+            lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
+        )
+
+    options = arguments(backend, tmp_path, estimator_gen_fn=hopping(plateau))
+    search = GridSearch(search_space={"lr": hp_choice([0.1])}, **options)
+    with pytest.raises(ConfigurationError, match="ReduceLROnPlateau"):
+        search.fit(df)
+
+
+def test_validation_before_training_is_refused(backend: HoppingBackend, tmp_path: Path) -> None:
+    model = hopping(make_factory())({"lr": 0.1})
+    with pytest.raises(ConfigurationError, match="has not been trained"):
+        backend.train_for_one_epoch(
+            [model], HoppingStore(str(tmp_path)), ["features"], ["label"], is_train=False
+        )
