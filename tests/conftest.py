@@ -42,7 +42,9 @@ def spark() -> Iterator[SparkSession]:
     """The one Spark session, and so the one JVM, of the whole suite: three worker slots."""
     import cerebro_hydra
 
-    session = cerebro_hydra.local_spark(workers=3)
+    # Tests end long before the JVM's second compiler has paid for itself.
+    quick = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+    session = cerebro_hydra.local_spark(workers=3, **{"spark.driver.extraJavaOptions": quick})
     session.sparkContext.setLogLevel("ERROR")
     # py4j logs every connection that a stopping JVM drops; none of them is a test's business.
     logging.getLogger("py4j").setLevel(logging.ERROR)
