@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cerebro_hydra.recipe import StateMetric
     from cerebro_hydra.replay.reference import replay
     from cerebro_hydra.spark import SparkBackend, SparkEstimator, local_spark
-    from cerebro_hydra.storage import LocalStore
+    from cerebro_hydra.storage import HDFSStore, LocalStore
     from cerebro_hydra.tune import (
         GridSearch,
         RandomSearch,
@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GridSearch",
+    "HDFSStore",
     "LocalStore",
     "RandomSearch",
     "SparkBackend",
@@ -45,6 +46,7 @@ __all__ = [
 
 _ROOMS = {
     "GridSearch": "cerebro_hydra.tune",
+    "HDFSStore": "cerebro_hydra.storage",
     "LocalStore": "cerebro_hydra.storage",
     "RandomSearch": "cerebro_hydra.tune",
     "SparkBackend": "cerebro_hydra.spark",

@@ -40,7 +40,7 @@ REPLAY_MAY_IMPORT = ("errors", "recipe", "data", "storage", "plan.seeds", "repla
 
 # A third-party package and the only places, files or folders, that may import it.
 ONLY_IN = {
-    "petastorm": ("data/reader.py",),
+    "petastorm": ("data/reader.py", "data/row_store.py"),
     "pyarrow.flight": ("wire",),
     "pyspark": ("spark", "data/prepare.py", "testing"),
     "py4j": ("spark",),

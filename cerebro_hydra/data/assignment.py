@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cerebro_hydra.data.manifest import PartitionInfo, partition_path
 from cerebro_hydra.data.row_ids import checksum, mixed_key
-from cerebro_hydra.errors import DataError
+from cerebro_hydra.errors import ConfigurationError, DataError
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,8 @@ class Assignment:
 
     def __post_init__(self) -> None:
         """Refuse partitions without rows."""
-        train_rows = self.rows - self.validation_rows
-        if train_rows < self.num_partitions:
-            raise DataError(
-                f"{train_rows} training rows are fewer than {self.num_partitions} partitions: "
-                "use fewer workers, more rows or a smaller validation part"
-            )
-        if self.has_validation and self.validation_rows < self.num_partitions:
-            raise DataError(
-                f"{self.validation_rows} validation rows are fewer than {self.num_partitions} "
-                "partitions: use fewer workers, more rows or a larger validation part"
-            )
+        validation_rows = self.validation_rows if self.has_validation else None
+        check_rows(self.rows - self.validation_rows, validation_rows, self.num_partitions)
 
     def ids(self, split: str, index: int) -> range:
         """Row ids of one partition, ascending as they are stored."""
@@ -86,4 +77,41 @@ class Assignment:
             for split in splits
             for index in range(self.num_partitions)
             for ids in (self.ids(split, index),)
+        )
+
+
+def check_rows(train_rows: int, validation_rows: int | None, num_partitions: int) -> None:
+    """Refuse partitions without rows; `validation_rows` is None where nothing is validated.
+
+    Raises:
+        DataError: a split has fewer rows than there are partitions.
+    """
+    if train_rows < num_partitions:
+        raise DataError(
+            f"{train_rows} training rows are fewer than {num_partitions} partitions: "
+            "use fewer workers, more rows or a smaller validation part"
+        )
+    if validation_rows is not None and validation_rows < num_partitions:
+        raise DataError(
+            f"{validation_rows} validation rows are fewer than {num_partitions} "
+            "partitions: use fewer workers, more rows or a larger validation part"
+        )
+
+
+def check_validation(validation: float | str | None) -> None:
+    """Refuse what is neither None, nor a fraction, nor a column's name.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if validation is None or isinstance(validation, str):
+        return
+    if (
+        isinstance(validation, bool)
+        or not isinstance(validation, int | float)
+        or not 0 < validation < 1
+    ):
+        raise ConfigurationError(
+            f"validation is {validation!r}: it must be None, a fraction between 0 and 1, or the "
+            "name of a boolean column"
         )

@@ -14,17 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.manifest import (
-    ROW_ID,
-    ColumnSpec,
-    Manifest,
-    PartitionInfo,
-    stored_name,
-)
-from cerebro_hydra.data.prepared import footer_rows
-from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, stored_name
+from cerebro_hydra.data.parquet_files import footer_rows
+from cerebro_hydra.data.partition_rows import described, read_rows
 from cerebro_hydra.data.row_ids import checksum
 from cerebro_hydra.errors import DataError
+from cerebro_hydra.storage import Store
 
 
 @dataclass(frozen=True)
@@ -46,20 +41,49 @@ class CachedPartition:
         Raises:
             DataError: the rows are not those of the manifest, by count, by row ids or by type.
         """
-        folder = Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
+        folder = _folder(cache_dir, manifest, info)
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
             building = tempfile.mkdtemp(prefix=".building-", dir=folder.parent)
             try:
-                _decode(info, manifest, os.path.join(data_path, info.path), building)
+                _decode(info, manifest, data_path, building)
                 _publish(building, folder)
             finally:
                 shutil.rmtree(building, ignore_errors=True)
+        return cls._open(info, manifest, folder)
+
+    @classmethod
+    def of_store(
+        cls, info: PartitionInfo, manifest: Manifest, store: Store, cache_dir: str
+    ) -> CachedPartition:
+        """As `build`, with the files of a store on this machine for as long as they are decoded.
+
+        Raises:
+            DataError: as `build`.
+            StoreError: the store can't be read.
+        """
+        folder = _folder(cache_dir, manifest, info)
+        if folder.is_dir():
+            return cls._open(info, manifest, folder)
+        data_path = store.data_path(manifest.fingerprint)
+        with store.local_copy(data_path, info.path, cache_dir) as copied:
+            try:
+                return cls.build(info, manifest, copied, cache_dir)
+            except DataError as error:
+                # The user knows the files in the store, not their passing copies.
+                raise DataError(str(error).replace(copied, data_path)) from error
+
+    @classmethod
+    def _open(cls, info: PartitionInfo, manifest: Manifest, folder: Path) -> CachedPartition:
         columns = {
             spec.name: _opened(folder / f"{stored_name(i)}.npy", spec, info)
             for i, spec in enumerate(manifest.columns)
         }
         return cls(info.rows, columns)
+
+
+def _folder(cache_dir: str, manifest: Manifest, info: PartitionInfo) -> Path:
+    return Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
 
 
 def _publish(building: str, folder: Path) -> None:
@@ -70,14 +94,15 @@ def _publish(building: str, folder: Path) -> None:
             raise
 
 
-def _decode(info: PartitionInfo, manifest: Manifest, source: str, target: str) -> None:
-    what = f"{info.split} partition {info.index} in {source!r}"
-    promised = footer_rows(source)
-    if promised != info.rows:
-        raise DataError(
-            f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "
-            "delete the data and prepare it again"
-        )
+def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str) -> None:
+    what = described(info, manifest, data_path)
+    if manifest.source is None:
+        promised = footer_rows(os.path.join(data_path, info.path))
+        if promised != info.rows:
+            raise DataError(
+                f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "
+                "delete the data and prepare it again"
+            )
     ids = np.empty(info.rows, np.int64)
     maps = [
         np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
@@ -88,41 +113,32 @@ def _decode(info: PartitionInfo, manifest: Manifest, source: str, target: str) -
         )
         for i, spec in enumerate(manifest.columns)
     ]
-    names = [stored_name(i) for i in range(len(maps))]
     start = 0
-    for group in read_columns(source, [ROW_ID, *names]):
-        stop = start + len(group[ROW_ID])
+    for rows in read_rows(info, manifest, data_path):
+        stop = start + len(rows)
         if stop > info.rows:
             raise DataError(
                 f"{what}: the reader gave more rows than the {info.rows} in the footers"
             )
-        ids[start:stop] = group[ROW_ID]
-        for name, spec, mapped in zip(names, manifest.columns, maps, strict=True):
-            mapped[start:stop] = _shaped(group[name], spec, what)
+        if rows.ids is not None:
+            ids[start:stop] = rows.ids
+        for values, mapped in zip(rows.columns, maps, strict=True):
+            mapped[start:stop] = values
         start = stop
     if start != info.rows:
         raise DataError(f"{what}: the reader gave {start} rows, the footers promise {info.rows}")
-    _check_ids(ids, info, what)
+    if info.checksum is not None:
+        _check_ids(ids, info, what, info.checksum)
     for mapped in maps:
         mapped.flush()
 
 
-def _shaped(values: NDArray[Any], spec: ColumnSpec, what: str) -> NDArray[Any]:
-    size = int(np.prod(spec.shape, dtype=np.int64))
-    if values.dtype != np.dtype(spec.dtype) or values.size != len(values) * size:
-        raise DataError(
-            f"{what}: column {spec.name!r} holds {values.dtype} of shape {values.shape[1:]}, the "
-            f"manifest says {spec.dtype} of {spec.shape}; delete the data and prepare it again"
-        )
-    return values.reshape(len(values), *spec.shape)
-
-
-def _check_ids(ids: NDArray[np.int64], info: PartitionInfo, what: str) -> None:
+def _check_ids(ids: NDArray[np.int64], info: PartitionInfo, what: str, promised: int) -> None:
     found = checksum(ids)
-    if found != info.checksum:
+    if found != promised:
         raise DataError(
             f"{what}: the checksum of its {info.rows} row ids is {found:016x}, the manifest says "
-            f"{info.checksum:016x}, so that rows were lost, repeated or exchanged; delete the "
+            f"{promised:016x}, so that rows were lost, repeated or exchanged; delete the "
             "data and prepare it again"
         )
     out_of_order = np.flatnonzero(np.diff(ids) <= 0)

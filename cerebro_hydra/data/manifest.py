@@ -1,9 +1,9 @@
-"""What was prepared: columns, and for each partition its rows, checksum and folder."""
+"""What is trained on: columns, and for each partition its rows and where they lie."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cerebro_hydra.errors import DataError, StoreError
@@ -28,25 +28,97 @@ class ColumnSpec:
 
 
 @dataclass(frozen=True)
+class Codec:
+    """How a petastorm row store keeps one value of a column in a Parquet cell."""
+
+    kind: str
+    """"scalar", "ndarray", "compressed_ndarray" or "image"."""
+    dtype: str
+    """numpy's name of the decoded values' type, before they become the column's."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A Parquet file that somebody else wrote, as it was when it was described."""
+
+    path: str
+    """Absolute, or relative to the data's folder where it lies in the same store."""
+    rows: int
+    bytes: int
+    footer: str
+    """Digest of its footer, which holds schema, row groups and statistics."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Existing Parquet files that are read where they lie."""
+
+    codecs: tuple[Codec | None, ...]
+    """One for each column; None where Parquet's own types say it all."""
+    files: tuple[SourceFile, ...]
+    seed: int | None
+    """Of the rows that each partition holds back for validation; None where none are."""
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> Source:
+        """Rebuild a source from its dataclass's dictionary."""
+        return Source(
+            tuple(None if codec is None else Codec(**codec) for codec in document["codecs"]),
+            tuple(SourceFile(**file) for file in document["files"]),
+            document["seed"],
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of one file of a `Source`."""
+
+    file: int
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class PartitionInfo:
-    """One partition of one split."""
+    """One partition of one split: a folder of its own if prepared, else pieces of files."""
 
     split: str
     index: int
     rows: int
-    checksum: int
-    """`row_ids.checksum` of its row ids."""
+    checksum: int | None
+    """`row_ids.checksum` of its row ids; None in existing files, which have none."""
     path: str
-    """Of its folder, relative to the data's folder."""
+    """Of its folder, relative to the data's folder; empty where it consists of pieces."""
+    pieces: tuple[Piece, ...] = ()
+    """With the rows of the other split among them where rows are held back."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe the partition; the checksum as text, because JSON numbers have 53 bits."""
+        document: dict[str, Any] = {
+            name: getattr(self, name) for name in ("split", "index", "rows")
+        }
+        if self.checksum is None:
+            return {**document, "pieces": [[p.file, p.first, p.rows] for p in self.pieces]}
+        return {**document, "checksum": f"{self.checksum:016x}", "path": self.path}
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> PartitionInfo:
+        """Rebuild a partition from `to_json`."""
+        if "pieces" in document:
+            pieces = tuple(Piece(*piece) for piece in document["pieces"])
+            return PartitionInfo(**{**document, "checksum": None, "path": "", "pieces": pieces})
+        return PartitionInfo(**{**document, "checksum": int(document["checksum"], 16)})
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared data set. The files name column i `column_00i`, for any name it has here."""
+    """A data set. Prepared files name column i `column_00i`, for any name it has here."""
 
     fingerprint: str
     columns: tuple[ColumnSpec, ...]
     partitions: tuple[PartitionInfo, ...]
+    source: Source | None = None
+    """The files of existing data; None if it was prepared."""
 
     @property
     def num_partitions(self) -> int:
@@ -75,25 +147,17 @@ class Manifest:
         return self.partition(split, index).rows
 
     def to_json(self) -> dict[str, Any]:
-        """Describe the manifest in JSON; checksums as text, because JSON numbers have 53 bits."""
-        return {
+        """Describe the manifest in JSON."""
+        document = {
             "format": FORMAT,
             "fingerprint": self.fingerprint,
             "columns": [
                 {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
                 for spec in self.columns
             ],
-            "partitions": [
-                {
-                    "split": info.split,
-                    "index": info.index,
-                    "rows": info.rows,
-                    "checksum": f"{info.checksum:016x}",
-                    "path": info.path,
-                }
-                for info in self.partitions
-            ],
+            "partitions": [info.to_json() for info in self.partitions],
         }
+        return document if self.source is None else {**document, "source": asdict(self.source)}
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Manifest:
@@ -114,10 +178,8 @@ class Manifest:
                     ColumnSpec(spec["name"], spec["dtype"], tuple(spec["shape"]))
                     for spec in document["columns"]
                 ),
-                partitions=tuple(
-                    PartitionInfo(**{**info, "checksum": int(info["checksum"], 16)})
-                    for info in document["partitions"]
-                ),
+                partitions=tuple(map(PartitionInfo.from_json, document["partitions"])),
+                source=Source.from_json(document["source"]) if "source" in document else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(

@@ -12,7 +12,6 @@ had them partitioned, nor on the size of the cluster.
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from cerebro_hydra.data.assignment import Affine, Assignment
+from cerebro_hydra.data import faults
+from cerebro_hydra.data.assignment import Affine, Assignment, check_validation
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
 from cerebro_hydra.data.prepared import find_or_clear, fingerprint_of, finish
 from cerebro_hydra.errors import ConfigurationError, DataError
@@ -76,7 +76,7 @@ def prepare(
         if found is not None:
             return found
         numbered = _with_row_ids(rows, plans, content, marked, seed)
-        _write(numbered, plans, assignment, store.local(store.data_path(fingerprint)))
+        _write(numbered, plans, assignment, store.url(store.data_path(fingerprint)))
         return finish(store, Manifest(fingerprint, specs, assignment.partitions()))
     finally:
         rows.unpersist()
@@ -95,17 +95,9 @@ def _check_arguments(
         if list(columns).count(name) > 1:
             raise ConfigurationError(f"column {name!r} is named twice in {list(columns)}")
         _check_present(df, name, "column")
+    check_validation(validation)
     if isinstance(validation, str):
         _check_present(df, validation, "validation column")
-    elif validation is not None and (
-        isinstance(validation, bool)
-        or not isinstance(validation, int | float)
-        or not 0 < validation < 1
-    ):
-        raise ConfigurationError(
-            f"validation is {validation!r}: it must be None, a fraction between 0 and 1, or the "
-            "name of a boolean column"
-        )
 
 
 def _check_present(df: DataFrame, name: str, what: str) -> None:
@@ -114,11 +106,7 @@ def _check_present(df: DataFrame, name: str, what: str) -> None:
         return
     if count > 1:
         raise ConfigurationError(f"the DataFrame has {count} columns {name!r}: rename them")
-    near = difflib.get_close_matches(name, df.columns, n=1, cutoff=0.4)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ConfigurationError(
-        f"{what} {name!r} is not in the DataFrame{hint}, which has the columns {df.columns}"
-    )
+    raise ConfigurationError(faults.not_there(what, name, "the DataFrame", df.columns))
 
 
 def _column(name: str) -> Column:
@@ -169,13 +157,8 @@ class _Plan:
         elif isinstance(element, T.NumericType):
             dtype = "float32"
         else:
-            remedy = "drop it, or turn it into numbers first"
-            if isinstance(element, T.StringType):
-                remedy = "turn text into numbers first, with StringIndexer or a tokenizer"
-            raise DataError(
-                f"column {name!r} is {kind.simpleString()}: columns are numbers, booleans, arrays "
-                f"of them, or Spark ML vectors; {remedy}"
-            )
+            text = isinstance(element, T.StringType)
+            raise faults.unusable(name, kind.simpleString(), text)
         target = "array<" * depth + _SPARK_TYPES[dtype] + ">" * depth
         return _Plan(name, stored, dtype, depth, _column(name).cast(target))
 
@@ -196,7 +179,7 @@ class _Plan:
         if self.depth:
             for level in levels:
                 null = null | F.coalesce(F.exists(level, lambda x: x.isNull()), F.lit(False))
-        faults = {"is null, or holds null": null}
+        found = {faults.NULL: null}
         if self.dtype == "float32":
             # Spark orders NaN above infinity, so that the extremes show every fault.
             low, high = levels[-1], levels[-1]
@@ -204,10 +187,8 @@ class _Plan:
                 low, high = F.array_min(low), F.array_max(high)
             infinity = F.lit(float("inf")).cast("float")
             infinite = F.isnan(high) | (high == infinity) | (low == -infinity)
-            faults["holds NaN, infinity, or a number beyond float32"] = F.coalesce(
-                infinite, F.lit(False)
-            )
-        return faults
+            found[faults.UNFIT["float32"]] = F.coalesce(infinite, F.lit(False))
+        return found
 
     def lengths(self) -> list[tuple[Column, Column]]:
         """Shortest and longest length in a row, for each dimension."""
@@ -295,10 +276,8 @@ def _refuse_faults(
         for fault, condition in plan.faults().items():
             count = content.faults[plan.name, fault]
             if count:
-                raise DataError(
-                    f"column {plan.name!r} {fault} in {count} of {content.rows} rows, as in "
-                    f"{_example(df, plan, condition)}: fill or drop such rows"
-                )
+                example = _example(df, plan, condition)
+                raise faults.faulty(plan.name, fault, count, content.rows, example)
     if content.unflagged:
         row = df.where(_flag(df, str(validation)).isNull()).first()
         raise DataError(
@@ -312,13 +291,10 @@ def _shape(df: DataFrame, plan: _Plan, content: _Content) -> tuple[int, ...]:
     for dimension, (shortest, longest) in enumerate(content.extremes[plan.name]):
         if shortest != longest:
             short = plan.lengths()[dimension][0] == shortest
-            raise DataError(
-                f"column {plan.name!r} has arrays of different lengths, from {shortest} to "
-                f"{longest} in dimension {dimension}; one of {shortest} is in "
-                f"{_example(df, plan, short)}: pad or cut them to one length"
-            )
+            example = _example(df, plan, short)
+            raise faults.ragged(plan.name, shortest, longest, dimension, example)
         if longest == 0:
-            raise DataError(f"column {plan.name!r} holds empty arrays: drop the column")
+            raise faults.without_elements(plan.name)
     return tuple(longest for _, longest in content.extremes[plan.name])
 
 
@@ -362,9 +338,7 @@ def _row_id(rank: Column, counts: Sequence[int], first: int, seed: int) -> Colum
     return scattered + first
 
 
-def _write(
-    numbered: DataFrame, plans: Sequence[_Plan], assignment: Assignment, folder: str
-) -> None:
+def _write(numbered: DataFrame, plans: Sequence[_Plan], assignment: Assignment, url: str) -> None:
     held_back, count = assignment.validation_rows, assignment.num_partitions
     row_id = F.col(ROW_ID)
     split = F.when(row_id < held_back, "val").otherwise("train")
@@ -383,5 +357,5 @@ def _write(
         .option("compression", "snappy")
         .option("parquet.block.size", _ROW_GROUP_BYTES)
         .option("maxRecordsPerFile", 0)
-        .parquet(f"file://{folder}")
+        .parquet(url)
     )

@@ -7,13 +7,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from pyarrow.parquet import FileMetaData
 
 from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest
+from cerebro_hydra.data.parquet_files import check_file, metadata_of
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 
@@ -44,19 +43,24 @@ def find_prepared(store: Store, fingerprint: str) -> Manifest | None:
     Raises:
         StoreError: the files are not those of the manifest.
     """
-    folder = store.data_path(fingerprint)
-    path = f"{folder}/{MANIFEST_NAME}"
-    if not store.exists(path):
-        return None
-    try:
-        document: dict[str, Any] = json.loads(store.read(path))
-    except ValueError as error:
-        raise StoreError(
-            f"{path!r} is not JSON ({error}): delete {folder!r} and prepare the data again"
-        ) from error
-    manifest = Manifest.from_json(document)
-    _check_files(manifest, store.local(folder))
+    manifest = _read(store, fingerprint)
+    if manifest is not None:
+        _check_files(manifest, store)
     return manifest
+
+
+def prepared_in(store: Store) -> list[Manifest]:
+    """All data that was prepared in the store; files that lie elsewhere are not among it.
+
+    Raises:
+        StoreError: files are not those of their manifest.
+    """
+    names = store.list(f"{store.prefix}/data")
+    read = [manifest for name in names if (manifest := _read(store, name)) is not None]
+    prepared = [manifest for manifest in read if manifest.source is None]
+    for manifest in prepared:
+        _check_files(manifest, store)
+    return prepared
 
 
 def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
@@ -96,8 +100,11 @@ def choose_prepared(store: Store, wanted: Wanted, given: Manifest | None) -> Man
         ConfigurationError: none fits, or several do; lists what there is.
         StoreError: the files are not those of the manifest.
     """
-    names = store.list(f"{store.prefix}/data") if given is None else [given.fingerprint]
-    found = [manifest for name in names if (manifest := find_prepared(store, name)) is not None]
+    if given is None:
+        found = prepared_in(store)
+    else:
+        manifest = find_prepared(store, given.fingerprint)
+        found = [] if manifest is None else [manifest]
     fitting = [manifest for manifest in found if wanted.problem(manifest) is None]
     if len(fitting) == 1:
         return fitting[0]
@@ -121,36 +128,64 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
         StoreError: the files do not hold the rows of the manifest.
     """
     folder = store.data_path(manifest.fingerprint)
-    _check_files(manifest, store.local(folder))
+    _check_files(manifest, store)
     content = json.dumps(manifest.to_json(), indent=1).encode()
     store.write(f"{folder}/{MANIFEST_NAME}", content)
     return manifest
 
 
-def footer_rows(folder: str) -> int:
-    """Rows that the footers of a partition's Parquet files promise.
+def parquet_in(store: Store, folder: str) -> list[str]:
+    """Paths of a partition's Parquet files in a store."""
+    return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".parquet")]
+
+
+def footers(store: Store, folder: str) -> list[FileMetaData]:
+    """The footers of a partition's Parquet files in a store.
 
     Raises:
         DataError: there is no file, or one can't be read.
     """
-    files = sorted(Path(folder).glob("*.parquet"))
+    files = parquet_in(store, folder)
     if not files:
         raise DataError(f"there are no Parquet files in {folder!r}")
-    rows = 0
-    for file in files:
-        try:
-            rows += pq.read_metadata(file).num_rows
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{str(file)!r} is not a whole Parquet file ({error})") from error
-    return rows
+    return [_footer(store, file) for file in files]
 
 
-def _check_files(manifest: Manifest, folder: str) -> None:
+def _footer(store: Store, path: str) -> FileMetaData:
+    with store.open(path) as file:
+        return metadata_of(path, file)
+
+
+def _read(store: Store, fingerprint: str) -> Manifest | None:
+    folder = store.data_path(fingerprint)
+    path = f"{folder}/{MANIFEST_NAME}"
+    if not store.exists(path):
+        return None
+    try:
+        document: dict[str, Any] = json.loads(store.read(path))
+    except ValueError as error:
+        raise StoreError(
+            f"{path!r} is not JSON ({error}): delete {folder!r} and prepare the data again"
+        ) from error
+    return Manifest.from_json(document)
+
+
+def _check_files(manifest: Manifest, store: Store) -> None:
+    folder = store.data_path(manifest.fingerprint)
+    if manifest.source is not None:
+        for file in manifest.source.files:
+            try:
+                check_file(os.path.normpath(os.path.join(folder, file.path)), file)
+            except DataError as error:
+                raise StoreError(
+                    f"{error}; restore it, or start a new run on the files as they are now"
+                ) from error
+        return
     for info in manifest.partitions:
         path = os.path.join(folder, info.path)
         remedy = f"delete {folder!r} and prepare the data again"
         try:
-            rows = footer_rows(path)
+            rows = sum(footer.num_rows for footer in footers(store, path))
         except DataError as error:
             raise StoreError(
                 f"prepared data doesn't match its manifest: {error}; {remedy}"

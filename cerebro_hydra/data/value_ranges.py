@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow.parquet as pq
 
 Range = tuple[float, float]
 
 
-def value_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict[str, Range]:
+def value_ranges(files: Iterable[BinaryIO], names: Mapping[str, str]) -> dict[str, Range]:
     """The range of each column over all files; columns without statistics everywhere are left out.
 
     Args:
@@ -19,7 +19,8 @@ def value_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict[
     found: dict[str, Range] = {}
     untold: set[str] = set()
     for file in files:
-        footer = pq.read_metadata(file)
+        with file:
+            footer = pq.read_metadata(file)
         for group in map(footer.row_group, range(footer.num_row_groups)):
             for chunk in map(group.column, range(group.num_columns)):
                 name = names.get(chunk.path_in_schema.split(".")[0])

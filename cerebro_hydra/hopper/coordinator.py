@@ -75,7 +75,6 @@ class Coordinator:
         launcher: starts the agents and replaces dead ones.
         factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
         manifest: the prepared data.
-        data_path: folder of the prepared data, as agents see it.
         observers: see every record, in order.
         host: address to listen on, for the driver and for agents.
         join_timeout: seconds without any progress that missing workers may take to come.
@@ -95,7 +94,6 @@ class Coordinator:
         factory: Callable[..., Any],
         *,
         manifest: Manifest,
-        data_path: str,
         observers: Sequence[Observer] = (),
         host: str = "127.0.0.1",
         join_timeout: float = 120.0,
@@ -106,7 +104,6 @@ class Coordinator:
         self._launcher = launcher
         self._factory = factory
         self._manifest = manifest
-        self._data_path = data_path
         self._observers = Observers(observers)
         self._host = host
         self._join_timeout = join_timeout
@@ -164,8 +161,8 @@ class Coordinator:
             "secret": secret,
             "host": self._host,
             "num_workers": self._launcher.num_workers,
-            "run_path": self._folder.path,
-            "data_path": self._data_path,
+            "store": self._folder.store.to_dict(),
+            "run_id": self._folder.run_id,
             "manifest": self._manifest.to_json(),
         }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.spark import checks
@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import DataFrame, SparkSession
 
+    from cerebro_hydra.data.existing import ParquetMetadata
     from cerebro_hydra.data.manifest import Manifest
     from cerebro_hydra.storage import Store
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+_TASKS_PER_WORKER = 4  # so that files of several sizes keep all of them busy
 
 
 class SparkBackend:
@@ -75,6 +80,59 @@ class SparkBackend:
 
         columns = [*feature_columns, *label_columns]
         return prepare(df, store, self.num_workers, validation, columns, seed)
+
+    def existing_data(
+        self,
+        store: Store,
+        validation: float | str | None = None,
+        feature_columns: Sequence[str] = ("features",),
+        label_columns: Sequence[str] = ("label",),
+        seed: int = 0,
+    ) -> Manifest:
+        """Make the Parquet files of a store's `train_path` and `val_path` its data, as they lie.
+
+        Spark's tasks read all rows once and check them; nothing is written but a manifest. A second
+        call with unchanged files reads only their footers.
+
+        Args:
+            store: with a `train_path`, or with what Cerebro prepared in its folder.
+            validation: None for none; else the rows of `val_path`, or without one the share of rows
+                to hold back.
+            feature_columns: what `forward` takes, in order.
+            label_columns: what the loss takes, in order.
+            seed: of what is held back.
+
+        Raises:
+            ConfigurationError: the paths can't be used.
+            DataError: rows can't be used (null, NaN, ragged); names column, file and row.
+        """
+        from cerebro_hydra.data.existing import describe
+
+        columns = [*feature_columns, *label_columns]
+        return describe(store, columns, self.num_workers, validation, seed, self._mapped)
+
+    def get_metadata_from_parquet(
+        self,
+        store: Store,
+        label_columns: Sequence[str] = ("label",),
+        feature_columns: Sequence[str] = ("features",),
+    ) -> ParquetMetadata:
+        """What a store's data is: `(train_rows, val_rows, metadata, avg_row_size)`.
+
+        `metadata` has for each column its type and the shape of a row, of the first one where the
+        files were not prepared here; `avg_row_size` is in bytes.
+
+        Raises:
+            ConfigurationError: the store has no data, or several sets with these columns.
+            DataError: files or columns can't be used.
+        """
+        from cerebro_hydra.data.existing import metadata_from
+
+        return metadata_from(store, [*label_columns, *feature_columns])
+
+    def _mapped(self, function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+        tasks = max(1, min(len(items), _TASKS_PER_WORKER * self.num_workers))
+        return self.spark_context.parallelize(items, tasks).map(function).collect()
 
     def launcher(self) -> SparkLauncher:
         """What starts and stops the agents of one run."""

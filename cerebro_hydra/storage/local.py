@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage.store import Store
@@ -19,19 +20,34 @@ _UNFINISHED = ".unfinished-"
 class LocalStore(Store):
     """Files below `prefix_path`: a local disk, or a folder shared by all machines.
 
+    Args:
+        prefix_path: folder of prepared data and runs.
+        train_path: Parquet files to train on as they lie: a folder, or one file. For
+            `search.fit_on_prepared_data()`; nothing is written there.
+        val_path: such files to validate on; without it, a share of the training rows is held back.
+
     Raises:
         StoreError: the folder can't be created or written.
+        ConfigurationError: there is a val_path alone.
     """
 
-    def __init__(self, prefix_path: str) -> None:
+    scheme = "file"
+
+    def __init__(
+        self, prefix_path: str, train_path: str | None = None, val_path: str | None = None
+    ) -> None:
         """Create the prefix with its `data` and `runs` folders."""
-        prefix = os.path.abspath(os.path.expanduser(prefix_path))
+        prefix = _absolute(prefix_path)
         if set(prefix) & set("#?"):
             raise StoreError(
                 f"store prefix {prefix!r} holds '#' or '?', which readers of Parquet take as part "
                 "of a URL: choose another folder"
             )
-        super().__init__(prefix)
+        super().__init__(
+            prefix,
+            None if train_path is None else _absolute(train_path),
+            None if val_path is None else _absolute(val_path),
+        )
         for name in ("data", "runs"):
             folder = Path(prefix, name)
             try:
@@ -42,10 +58,11 @@ class LocalStore(Store):
     @classmethod
     def existing(cls, prefix_path: str) -> LocalStore:
         """Open a store that is only read: nothing is created, so read-only media will do."""
-        if not os.path.isdir(prefix_path):
+        prefix = _absolute(prefix_path)
+        if not os.path.isdir(prefix):
             raise StoreError(f"there is no store at {prefix_path!r}: check the path")
         store = cls.__new__(cls)
-        Store.__init__(store, os.path.abspath(prefix_path))
+        Store.__init__(store, prefix)
         return store
 
     def read(self, path: str) -> bytes:
@@ -92,9 +109,25 @@ class LocalStore(Store):
         except OSError as error:
             raise _explained(error, "delete", path) from error
 
-    def local(self, path: str) -> str:
-        """Path on this machine: here the path itself."""
-        return path
+    def open(self, path: str) -> BinaryIO:
+        """Open a file to read parts of it; StoreError if there is none."""
+        try:
+            return Path(path).open("rb")
+        except OSError as error:
+            raise _explained(error, "read", path) from error
+
+    def url(self, path: str) -> str:
+        """What Spark reads and writes."""
+        return f"file://{path}"
+
+    @contextmanager
+    def local_copy(self, folder: str, below: str, scratch: str | None = None) -> Iterator[str]:
+        """Yield the folder itself: its files are on this machine."""
+        yield folder
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import CerebroHydraError, StoreError
 from cerebro_hydra.storage.store import Store
 
 if TYPE_CHECKING:
@@ -120,19 +120,19 @@ class RemoteStore(Store):
         return path
 
     @contextmanager
-    def local_copy(self, path: str, scratch: str | None = None) -> Iterator[str]:
-        """Yield a copy on this machine of a file or folder, gone afterwards."""
-        with tempfile.TemporaryDirectory(prefix=".copy-", dir=scratch) as folder:
-            target = os.path.join(folder, path.rpartition("/")[2])
-            with _explained("copy", path):
-                self._copy(self._path(path), target)
-            yield target
+    def local_copy(self, folder: str, below: str, scratch: str | None = None) -> Iterator[str]:
+        """Yield a folder with a copy of what lies `below` the given one, gone afterwards."""
+        with tempfile.TemporaryDirectory(prefix=".copy-", dir=scratch) as copied:
+            with _explained("copy", f"{folder}/{below}"):
+                self._copy(self._path(f"{folder}/{below}"), os.path.join(copied, below))
+            yield copied
 
     def _copy(self, path: str, target: str) -> None:
         if not self._files.isdir(path):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
             self._files.get_file(path, target)
             return
-        os.mkdir(target)
+        os.makedirs(target)
         for found in self._files.ls(path, detail=False, refresh=True):
             name = str(found).rstrip("/").rpartition("/")[2]
             self._copy(found, os.path.join(target, name))
@@ -159,7 +159,7 @@ class RemoteStore(Store):
 
     @property
     def _files(self) -> AbstractFileSystem:
-        """The file system, connected anew after a fork: a connection's threads do not survive it."""
+        """The file system, connected anew after a fork, which its threads do not survive."""
         connected = self._connected
         if connected is None or connected[0] != os.getpid():
             self._connected = connected = (os.getpid(), self._connect())
@@ -179,7 +179,7 @@ def _explained(action: str, path: str) -> Iterator[None]:
     """Turn whatever a file system's client raises into a StoreError that says what to do."""
     try:
         yield
-    except StoreError:
+    except CerebroHydraError:
         raise
     except Exception as error:
         # A Java server adds its stack to the message, below the first line.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO, ClassVar
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -32,9 +33,14 @@ class Store(ABC):
     A file is whole or absent: a reader, in this process or another, never sees part of a `write`,
     not even after a crash in the middle of one. Two writers of one path leave one of the two
     contents; of two creators exactly one succeeds. Every method may be called from any thread, and
-    a store holds nothing but its prefix, so that its dictionary rebuilds it in another process.
+    a store holds nothing but its paths, so that its dictionary rebuilds it in another process.
+
+    `train_path` and `val_path` are where Parquet files lie that somebody else wrote, to be trained
+    and validated on as they are; nothing is ever written there.
     """
 
+    scheme: ClassVar[str] = ""
+    """Of the URLs of its files; the store of a run is found by it."""
     _kinds: ClassVar[dict[str, type[Store]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -42,9 +48,21 @@ class Store(ABC):
         super().__init_subclass__(**kwargs)
         Store._kinds[cls.__name__] = cls
 
-    def __init__(self, prefix_path: str) -> None:
-        """Remember where everything lies."""
+    def __init__(
+        self, prefix_path: str, train_path: str | None = None, val_path: str | None = None
+    ) -> None:
+        """Remember where everything lies.
+
+        Raises:
+            ConfigurationError: there is a val_path alone.
+        """
+        if val_path is not None and train_path is None:
+            raise ConfigurationError(
+                f"val_path is {val_path!r} and there is no train_path: give both, or neither"
+            )
         self.prefix = prefix_path
+        self.train_path = train_path
+        self.val_path = val_path
 
     def data_path(self, fingerprint: str) -> str:
         """Path of the folder of one prepared data set."""
@@ -79,12 +97,49 @@ class Store(ABC):
         """Delete a file, or a folder with all in it; nothing happens if it is absent."""
 
     @abstractmethod
-    def local(self, path: str) -> str:
-        """Path of the same file or folder on this machine's file system."""
+    def open(self, path: str) -> BinaryIO:
+        """Open a file to read parts of it; StoreError if there is none."""
+
+    @abstractmethod
+    def url(self, path: str) -> str:
+        """What Spark calls the same file or folder."""
+
+    @abstractmethod
+    def local_copy(
+        self, folder: str, below: str, scratch: str | None = None
+    ) -> AbstractContextManager[str]:
+        """Yield a folder on this machine that is `folder`, as far as the path `below` it goes.
+
+        A copy lies in `scratch`, or where temporary files lie, and is gone afterwards.
+        """
+
+    @classmethod
+    @abstractmethod
+    def existing(cls, prefix_path: str) -> Store:
+        """Open a store that is only read: nothing is created; StoreError if there is none."""
+
+    @staticmethod
+    def at(prefix_path: str) -> Store:
+        """Open a store by its prefix alone, only to read it; its URL's scheme says the kind.
+
+        Raises:
+            StoreError: there is no store, or no kind of that scheme was imported here.
+        """
+        scheme = prefix_path.partition("://")[0] if "://" in prefix_path else "file"
+        for kind in Store._kinds.values():
+            if kind.scheme == scheme:
+                return kind.existing(prefix_path)
+        known = sorted(kind.scheme for kind in Store._kinds.values() if kind.scheme)
+        raise StoreError(
+            f"no store is known for {prefix_path!r}: known are {known}; import the module that "
+            f"defines one for {scheme!r}"
+        )
 
     def to_dict(self) -> dict[str, str]:
         """Describe the store in JSON, for another process."""
-        return {"type": type(self).__name__, "prefix_path": self.prefix}
+        paths = {"train_path": self.train_path, "val_path": self.val_path}
+        given = {name: path for name, path in paths.items() if path is not None}
+        return {"type": type(self).__name__, "prefix_path": self.prefix, **given}
 
     @staticmethod
     def from_dict(description: Mapping[str, str]) -> Store:
@@ -99,4 +154,4 @@ class Store(ABC):
                 f"unknown store type {description['type']!r}: known are {sorted(Store._kinds)}; "
                 "import the module that defines it"
             )
-        return kind(description["prefix_path"])
+        return kind(**{name: path for name, path in description.items() if name != "type"})

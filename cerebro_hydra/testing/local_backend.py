@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from cerebro_hydra.data.existing import describe
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.storage import Store
 from cerebro_hydra.testing.datasets import write_dataset
@@ -48,6 +49,17 @@ class LocalBackend:
     ) -> Manifest:
         columns = {name: df.arrays[name] for name in (*feature_columns, *label_columns)}
         return write_dataset(store, columns, self.num_workers, validation, seed)
+
+    def existing_data(
+        self,
+        store: Store,
+        validation: float | str | None,
+        feature_columns: Sequence[str],
+        label_columns: Sequence[str],
+        seed: int,
+    ) -> Manifest:
+        columns = [*feature_columns, *label_columns]
+        return describe(store, columns, self.num_workers, validation, seed)
 
     def launcher(self) -> LocalLauncher:
         self.agents = LocalLauncher(self.num_workers, preloaded=self._preloaded)

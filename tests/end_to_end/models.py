@@ -15,7 +15,10 @@ from cerebro_hydra.recipe import Recipe
 def feed_forward(params: dict[str, Any]) -> Recipe:
     """A small net; `frozen` keeps its first layer, `dropout` makes it stochastic."""
     model = nn.Sequential(
-        nn.Linear(16, 32), nn.ReLU(), nn.Dropout(params.get("dropout", 0.0)), nn.Linear(32, 4)
+        nn.Linear(params.get("inputs", 16), 32),
+        nn.ReLU(),
+        nn.Dropout(params.get("dropout", 0.0)),
+        nn.Linear(32, 4),
     )
     if params.get("frozen"):
         model[0].requires_grad_(False)

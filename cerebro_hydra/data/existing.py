@@ -1,0 +1,305 @@
+"""Parquet files that exist: petastorm's stores, Cerebro's, and plain ones, trained on as they lie.
+
+```
+train_path, val_path -> files and footers -> ranges of rows -> found in the store? -> its manifest
+                                                       -> no: one pass over the rows -> manifest
+```
+
+Nothing is copied. The manifest names files, row ranges and shapes; agents read their rows from the
+files into their own caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cerebro_hydra.data import faults, row_store
+from cerebro_hydra.data.assignment import check_rows, check_validation
+from cerebro_hydra.data.cells import arrow_dtype
+from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, Manifest, Source, SourceFile
+from cerebro_hydra.data.parquet_files import describe_file, list_files, metadata_of
+from cerebro_hydra.data.pieces import partitions_of
+from cerebro_hydra.data.prepared import find_or_clear, finish, footers, prepared_in
+from cerebro_hydra.data.survey import Mapper, Stretch, Wish, specs_of, stretches, survey
+from cerebro_hydra.errors import ConfigurationError, DataError
+from cerebro_hydra.storage import Store
+
+_CEREBRO_TRAIN, _CEREBRO_VAL = "train_data", "val_data"  # where Cerebro's stores keep their rows
+
+
+class Paths(NamedTuple):
+    """Where the rows of a store lie that somebody else wrote."""
+
+    train: str
+    val: str | None
+
+
+class ParquetMetadata(NamedTuple):
+    """What `get_metadata_from_parquet` tells."""
+
+    train_rows: int
+    val_rows: int
+    metadata: dict[str, ColumnSpec]
+    """Type and shape of each column."""
+    avg_row_size: float
+    """Bytes of a training row in the files, before compression."""
+
+
+def existing_paths(store: Store) -> Paths | None:
+    """Where a store's existing data lies: its `train_path`, or what Cerebro left in its folder.
+
+    Raises:
+        ConfigurationError: the store has both Cerebro's data and data prepared here.
+    """
+    if store.train_path is not None:
+        return Paths(store.train_path, store.val_path)
+    train = os.path.join(store.prefix, _CEREBRO_TRAIN)
+    if not row_store.is_row_store(train):
+        return None
+    if prepared := prepared_in(store):
+        raise ConfigurationError(
+            f"the store {store.prefix!r} holds Cerebro's data in {train!r} and data prepared here, "
+            f"{[each.fingerprint for each in prepared]}; open the store with train_path={train!r} "
+            "for the one, or give what backend.prepare_data returned for the other"
+        )
+    val = os.path.join(store.prefix, _CEREBRO_VAL)
+    return Paths(train, val if os.path.isdir(val) else None)
+
+
+def describe(
+    store: Store,
+    columns: Sequence[str],
+    num_partitions: int,
+    validation: float | str | None,
+    seed: int = 0,
+    mapper: Mapper = map,
+) -> Manifest:
+    """Make existing files a data set of the store, or find that they are one already.
+
+    With `val_path`, its rows are validated on, whatever share `validation` says; without, that
+    share of the rows is held back, drawn by `seed`. None validates on nothing.
+
+    Raises:
+        ConfigurationError: the paths or arguments can't be used.
+        DataError: files, columns or rows can't be used; there are too few rows.
+        SetupError: it is a petastorm row store, and petastorm is not here.
+    """
+    check_validation(validation)
+    train, val = _folders(store, validation)
+    wishes = _wishes([train, *val], columns)
+    base = store.data_path("described")
+    train_files, val_files = (
+        train.described(store, base),
+        [f for v in val for f in v.described(store, base)],
+    )
+    rows, val_rows = _sum(train_files), _sum(val_files)
+    share = validation if isinstance(validation, float) and not val else 0.0
+    held_back = round(rows * share)
+    check_rows(
+        rows - held_back,
+        (val_rows or held_back) if validation is not None else None,
+        num_partitions,
+    )
+    source = Source(
+        tuple(wish.codec for wish in wishes),
+        (*train_files, *val_files),
+        seed if held_back else None,
+    )
+    partitions = partitions_of(
+        [file.rows for file in train_files],
+        [file.rows for file in val_files],
+        held_back,
+        num_partitions,
+    )
+    fingerprint = _fingerprint(wishes, source, num_partitions, held_back, len(val_files))
+    found = find_or_clear(store, fingerprint)
+    if found is not None:
+        return found
+    paths = [path for folder in (train, *val) for path in folder.files]
+    specs = specs_of(wishes, mapper(survey, stretches(paths, wishes)), rows + val_rows)
+    return finish(store, Manifest(fingerprint, specs, partitions, source))
+
+
+def metadata_from(store: Store, columns: Sequence[str]) -> ParquetMetadata:
+    """Rows, columns and row size of a store's data, from footers and one row.
+
+    Raises:
+        ConfigurationError: the store has no data, or several prepared sets with these columns.
+        DataError: files or columns can't be used.
+    """
+    paths = existing_paths(store)
+    if paths is None:
+        return _metadata_of_prepared(store, columns)
+    train = _Folder.open(paths.train, "train_path")
+    val = [] if paths.val is None else [_Folder.open(paths.val, "val_path")]
+    wishes = _wishes([train, *val], columns)
+    first = next(path for path in train.files if metadata_of(path).num_rows)
+    one = survey(Stretch(first, 0, 1, wishes))
+    specs = specs_of(wishes, [one], 1)
+    rows, nbytes = _rows_and_bytes(train.files)
+    val_rows = sum(metadata_of(path).num_rows for folder in val for path in folder.files)
+    return ParquetMetadata(rows, val_rows, {spec.name: spec for spec in specs}, nbytes / rows)
+
+
+def _metadata_of_prepared(store: Store, columns: Sequence[str]) -> ParquetMetadata:
+    found = [
+        manifest
+        for manifest in prepared_in(store)
+        if set(columns) <= {spec.name for spec in manifest.columns}
+    ]
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"the store {store.prefix!r} holds {len(found)} data sets with the columns "
+            f"{list(columns)}, {[each.fingerprint for each in found]}; give a store with one, or "
+            "one with train_path"
+        )
+    (manifest,) = found
+    root = store.data_path(manifest.fingerprint)
+    rows = {"train": 0, "val": 0}
+    nbytes = 0
+    for info in manifest.partitions:
+        rows[info.split] += info.rows
+        if info.split == "train":
+            nbytes += sum(map(_bytes, footers(store, f"{root}/{info.path}")))
+    metadata = {spec.name: spec for spec in manifest.columns if spec.name in columns}
+    return ParquetMetadata(rows["train"], rows["val"], metadata, nbytes / rows["train"])
+
+
+def _rows_and_bytes(paths: Sequence[str]) -> tuple[int, int]:
+    rows = nbytes = 0
+    for path in paths:
+        metadata = metadata_of(path)
+        rows += metadata.num_rows
+        nbytes += _bytes(metadata)
+    return rows, nbytes
+
+
+def _bytes(metadata: pq.FileMetaData) -> int:
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return sum(group.total_byte_size for group in groups)
+
+
+@dataclass(frozen=True)
+class _Folder:
+    root: str
+    whole: bool
+    """Whether all files of the folder are meant, or a single one."""
+    files: tuple[str, ...]
+
+    @staticmethod
+    def open(path: str, what: str) -> _Folder:
+        if os.path.isfile(path):
+            return _Folder(os.path.dirname(path), False, (path,))
+        if not os.path.isdir(path):
+            raise ConfigurationError(
+                f"{what} {path!r} does not exist: check the path; what backend.prepare_data writes "
+                "lies in the store's own folder, and is found by a store without train_path"
+            )
+        return _Folder(path, True, tuple(os.path.join(path, name) for name in list_files(path)))
+
+    def described(self, store: Store, base: str) -> list[SourceFile]:
+        """Files below the store are named from the data's folder, so that the store can move."""
+        inside = os.path.join(store.prefix, "")
+        return [
+            describe_file(path, os.path.relpath(path, base) if path.startswith(inside) else path)
+            for path in self.files
+        ]
+
+
+def _folders(store: Store, validation: float | str | None) -> tuple[_Folder, list[_Folder]]:
+    paths = existing_paths(store)
+    if paths is None:
+        raise ConfigurationError(
+            f"the store {store.prefix!r} has no train_path; open it as LocalStore(prefix_path=..., "
+            "train_path=...) with the path of Parquet files"
+        )
+    if isinstance(validation, str):
+        raise ConfigurationError(
+            f"validation is {validation!r}, a column's name, but existing files are read in ranges "
+            "of rows: put the validation rows into a folder of their own and give val_path, or "
+            f"prepare the data: backend.prepare_data(store, spark.read.parquet({paths.train!r}), "
+            f"validation={validation!r}, ...)"
+        )
+    train = _Folder.open(paths.train, "train_path")
+    if validation is None or paths.val is None:
+        return train, []
+    return train, [_Folder.open(paths.val, "val_path")]
+
+
+def _wishes(folders: Sequence[_Folder], columns: Sequence[str]) -> tuple[Wish, ...]:
+    """The columns, which all files must hold alike."""
+    found: list[tuple[Wish, ...]] = []
+    types: dict[str, tuple[pa.DataType, str]] = {}
+    for folder in folders:
+        filled = [path for path in folder.files if metadata_of(path).num_rows]
+        if not filled:
+            raise DataError(f"the Parquet files in {folder.root!r} hold no rows")
+        for path in filled:
+            _check_types(path, columns, types)
+        if folder.whole and row_store.is_row_store(folder.root):
+            codecs = row_store.read_codecs(folder.root, columns)
+        else:
+            codecs = [(None, None)] * len(columns)
+        found.append(
+            tuple(
+                Wish(name, dtype or arrow_dtype(name, types[name][0]), codec)
+                for name, (dtype, codec) in zip(columns, codecs, strict=True)
+            )
+        )
+    if found[0] != found[-1]:
+        name = next(a.name for a, b in zip(found[0], found[-1], strict=True) if a != b)
+        raise DataError(
+            f"column {name!r} is kept in another way in {folders[-1].root!r} than in "
+            f"{folders[0].root!r}: write both alike"
+        )
+    return found[0]
+
+
+def _check_types(
+    path: str, columns: Sequence[str], types: dict[str, tuple[pa.DataType, str]]
+) -> None:
+    schema = pq.read_schema(path)
+    for name in columns:
+        there = schema.get_all_field_indices(name)
+        if not there:
+            if f"{os.sep}{name}=" in path:
+                raise DataError(
+                    f"column {name!r} is kept in the names of folders, as in {path!r}: write it "
+                    "into the files"
+                )
+            raise DataError(faults.not_there("column", name, repr(path), schema.names))
+        if len(there) > 1:
+            raise DataError(f"{path!r} has {len(there)} columns {name!r}: rename them")
+        kind = schema.field(there[0]).type
+        before, other = types.setdefault(name, (kind, path))
+        if kind != before:
+            raise DataError(
+                f"column {name!r} is {before} in {other!r} and {kind} in {path!r}: write all files "
+                "with one schema"
+            )
+
+
+def _fingerprint(
+    wishes: Sequence[Wish], source: Source, num_partitions: int, held_back: int, val_files: int
+) -> str:
+    described = {
+        "format": FORMAT,
+        "columns": [asdict(wish) for wish in wishes],
+        "source": asdict(source),
+        "num_partitions": num_partitions,
+        "held_back": held_back,
+        "val_files": val_files,
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _sum(files: Sequence[SourceFile]) -> int:
+    return sum(file.rows for file in files)

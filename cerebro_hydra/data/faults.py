@@ -1,0 +1,65 @@
+"""What can be wrong with columns, in the same words wherever rows come from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cerebro_hydra.errors import DataError
+
+NULL = "is null, or holds null"
+UNFIT = {
+    "float32": "holds NaN, infinity, or a number beyond float32",
+    "int64": "holds a number beyond int64",
+}
+"""By the column's type: what a number must not be."""
+
+
+def found(
+    dtype: str, null: NDArray[np.int64], unfit: NDArray[np.int64]
+) -> dict[str, NDArray[np.int64]]:
+    """Rows by fault, each once, without the faults that no row has."""
+    rows = {NULL: np.unique(null), UNFIT.get(dtype, ""): np.unique(unfit)}
+    return {fault: each for fault, each in rows.items() if each.size}
+
+
+def not_there(what: str, name: str, where: str, columns: Sequence[str]) -> str:
+    """A column is not among those that there are."""
+    near = difflib.get_close_matches(name, columns, n=1, cutoff=0.4)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{what} {name!r} is not in {where}{hint}, which has the columns {list(columns)}"
+
+
+def unusable(name: str, kind: str, text: bool) -> DataError:
+    """A column's type is none that training can use."""
+    remedy = "drop it, or turn it into numbers first"
+    if text:
+        remedy = "turn text into numbers first, with StringIndexer or a tokenizer"
+    return DataError(
+        f"column {name!r} is {kind}: columns are numbers, booleans, arrays of them, or Spark ML "
+        f"vectors; {remedy}"
+    )
+
+
+def faulty(name: str, fault: str, count: int, rows: int, example: str) -> DataError:
+    """Some rows of a column can't be trained on."""
+    return DataError(
+        f"column {name!r} {fault} in {count} of {rows} rows, as in {example}: fill or drop such "
+        "rows"
+    )
+
+
+def ragged(name: str, shortest: int, longest: int, dimension: int, example: str) -> DataError:
+    """The rows of a column have several shapes."""
+    return DataError(
+        f"column {name!r} has arrays of different lengths, from {shortest} to {longest} in "
+        f"dimension {dimension}; one of {shortest} is in {example}: pad or cut them to one length"
+    )
+
+
+def without_elements(name: str) -> DataError:
+    """The arrays of a column have length 0."""
+    return DataError(f"column {name!r} holds empty arrays: drop the column")

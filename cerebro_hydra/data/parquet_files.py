@@ -1,0 +1,150 @@
+"""Parquet files as they lie in a folder: which there are, their footers, ranges of their rows."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from cerebro_hydra.data.manifest import SourceFile
+from cerebro_hydra.errors import DataError
+
+_BATCH_BYTES = 32 << 20  # bounds a reader's memory, however large the row groups are
+_BATCH_ROWS = 1 << 16
+_TAIL = 8  # length of the footer, and the magic number
+
+
+def list_files(root: str) -> list[str]:
+    """Sorted paths, relative to `root`, of the files that hold rows.
+
+    Names that start with `_` or `.` (Spark's `_SUCCESS`, petastorm's `_common_metadata`, checksums)
+    are not data; every other file is.
+
+    Raises:
+        DataError: there are none.
+    """
+    found = []
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(("_", "."))]
+        for name in names:
+            if not name.startswith(("_", ".")):
+                found.append(os.path.relpath(os.path.join(folder, name), root))
+    if not found:
+        raise DataError(f"there are no Parquet files in {root!r}: check the path")
+    return sorted(found)
+
+
+def metadata_of(path: str, file: BinaryIO | None = None) -> pq.FileMetaData:
+    """The footer of a file on this machine, or of one that was opened elsewhere.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    try:
+        return pq.read_metadata(path if file is None else file)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path!r} is not a whole Parquet file ({error})") from error
+
+
+def footer_rows(folder: str) -> int:
+    """Rows that the footers of a partition's Parquet files on this machine promise.
+
+    Raises:
+        DataError: there is no file, or one can't be read.
+    """
+    files = sorted(Path(folder).glob("*.parquet"))
+    if not files:
+        raise DataError(f"there are no Parquet files in {folder!r}")
+    return sum(metadata_of(str(file)).num_rows for file in files)
+
+
+def describe_file(path: str, named: str) -> SourceFile:
+    """What a file is now, under the name that it has in a manifest.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    rows = metadata_of(path).num_rows
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(size - _TAIL)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(size - _TAIL - length)
+        footer = hashlib.sha256(file.read(length)).hexdigest()[:32]
+    return SourceFile(named, rows, size, footer)
+
+
+def check_file(path: str, described: SourceFile) -> None:
+    """Compare a file with what it was.
+
+    Raises:
+        DataError: it is gone, or another one lies in its place.
+    """
+    found = describe_file(path, described.path)
+    if found != described:
+        raise DataError(
+            f"{path!r} has changed since a run was planned on it: it has {found.rows} rows in "
+            f"{found.bytes} bytes with footer {found.footer[:8]}, and had {described.rows} in "
+            f"{described.bytes} with {described.footer[:8]}"
+        )
+
+
+def read_range(
+    path: str,
+    columns: Sequence[str],
+    first: int,
+    rows: int,
+    chosen: NDArray[np.bool_] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the columns of consecutive rows in stored order, or of those `chosen` among them.
+
+    Raises:
+        DataError: the file can't be read, or ends before.
+    """
+    done = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            start = 0
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                if start + group.num_rows > first and start < first + rows:
+                    for batch in _overlap(
+                        file, number, columns, first - start, first + rows - start
+                    ):
+                        if chosen is None:
+                            yield batch
+                        else:
+                            mask = chosen[done : done + batch.num_rows]
+                            yield batch.filter(pa.array(mask))
+                        done += batch.num_rows
+                start += group.num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"can't read {list(columns)} from {path!r}: {error}") from error
+    if done != rows:
+        raise DataError(
+            f"{path!r} gave {done} rows from row {first} on, its footer promises {rows}"
+        )
+
+
+def _overlap(
+    file: pq.ParquetFile, number: int, columns: Sequence[str], start: int, stop: int
+) -> Iterator[pa.RecordBatch]:
+    """Batches of rows [start, stop) of a row group, both cut to it."""
+    group = file.metadata.row_group(number)
+    per_row = max(1, group.total_byte_size // max(1, group.num_rows))
+    size = int(min(_BATCH_ROWS, max(1, _BATCH_BYTES // per_row)))
+    at = 0
+    for batch in file.iter_batches(size, row_groups=[number], columns=list(columns)):
+        low, high = max(start - at, 0), min(stop - at, batch.num_rows)
+        if low < high:
+            yield batch.slice(low, high - low)
+        at += batch.num_rows
+        if at >= stop:
+            return

@@ -1,0 +1,109 @@
+"""The rows of one partition in stored order, whoever wrote them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cerebro_hydra.data import row_store
+from cerebro_hydra.data.cells import cells_of
+from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, PartitionInfo, stored_name
+from cerebro_hydra.data.parquet_files import check_file, read_range
+from cerebro_hydra.data.pieces import is_chosen
+from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.errors import DataError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some consecutive rows of a partition."""
+
+    ids: NDArray[np.int64] | None
+    """Their row ids; None in existing files, which have none."""
+    columns: tuple[NDArray[Any], ...]
+    """For each column of the manifest an array of shape (rows, *shape of a row)."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.columns[0])
+
+
+def described(info: PartitionInfo, manifest: Manifest, data_path: str) -> str:
+    """How errors name a partition."""
+    if manifest.source is None:
+        return f"{info.split} partition {info.index} in {os.path.join(data_path, info.path)!r}"
+    files = [
+        os.path.normpath(os.path.join(data_path, manifest.source.files[piece.file].path))
+        for piece in info.pieces
+    ]
+    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+    return f"{info.split} partition {info.index} in {files[0]!r}{more}"
+
+
+def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterator[Rows]:
+    """Yield all rows of a partition, a stretch after the other.
+
+    Raises:
+        DataError: files can't be read, are not those of the manifest, or hold other types.
+    """
+    what = described(info, manifest, data_path)
+    if manifest.source is None:
+        names = [stored_name(i) for i in range(len(manifest.columns))]
+        for group in read_columns(os.path.join(data_path, info.path), [ROW_ID, *names]):
+            yield Rows(
+                group[ROW_ID],
+                tuple(
+                    _shaped(group[name], spec, what)
+                    for name, spec in zip(names, manifest.columns, strict=True)
+                ),
+            )
+        return
+    chosen = is_chosen(info, manifest.source.seed)
+    start = 0
+    for piece in info.pieces:
+        file = manifest.source.files[piece.file]
+        path = os.path.normpath(os.path.join(data_path, file.path))
+        check_file(path, file)
+        mask = None if chosen is None else chosen[start : start + piece.rows]
+        start += piece.rows
+        names = [spec.name for spec in manifest.columns]
+        for batch in read_range(path, names, piece.first, piece.rows, mask):
+            yield Rows(
+                None,
+                tuple(
+                    _decoded(batch.column(spec.name), spec, codec, path)
+                    for spec, codec in zip(manifest.columns, manifest.source.codecs, strict=True)
+                ),
+            )
+
+
+def _shaped(values: NDArray[Any], spec: ColumnSpec, what: str) -> NDArray[Any]:
+    size = int(np.prod(spec.shape, dtype=np.int64))
+    if values.dtype != np.dtype(spec.dtype) or values.size != len(values) * size:
+        raise DataError(
+            f"{what}: column {spec.name!r} holds {values.dtype} of shape {values.shape[1:]}, the "
+            f"manifest says {spec.dtype} of {spec.shape}; delete the data and prepare it again"
+        )
+    return values.reshape(len(values), *spec.shape)
+
+
+def _decoded(array: Any, spec: ColumnSpec, codec: Any, path: str) -> NDArray[Any]:
+    if not len(array):
+        return np.empty((0, *spec.shape), spec.dtype)
+    if codec is None:
+        cells = cells_of(array, spec.dtype)
+    else:
+        cells = row_store.decode(array, codec, spec.dtype)
+    values = cells.shaped()
+    if values is None or values.shape[1:] != spec.shape:
+        # The survey has seen every row, so these are others.
+        raise DataError(
+            f"{path!r} has changed since a run was planned on it: column {spec.name!r} had rows of "
+            f"shape {spec.shape} without a fault"
+        )
+    return values

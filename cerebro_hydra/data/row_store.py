@@ -1,0 +1,172 @@
+"""petastorm's row stores: a schema of codecs beside the files, and the cells that they decode.
+
+The schema is a pickle. It is read once, where the user named the store's path, and kept as plain
+data from then on; decoding cells needs no pickle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from cerebro_hydra.data import faults
+from cerebro_hydra.data.cells import Cells, Lengths, cells_of, converted, dtype_of
+from cerebro_hydra.data.manifest import Codec
+from cerebro_hydra.errors import DataError, SetupError
+
+SCHEMA_FILE = "_common_metadata"
+_SCHEMA_KEY = b"dataset-toolkit.unischema.v1"  # petastorm's, to be known where it is absent too
+_KINDS = {
+    "ScalarCodec": "scalar",
+    "NdarrayCodec": "ndarray",
+    "CompressedNdarrayCodec": "compressed_ndarray",
+    "CompressedImageCodec": "image",
+}
+
+
+def is_row_store(root: str) -> bool:
+    """Whether petastorm wrote a schema of codecs beside the files."""
+    path = os.path.join(root, SCHEMA_FILE)
+    if not os.path.isfile(path):
+        return False
+    try:
+        return _SCHEMA_KEY in (pq.read_schema(path).metadata or {})
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path!r} is not a whole Parquet file ({error}): write the data again"
+        ) from error
+
+
+def read_codecs(root: str, columns: Sequence[str]) -> list[tuple[str | None, Codec | None]]:
+    """Column type and codec of columns of a row store; unpickles its schema.
+
+    Both are None where Parquet's own types say what a column holds.
+
+    Raises:
+        SetupError: petastorm is not here.
+        DataError: the schema can't be read, lacks a column, or has one that is not numbers.
+    """
+    fields = _fields(root)
+    found: list[tuple[str | None, Codec | None]] = []
+    for name in columns:
+        if name not in fields:
+            raise DataError(faults.not_there("column", name, repr(root), list(fields)))
+        field = fields[name]
+        if field.numpy_dtype is Decimal or (field.codec is None and field.shape):
+            found.append((None, None))
+            continue
+        kind = "scalar" if field.codec is None else _KINDS.get(type(field.codec).__name__)
+        if kind is None:
+            raise DataError(
+                f"column {name!r} is kept by petastorm's {type(field.codec).__name__}; only "
+                f"{sorted(_KINDS)} can be read: write it again with one of these"
+            )
+        there = np.dtype(field.numpy_dtype)
+        dtype = dtype_of(there)
+        if dtype is None:
+            shown = f"{there.name} in petastorm's schema"
+            raise faults.unusable(name, shown, there.kind in "US")
+        found.append((dtype, Codec(kind, there.name)))
+    return found
+
+
+def _fields(root: str) -> dict[str, Any]:
+    try:
+        from petastorm.etl.dataset_metadata import get_schema
+    except ImportError as error:
+        raise SetupError(
+            f"{root!r} is a petastorm row store, and petastorm can't be imported here ({error}): "
+            "install petastorm with pyarrow 14, or write the rows as plain Parquet"
+        ) from error
+    path = os.path.join(root, SCHEMA_FILE)
+    try:
+        schema = get_schema(SimpleNamespace(common_metadata=pq.read_metadata(path)))
+        return dict(schema.fields)
+    except Exception as error:
+        # Whatever unpickling raises means the same to the user.
+        raise DataError(
+            f"petastorm can't read its schema in {path!r} ({type(error).__name__}: {error}): write "
+            "the store again, or as plain Parquet"
+        ) from error
+
+
+def decode(array: pa.Array, codec: Codec, dtype: str) -> Cells:
+    """Decode one column's cells, each by petastorm's codec.
+
+    Raises:
+        SetupError: what the codec needs is not here.
+    """
+    if codec.kind == "scalar":
+        return cells_of(array, dtype, through=codec.dtype)
+    decoder = _decoder(codec.kind)
+    null = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
+    undecoded: list[int] = []
+    others: list[int] = []
+    rows: list[int] = []
+    values: list[NDArray[Any]] = []
+    for row, cell in enumerate(array):
+        if not cell.is_valid:
+            continue
+        try:
+            value = np.asarray(decoder(cell.as_py()))
+        except Exception:
+            undecoded.append(row)
+            continue
+        if dtype_of(value.dtype) != dtype or (values and value.ndim != values[0].ndim):
+            others.append(row)
+            continue
+        rows.append(row)
+        values.append(value)
+    lengths = tuple(
+        _lengths(np.array([value.shape[d] for value in values]), rows)
+        for d in range(values[0].ndim if values else 0)
+    )
+    flat = [value.ravel() for value in values]
+    numbers, unfit = converted(np.concatenate(flat) if flat else np.empty(0, dtype), dtype)
+    ends = np.cumsum([value.size for value in values], dtype=np.int64)
+    unfit_rows = np.array(rows, np.int64)[np.searchsorted(ends, unfit, side="right")]
+    wrong = {
+        f"can't be decoded as petastorm's {codec.kind}": np.array(undecoded, np.int64),
+        f"holds arrays of other dimensions than before, or not of {codec.dtype}": np.array(
+            others, np.int64
+        ),
+        **faults.found(dtype, null, unfit_rows),
+    }
+    wrong = {fault: each for fault, each in wrong.items() if each.size}
+    return Cells(len(array), numbers, lengths, wrong)
+
+
+def _lengths(lengths: NDArray[np.int64], rows: list[int]) -> Lengths:
+    at = int(lengths.argmin())
+    return Lengths(int(lengths[at]), int(lengths.max()), rows[at])
+
+
+def _decoder(kind: str) -> Callable[[bytes], NDArray[Any]]:
+    try:
+        from petastorm import codecs
+    except ImportError as error:
+        raise SetupError(
+            f"reading a petastorm row store needs petastorm, which can't be imported ({error}): "
+            "install it with pyarrow 14 on every worker, or write the rows as plain Parquet"
+        ) from error
+    try:
+        codec = {
+            "ndarray": codecs.NdarrayCodec,
+            "compressed_ndarray": codecs.CompressedNdarrayCodec,
+            "image": codecs.CompressedImageCodec,
+        }[kind]()
+    except AssertionError as error:
+        raise SetupError(
+            "petastorm's CompressedImageCodec needs OpenCV: install opencv-python-headless on every"
+            " worker"
+        ) from error
+    # None of these looks at the field that petastorm hands over.
+    return lambda cell: codec.decode(None, cell)  # type: ignore[no-any-return]
