@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint format venv clean
+.PHONY: help demo test lint format venv integration-hdfs clean
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
 	@echo "make test      all tests"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
+	@echo "make integration-hdfs   a real HDFS on this machine, see integration/hdfs"
 	@echo "make venv      only the environment, in $(VENV)"
 	@echo "make clean     remove the environment and everything generated"
 
@@ -48,7 +49,11 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
+integration-hdfs: $(STAMP)
+	@$(BIN)/python -m integration.hdfs.jars
+	@$(BIN)/python -m pytest integration/hdfs
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info spark-warehouse metastore_db derby.log
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf integration/hdfs/.jars .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

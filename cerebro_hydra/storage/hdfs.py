@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import socket
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
@@ -12,6 +13,9 @@ from cerebro_hydra.storage.remote import RemoteStore
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+
+
+_CONNECT_SECONDS = 20
 
 
 class HDFSStore(RemoteStore):
@@ -65,8 +69,13 @@ class HDFSStore(RemoteStore):
                 f"HDFSStore needs the package hdfs-native ({error}): "
                 "pip install 'cerebro-hydra[hdfs]', on the driver and on every worker"
             ) from error
+        address = urlsplit(self.prefix)
+        if address.hostname and address.port:
+            # The client goes on for minutes where nobody listens; a name service has no port.
+            with socket.create_connection((address.hostname, address.port), _CONNECT_SECONDS):
+                pass
         # fsspec's cache would keep one connection for each thread that asks.
-        return HdfsFileSystem(urlsplit(self.prefix).netloc, skip_instance_cache=True)
+        return HdfsFileSystem(address.netloc, skip_instance_cache=True)
 
 
 def _url(prefix_path: str, host: str | None, port: int | None) -> str:

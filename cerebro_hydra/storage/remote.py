@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import uuid
 from abc import abstractmethod
@@ -195,7 +196,7 @@ def _remedy(error: Exception) -> str:
             return "it exists already and may not change: delete it, or use another name"
         case NotADirectoryError() | IsADirectoryError():
             return "choose another name or folder"
-        case _ if isinstance(error, ConnectionError) or "Connection refused" in str(error):
+        case ConnectionError() | TimeoutError() | socket.gaierror():
             return "check that the server runs, and its host and port"
         case _ if isinstance(error, PermissionError) or "AccessControlException" in str(error):
             return "choose a folder that this user may write, or change its permissions"

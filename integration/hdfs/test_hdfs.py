@@ -124,7 +124,9 @@ def test_unwritable_folder_is_refused_with_a_remedy(cluster: HdfsCluster) -> Non
     HDFSStore(f"{cluster.url}/mine")
     code = f"from cerebro_hydra import HDFSStore; HDFSStore('{cluster.url}/mine/theirs')"
     somebody = {**os.environ, "HADOOP_USER_NAME": "somebody"}
-    done = subprocess.run([sys.executable, "-c", code], env=somebody, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=somebody, capture_output=True, text=True
+    )
     last = done.stderr.splitlines()[-1]
     assert "StoreError: can't create" in last
     assert "user=somebody" in last and "this user may write" in last
