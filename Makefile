@@ -3,19 +3,35 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check
+# The modern stack: Spark 4.3, pyarrow 26, numpy 2, and no petastorm.
+MODERN := .venv-modern
+MODERN_STAMP := $(MODERN)/.installed
+# Spark 4.0 over the packages of $(VENV), but for pyspark and py4j.
+SPARK4 := .venv-spark4
+PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check
+
+# Of the decisions without their long searches, which know no library; of Spark one whole run.
+MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py holders.py \
+  hop_state.py schedules.py seeds.py) \
+  $(addprefix tests/data/test_data_,assignment.py cache.py manifest.py readers.py row_ids.py) \
+  tests/storage tests/wire tests/observe tests/spark/test_spark_checks.py \
+  tests/spark/test_spark_java.py \
+  tests/end_to_end/test_spark_runs.py::test_a_grid_on_spark_replays_and_transforms
 
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint format venv integration-hdfs clean
+.PHONY: help demo test test-modern test-spark4 integration-spark integration-hdfs lint format venv clean
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
 	@echo "make test      all tests"
+	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
+	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
-	@echo "make integration-hdfs   a real HDFS on this machine, see integration/hdfs"
+	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
+	@echo "make integration-hdfs    a real HDFS on this machine, see integration/hdfs"
 	@echo "make venv      only the environment, in $(VENV)"
 	@echo "make clean     remove the environment and everything generated"
 
@@ -24,6 +40,16 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest
+
+test-modern: $(MODERN_STAMP)
+	@$(MODERN)/bin/python -m pytest $(MODERN_TESTS)
+
+test-spark4: $(SPARK4)/.installed
+	@$(SPARK4)/bin/python -m pytest tests/ml/test_ml_params.py tests/ml/test_ml_pipelines.py \
+	  tests/spark/test_spark_transform.py
+
+integration-spark: $(STAMP)
+	@$(BIN)/python integration/spark_standalone/run.py
 
 lint: $(STAMP)
 	@echo "ruff check" && $(BIN)/ruff check .
@@ -36,17 +62,31 @@ format: $(STAMP)
 venv: $(STAMP)
 	@echo "The environment in $(VENV) is ready."
 
+$(STAMP): requirements.lock
+$(STAMP): LAST_PYTHON := 12
+$(MODERN_STAMP): requirements-modern.lock
+$(MODERN_STAMP): LAST_PYTHON := 13
+
 # The package is installed by link, so that only a change of the pins needs a new installation.
-$(STAMP): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null || { \
-	  echo "$(PYTHON) is not a Python 3.11 or 3.12. Install Python 3.11, or name yours: make PYTHON=/path/to/python3.11 ..."; \
+$(STAMP) $(MODERN_STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $(LAST_PYTHON)))' 2>/dev/null || { \
+	  echo "$(PYTHON) is not a Python 3.11 to 3.$(LAST_PYTHON). Install Python 3.11, or name yours: make PYTHON=/path/to/python3.11 ..."; \
 	  exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D) || { \
 	  echo "$(PYTHON) can't make a virtual environment. On Debian and Ubuntu: apt install python3.11-venv"; \
-	  rm -rf $(VENV); exit 1; }
-	@echo "Installing the pinned packages into $(VENV); the first time this takes some minutes."
-	@$(PIP) -r requirements.lock
-	@$(PIP) --no-deps --no-build-isolation -e .
+	  rm -rf $(@D); exit 1; }
+	@echo "Installing the pinned packages into $(@D); the first time this takes some minutes."
+	@$(@D)/bin/python $(PIP_INSTALL) -r $(filter %.lock,$^)
+	@$(@D)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(SPARK4)/.installed: $(STAMP)
+	@$(BIN)/python -m venv --clear $(SPARK4)
+	@$(SPARK4)/bin/python $(PIP_INSTALL) --no-deps \
+	  pyspark==4.0.5 py4j==0.10.9.9
+	@$(BIN)/python -c 'import site, sysconfig; \
+	  print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(SPARK4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	@touch $@
 
 integration-hdfs: $(STAMP)
@@ -54,6 +94,6 @@ integration-hdfs: $(STAMP)
 	@$(BIN)/python -m pytest integration/hdfs
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info spark-warehouse metastore_db derby.log
+	rm -rf $(VENV) $(MODERN) $(SPARK4) build dist *.egg-info spark-warehouse metastore_db derby.log
 	rm -rf integration/hdfs/.jars .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,9 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cerebro_hydra.ml import SparkEstimator, SparkModel
+    from cerebro_hydra.observe.mlflow import MLflowTracker
+    from cerebro_hydra.observe.tensorboard import TensorBoardTracker
     from cerebro_hydra.recipe import StateMetric
     from cerebro_hydra.replay.reference import replay
-    from cerebro_hydra.spark import SparkBackend, SparkEstimator, local_spark
+    from cerebro_hydra.spark import SparkBackend, doctor, local_spark
     from cerebro_hydra.storage import HDFSStore, LocalStore
     from cerebro_hydra.tune import (
         GridSearch,
@@ -30,11 +33,15 @@ __all__ = [
     "GridSearch",
     "HDFSStore",
     "LocalStore",
+    "MLflowTracker",
     "RandomSearch",
     "SparkBackend",
     "SparkEstimator",
+    "SparkModel",
     "StateMetric",
+    "TensorBoardTracker",
     "__version__",
+    "doctor",
     "hp_choice",
     "hp_loguniform",
     "hp_qloguniform",
@@ -48,10 +55,14 @@ _ROOMS = {
     "GridSearch": "cerebro_hydra.tune",
     "HDFSStore": "cerebro_hydra.storage",
     "LocalStore": "cerebro_hydra.storage",
+    "MLflowTracker": "cerebro_hydra.observe.mlflow",
     "RandomSearch": "cerebro_hydra.tune",
     "SparkBackend": "cerebro_hydra.spark",
-    "SparkEstimator": "cerebro_hydra.spark",
+    "SparkEstimator": "cerebro_hydra.ml",
+    "SparkModel": "cerebro_hydra.ml",
     "StateMetric": "cerebro_hydra.recipe",
+    "TensorBoardTracker": "cerebro_hydra.observe.tensorboard",
+    "doctor": "cerebro_hydra.spark",
     "hp_choice": "cerebro_hydra.tune",
     "hp_loguniform": "cerebro_hydra.tune",
     "hp_qloguniform": "cerebro_hydra.tune",

@@ -1,4 +1,4 @@
-"""The command line: `cerebro-hydra demo` and `cerebro-hydra replay RUN`."""
+"""The command line: `cerebro-hydra demo`, `replay RUN`, `report RUN` and `doctor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from cerebro_hydra import __version__
-from cerebro_hydra.errors import CerebroHydraError
+from cerebro_hydra.errors import CerebroHydraError, StoreError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +49,34 @@ def _parser() -> argparse.ArgumentParser:
         "--factory", metavar="MODULE:NAME", help="estimator_gen_fn, if the run did not record it"
     )
     replay.set_defaults(command=_replay)
+
+    doctor = commands.add_parser("doctor", help="check a Spark and say what to change")
+    doctor.add_argument("--master", metavar="URL", help="default: Spark on this machine")
+    doctor.add_argument(
+        "--conf",
+        metavar="KEY=VALUE",
+        type=_setting,
+        action="append",
+        default=[],
+        help="a Spark setting; may come several times",
+    )
+    doctor.add_argument("--workers", type=_count, default=2, help="default: 2")
+    doctor.add_argument("--store", metavar="PATH", help="a folder that all machines shall share")
+    doctor.add_argument(
+        "--import",
+        metavar="MODULE",
+        dest="modules",
+        action="append",
+        default=[],
+        help="a module that agents need, such as that of your factory; may come several times",
+    )
+    doctor.set_defaults(command=_doctor)
+
+    report = commands.add_parser("report", help="write a run's report.html from its folder")
+    report.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
+    report.add_argument("--output", metavar="PATH", help="default: report.html in RUN")
+    report.add_argument("--trace", metavar="PATH", help="write a trace for Perfetto or Chrome, too")
+    report.set_defaults(command=_report)
     return parser
 
 
@@ -57,6 +85,13 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.startswith("spark."):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form spark.NAME=VALUE")
+    return name, value
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -76,3 +111,42 @@ def _replay(arguments: argparse.Namespace) -> int:
         Console(), arguments.run, trial_id=arguments.trial, factory=arguments.factory
     )
     return 0 if identical else 1
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cerebro_hydra.spark.session_doctor import doctor_of_new_session
+
+    report = doctor_of_new_session(
+        arguments.master,
+        dict(arguments.conf),
+        arguments.workers,
+        arguments.store,
+        arguments.modules,
+    )
+    Console().print(report)
+    return 0 if report.ok else 1
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    import json
+
+    from cerebro_hydra.observe.report import REPORT_FILE, render
+    from cerebro_hydra.observe.trace import trace
+    from cerebro_hydra.storage import RunFolder
+
+    folder = RunFolder.open(arguments.run)
+    _write(arguments.output or os.path.join(folder.path, REPORT_FILE), render(folder))
+    if arguments.trace:
+        _write(arguments.trace, json.dumps(trace(folder)))
+    return 0
+
+
+def _write(path: str, content: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(content)
+    except OSError as error:
+        raise StoreError(f"can't write {path!r}: {error.strerror}; give another path") from error
+    print(path)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from cerebro_hydra.spark import SparkEstimator
+    from cerebro_hydra.ml import SparkEstimator
     from cerebro_hydra.tune.result import SearchResult
 
 HELD_OUT_ROWS = 360
@@ -36,7 +36,7 @@ def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
     import torch
     from torch import nn
 
-    from cerebro_hydra.spark import SparkEstimator
+    from cerebro_hydra.ml import SparkEstimator
 
     model = nn.Sequential(
         nn.Linear(64, 1060), nn.ReLU(), nn.Linear(1060, 1060), nn.ReLU(), nn.Linear(1060, 10)

@@ -47,5 +47,9 @@ class AllTrialsFailed(CerebroHydraError):
     """No trial of a search finished; carries the trials with their tracebacks."""
 
 
+class TrialFailed(CerebroHydraError):
+    """One trial of several ended without a model; carries its traceback and the run's folder."""
+
+
 class ReplayError(CerebroHydraError):
     """A run can't be replayed: its factory, data or checkpoints can't be found."""

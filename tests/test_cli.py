@@ -62,6 +62,9 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (["replay"], "arguments are required: RUN"),
         (["demo", "--epochs", "0"], "0 is less than 1"),
         (["demo", "--epochs", "many"], "many"),
+        (["doctor", "--workers", "0"], "0 is less than 1"),
+        (["doctor", "--conf", "spark.ui.enabled"], "is not of the form spark.NAME=VALUE"),
+        (["doctor", "--conf", "ui.enabled=false"], "is not of the form spark.NAME=VALUE"),
     ],
 )
 def test_wrong_use_says_what_is_wrong(
@@ -93,6 +96,24 @@ def test_folder_that_is_no_run_is_an_error_without_a_traceback(
     captured = capsys.readouterr()
     assert "is not a run" in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_doctor_is_0_for_a_good_spark_and_1_for_one_that_can_not_run(tmp_path: Path) -> None:
+    good = command("doctor", "--workers", "1", "--store", str(tmp_path), "--import", "sklearn")
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "This Spark can run agents." in good.stdout and str(tmp_path) in good.stdout
+    bad = ["--master", "local[2]", "--conf", "spark.speculation=true", "--import", "no_such_one"]
+    done = command("doctor", *bad)
+    assert done.returncode == 1, done.stdout + done.stderr
+    for words in (
+        "'local[2]' ends the whole job",
+        "spark.speculation",
+        "no_such_one",
+        "local[2,8]",
+    ):
+        assert words in done.stdout
 
 
 @pytest.mark.slow

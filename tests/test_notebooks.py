@@ -26,6 +26,13 @@ def test_the_quickstart_runs_and_every_trial_replays(monkeypatch: pytest.MonkeyP
     )
     assert text.count(": identical") == 4
     assert text.count("finished") >= 4
+    shown = [data for cell in notebook.cells for data in _shown(cell)]
+    assert sum("image/png" in data for data in shown) == 1
+    assert any("param_dropout" in data.get("text/html", "") for data in shown)
+
+
+def _shown(cell: nbformat.NotebookNode) -> list[dict[str, str]]:
+    return [output["data"] for output in cell.get("outputs", ()) if "data" in output]
 
 
 def test_notebooks_are_kept_without_outputs() -> None:

@@ -43,6 +43,7 @@ from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.wire.address import own_host
 from cerebro_hydra.wire.control import ControlClient
 from cerebro_hydra.wire.messages import ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
@@ -58,7 +59,10 @@ def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) ->
 
     Args:
         worker: slot number; partitions p with p % num_workers == worker are its own.
-        spec: JSON of the coordinator: where it is, the secret, the store, the run, the data.
+        spec: JSON of the coordinator: where it is, the secret, the store, the run, the data. The
+            launcher may add the folder for scratch, the address to listen on (`host`; else the one
+            that leads to the driver), the addresses of its GPUs, and its name for this start
+            (`task`).
         factory: the user's `estimator_gen_fn`.
 
     Raises:
@@ -109,7 +113,8 @@ class _Agent:
         self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stopping = threading.Event()
         self._ready = threading.Event()
-        self._server = ShardServer(spec["host"], spec["secret"], self._published)
+        host = spec.get("host") or own_host(spec["control"])
+        self._server = ShardServer(host, spec["secret"], self._published)
         self._arrivals = Arrivals(
             self._incarnation,
             self._shelf,
@@ -128,6 +133,7 @@ class _Agent:
             "uri": self._server.uri,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "task": spec.get("task"),
             "python": platform.python_version(),
         }
         self._control = ControlClient(
@@ -150,7 +156,14 @@ class _Agent:
             self._report,
             self._control.send,
         )
-        self._control.send({"kind": "agent", "pid": os.getpid(), "numeric": numeric_fingerprint()})
+        self._control.send(
+            {
+                "kind": "agent",
+                "pid": os.getpid(),
+                "gpus": spec.get("resources", {}).get("gpu", []),
+                "numeric": numeric_fingerprint(),
+            }
+        )
         self._ready.set()
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Partitions: prepared by Spark, read by petastorm, cached in memory maps, served in batches.
+"""Partitions: prepared by Spark, read by petastorm or Arrow, cached in memory maps, cut in batches.
 
 Importing this package imports neither pyspark nor petastorm nor torch.
 """

@@ -56,19 +56,34 @@ def arrow_dtype(name: str, kind: pa.DataType) -> str:
     Raises:
         DataError: it is none that training can use.
     """
-    if is_vector(kind):
-        return "float32"
+    dtype = "float32" if is_vector(kind) else converted_kind(kind).split()[-1]
+    if dtype in _DTYPES.values():
+        return dtype
     element = kind
     while _is_list(element) or pa.types.is_dictionary(element):
         element = element.value_type
-    if pa.types.is_boolean(element):
-        return "bool"
-    if pa.types.is_integer(element):
-        return "int64"
-    if pa.types.is_floating(element) or pa.types.is_decimal(element):
-        return "float32"
     text = pa.types.is_string(element) or pa.types.is_large_string(element)
     raise faults.unusable(name, str(kind), text)
+
+
+def converted_kind(kind: pa.DataType) -> str:
+    """What an Arrow type becomes, such as "list list float32"; its own name if nothing.
+
+    Types that differ in width, names of fields or where null may be become one.
+    """
+    if is_vector(kind):
+        return "vector"
+    if pa.types.is_dictionary(kind):
+        return converted_kind(kind.value_type)
+    if _is_list(kind):
+        return f"list {converted_kind(kind.value_type)}"
+    if pa.types.is_boolean(kind):
+        return "bool"
+    if pa.types.is_integer(kind):
+        return "int64"
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "float32"
+    return str(kind)
 
 
 def is_vector(kind: pa.DataType) -> bool:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from cerebro_hydra.data import faults, row_store
 from cerebro_hydra.data.assignment import check_rows, check_validation
-from cerebro_hydra.data.cells import arrow_dtype
+from cerebro_hydra.data.cells import arrow_dtype, converted_kind
 from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, Manifest, Source, SourceFile
 from cerebro_hydra.data.parquet_files import describe_file, list_files, metadata_of
 from cerebro_hydra.data.pieces import partitions_of
@@ -96,18 +96,13 @@ def describe(
     train, val = _folders(store, validation)
     wishes = _wishes([train, *val], columns)
     base = store.data_path("described")
-    train_files, val_files = (
-        train.described(store, base),
-        [f for v in val for f in v.described(store, base)],
-    )
+    train_files = train.described(store, base)
+    val_files = [file for folder in val for file in folder.described(store, base)]
     rows, val_rows = _sum(train_files), _sum(val_files)
     share = validation if isinstance(validation, float) and not val else 0.0
     held_back = round(rows * share)
-    check_rows(
-        rows - held_back,
-        (val_rows or held_back) if validation is not None else None,
-        num_partitions,
-    )
+    validated = None if validation is None else val_rows or held_back
+    check_rows(rows - held_back, validated, num_partitions)
     source = Source(
         tuple(wish.codec for wish in wishes),
         (*train_files, *val_files),
@@ -280,7 +275,7 @@ def _check_types(
             raise DataError(f"{path!r} has {len(there)} columns {name!r}: rename them")
         kind = schema.field(there[0]).type
         before, other = types.setdefault(name, (kind, path))
-        if kind != before:
+        if converted_kind(kind) != converted_kind(before):
             raise DataError(
                 f"column {name!r} is {before} in {other!r} and {kind} in {path!r}: write all files "
                 "with one schema"

@@ -1,58 +1,99 @@
-"""Reading the Parquet files of one partition with petastorm, in one order, every row."""
+"""Reading the Parquet files of one partition: the contract of readers, and the choice of one."""
 
 from __future__ import annotations
 
-import os
-import re
-import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
+from cerebro_hydra.data import petastorm_reader
+from cerebro_hydra.data.arrow_reader import ArrowReader
+from cerebro_hydra.data.parquet_folder import ParquetFolder
+from cerebro_hydra.data.petastorm_reader import PetastormReader
 from cerebro_hydra.errors import DataError
 
-# petastorm calls what pyarrow 14 still has and later versions dropped; nobody can act on that here.
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"petastorm\.")
 
-# A schema in these files would be unpickled by petastorm, and ours have none.
-_PICKLED = ("_common_metadata", "_metadata")
+class Reader(Protocol):
+    """Gives every row of a folder once, in stored order, with the types that are stored.
+
+    `testing/reader_case.py` says in tests what that means; a reader is used by one thread.
+    """
+
+    name: str
+    """With its version, as users are told."""
+
+    def groups(
+        self, folder: ParquetFolder, columns: Sequence[str]
+    ) -> Iterator[dict[str, NDArray[Any]]]:
+        """Yield for each row group its columns, of shape (rows,), or (rows, length) for lists.
+
+        Raises:
+            DataError: a row is null, holds null, or has another length than others of its group.
+        """
+        ...
 
 
-def read_columns(path: str, columns: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
+@cache
+def chosen_reader() -> Reader:
+    """The reader of this process: petastorm's where petastorm can be had, else Arrow's."""
+    return PetastormReader() if petastorm_reader.obstacle() is None else ArrowReader()
+
+
+def reader_title() -> str:
+    """Which reader this process uses, with the reason if it is not petastorm's."""
+    why = petastorm_reader.obstacle()
+    return chosen_reader().name + (f" ({why})" if why else "")
+
+
+def read_columns(
+    path: str, columns: Sequence[str], reader: Reader | None = None
+) -> Iterator[dict[str, NDArray[Any]]]:
     """Yield the rows of a folder in stored order, one row group after another.
 
-    Each item has for every column an array of shape (rows of the group,), or (rows, length) for
-    a column of lists.
+    Files come in the order of their names. Each item has for every column an array of shape
+    (rows of the group,), or (rows, length) for a column of lists; no item is without rows. Arrays
+    may be read-only.
+
+    Args:
+        path: of the folder.
+        columns: names without a leading underscore, which petastorm could not read.
+        reader: None takes `chosen_reader`.
 
     Raises:
-        DataError: the folder can't be read, lacks a column, or has lists of different lengths.
+        DataError: the folder can't be read, lacks a column, or has null or lists of different
+            lengths.
     """
-    from petastorm import make_batch_reader
-
-    for name in _PICKLED:
-        if os.path.exists(os.path.join(path, name)):
+    for name in columns:
+        if not name.isidentifier() or name.startswith("_"):
             raise DataError(
-                f"{path!r} holds {name!r}, which petastorm would unpickle; prepared data has none: "
-                "delete the data and prepare it again"
+                f"column {name!r} can't be read by every reader: names in the files are Python "
+                "identifiers without a leading underscore; rename it"
             )
+    folder = ParquetFolder.open(path, columns)
+    reader = reader or chosen_reader()
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        # "dummy" reads in this thread: reader threads never give one order.
-        with make_batch_reader(
-            f"file://{path}",
-            schema_fields=[f"^{re.escape(name)}$" for name in columns],
-            reader_pool_type="dummy",
-            shuffle_row_groups=False,
-            num_epochs=1,
-        ) as reader:
-            for group in reader:
-                yield {name: np.asarray(getattr(group, name)) for name in columns}
-    except (GeneratorExit, DataError):
+        for group in reader.groups(folder, columns):
+            rows = {len(values) for values in group.values()}
+            if len(rows) > 1:
+                raise DataError(f"{reader.name} gave columns of {sorted(rows)} rows in {path!r}")
+            if rows == {0}:
+                continue
+            for name, values in group.items():
+                if shapes.setdefault(name, values.shape[1:]) != values.shape[1:]:
+                    raise DataError(
+                        f"column {name!r} in {path!r} has lists of different lengths: "
+                        f"{shapes[name][0]} and {values.shape[1]}; pad or cut them to one length"
+                    )
+            yield group
+    except DataError:
         raise
     except Exception as error:
         # Whatever petastorm or pyarrow raises here means the same to the user.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"petastorm can't read {list(columns)} from {path!r} ({type(error).__name__}: {error})"
-            ": prepare the data again"
+            f"{reader.name} can't read {list(columns)} from {path!r} ({reason}): prepare the data "
+            "again"
         ) from error

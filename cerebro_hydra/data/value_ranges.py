@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import BinaryIO
 
-import pyarrow.parquet as pq
+from pyarrow.parquet import FileMetaData
+
+from cerebro_hydra.data.manifest import Manifest, stored_name
+from cerebro_hydra.data.parquet_files import metadata_of
+from cerebro_hydra.data.prepared import footers
+from cerebro_hydra.storage import Store
 
 Range = tuple[float, float]
 
 
-def value_ranges(files: Iterable[BinaryIO], names: Mapping[str, str]) -> dict[str, Range]:
+def value_ranges(manifest: Manifest, store: Store) -> dict[str, Range]:
+    """The range of each column over all partitions; columns that no footer tells of are left out.
+
+    Raises:
+        DataError: a file can't be read.
+    """
+    data_path = store.data_path(manifest.fingerprint)
+    if manifest.source is not None:
+        own = {spec.name: spec.name for spec in manifest.columns}
+        files = (f"{data_path}/{file.path}" for file in manifest.source.files)
+        return footer_ranges(map(metadata_of, files), own)
+    names = {stored_name(i): spec.name for i, spec in enumerate(manifest.columns)}
+    folders = (f"{data_path}/{info.path}" for info in manifest.partitions)
+    return footer_ranges((one for folder in folders for one in footers(store, folder)), names)
+
+
+def footer_ranges(each: Iterable[FileMetaData], names: Mapping[str, str]) -> dict[str, Range]:
     """The range of each column over all files; columns without statistics everywhere are left out.
 
     Args:
@@ -18,9 +38,7 @@ def value_ranges(files: Iterable[BinaryIO], names: Mapping[str, str]) -> dict[st
     """
     found: dict[str, Range] = {}
     untold: set[str] = set()
-    for file in files:
-        with file:
-            footer = pq.read_metadata(file)
+    for footer in each:
         for group in map(footer.row_group, range(footer.num_row_groups)):
             for chunk in map(group.column, range(group.num_columns)):
                 name = names.get(chunk.path_in_schema.split(".")[0])

@@ -36,7 +36,7 @@ from cerebro_hydra.plan.instructions import (
     Measure,
     StartSubEpoch,
 )
-from cerebro_hydra.storage.run_document import NUMERIC_FILE, RunDocument
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control import ControlServer
 from cerebro_hydra.wire.secret import new_secret
@@ -76,7 +76,6 @@ class Coordinator:
         factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
         manifest: the prepared data.
         observers: see every record, in order.
-        host: address to listen on, for the driver and for agents.
         join_timeout: seconds without any progress that missing workers may take to come.
         measure: called with a trial and the states of its custom metrics, by name, one dict per
             validation partition; returns a value per name. Runs on the caller's thread; what it
@@ -95,7 +94,6 @@ class Coordinator:
         *,
         manifest: Manifest,
         observers: Sequence[Observer] = (),
-        host: str = "127.0.0.1",
         join_timeout: float = 120.0,
         measure: MeasureStates | None = None,
     ) -> None:
@@ -105,13 +103,13 @@ class Coordinator:
         self._factory = factory
         self._manifest = manifest
         self._observers = Observers(observers)
-        self._host = host
         self._join_timeout = join_timeout
         self._config = hop_config(document, manifest)
         self._measure = _checked(measure, self._config)
         self._state = HopState(self._config)
         self._roster = Roster(launcher.num_workers)
         self._numeric: dict[str, Any] = {}
+        self._workers: dict[str, Any] = {}
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
 
     def run(self) -> HopState:
@@ -127,7 +125,7 @@ class Coordinator:
         self._observers.on_record({"kind": "start", "document": self._document.to_json()})
         self._journal = Journal(self._folder, self._config)
         self._control = ControlServer(
-            self._host, secret, self._on_hello, self._on_message, self._on_closed
+            self._launcher.host, secret, self._on_hello, self._on_message, self._on_closed
         )
         try:
             self._launcher.start(
@@ -159,7 +157,6 @@ class Coordinator:
         return {
             "control": self._control.uri,
             "secret": secret,
-            "host": self._host,
             "num_workers": self._launcher.num_workers,
             "store": self._folder.store.to_dict(),
             "run_id": self._folder.run_id,
@@ -212,6 +209,8 @@ class Coordinator:
             ) from item.error
         if isinstance(item, WorkerLost):
             self._roster.leave(item.incarnation)
+            lost = self._roster.member(item.incarnation)
+            self._launcher.replace(lost.worker, lost.task)
             return item
         if not isinstance(item, dict):
             return item
@@ -226,6 +225,9 @@ class Coordinator:
         if item["kind"] == "agent":
             self._numeric[str(member.worker)] = item["numeric"]
             self._folder.write_json(NUMERIC_FILE, self._numeric)
+            found = {"host": member.host, "pid": item.get("pid"), "gpus": item.get("gpus", [])}
+            self._workers[str(member.worker)] = found
+            self._folder.write_json(WORKERS_FILE, self._workers)
             return member.joined
         return None
 

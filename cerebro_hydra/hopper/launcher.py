@@ -12,9 +12,13 @@ class Launcher(Protocol):
     `start` returns at once; each agent runs `agent.main.run_agent(worker, spec, factory)` and a
     dead one is started again with the same worker number. `on_exit` is called once, from any
     thread, when no agent will be started any more: with None after a regular end.
+
+    Each start gets a number of its own in `spec["task"]`. `host` is the address of this machine
+    on which the driver listens and which agents dial.
     """
 
     num_workers: int
+    host: str
 
     def start(
         self,
@@ -22,6 +26,13 @@ class Launcher(Protocol):
         factory: Callable[..., Any],
         on_exit: Callable[[BaseException | None], None],
     ) -> None: ...
+
+    def replace(self, worker: int, task: int | None) -> None:
+        """End what may be left of a start whose agent was given up, so that a new one can begin.
+
+        Does nothing if that start is over: most agents are lost because they died.
+        """
+        ...
 
     def stop(self, timeout: float) -> None:
         """Wait `timeout` seconds for agents that were told to stop, then end them."""

@@ -18,6 +18,7 @@ class Member:
     uri: str
     host: str
     partitions: tuple[int, ...]
+    task: int | None = None
 
     @property
     def joined(self) -> WorkerJoined:
@@ -40,6 +41,7 @@ class Roster:
             uri=str(hello["uri"]),
             host=str(hello["host"]),
             partitions=tuple(int(p) for p in hello["partitions"]),
+            task=hello.get("task"),
         )
         self._members[member.incarnation] = member
         self._live[member.worker] = member.incarnation

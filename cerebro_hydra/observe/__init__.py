@@ -13,6 +13,18 @@ from __future__ import annotations
 
 from cerebro_hydra.observe.console import console_observer
 from cerebro_hydra.observe.observer import Observer, Observers, Record
+from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter
+from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.view import RunView, TrialView
 
-__all__ = ["Observer", "Observers", "Record", "RunView", "TrialView", "console_observer"]
+__all__ = [
+    "REPORT_FILE",
+    "Observer",
+    "Observers",
+    "Record",
+    "ReportWriter",
+    "RunView",
+    "TrialView",
+    "console_observer",
+    "records_of",
+]

@@ -68,6 +68,8 @@ class PlainLines:
             f"run {document.run_id}: {len(document.trials)} trials, {document.num_epochs} epochs, "
             f"{document.num_partitions} partitions"
         )
+        if document.reader:
+            self._print(f"rows are read by {document.reader}")
         for trial in self.view.trials:
             self._print(f"{trial.trial_id}: {parameters(trial.params)}")
 

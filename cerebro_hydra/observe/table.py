@@ -45,6 +45,7 @@ class LiveTable:
         self.view.apply(record)
         match record["kind"]:
             case "start":
+                self._tell_reader()
                 if self._console.width < _WIDTH_FOR_PARAMETERS:
                     self._tell_parameters()
                 # Frames are drawn by records, so that no other thread reads the view.
@@ -66,6 +67,11 @@ class LiveTable:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _tell_reader(self) -> None:
+        document = self.view.document
+        if document is not None and document.reader:
+            self._console.print(f"rows are read by {document.reader}", highlight=False)
 
     def _tell_parameters(self) -> None:
         for trial in self.view.trials:

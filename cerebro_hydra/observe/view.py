@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.plan import events, instructions
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.outcome import best_epoch
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
@@ -96,18 +97,15 @@ class RunView:
         self.workers: dict[int, str] = {}
         """Incarnation of each live worker."""
         self.seconds: float | None = None
-        """Wall-clock seconds of the whole run, when it is over."""
+        """Wall-clock seconds of the whole run; of a folder, those of its journal."""
         self._tasks: dict[int, _Task] = {}
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> RunView:
         """Fold what a run's folder holds: its document, then its journal."""
         view = cls()
-        view.apply({"kind": "start", "document": folder.read_json(RUN_FILE)})
-        for segment in folder.read_segments():
-            for line in segment:
-                if "event" in line:
-                    view.apply({"kind": "journal", **line})
+        for record in records_of(folder):
+            view.apply(record)
         return view
 
     def apply(self, record: Record) -> None:

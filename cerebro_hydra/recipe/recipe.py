@@ -32,7 +32,7 @@ from cerebro_hydra.recipe.randomness import RandomKey
 AUTOCAST = {"bfloat16": torch.bfloat16}
 
 
-@dataclass
+@dataclass(eq=False)  # a recipe is itself alone: tensors have no one answer to ==
 class Recipe:
     """A model with everything that its training needs.
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.export.passes import move_to_device_pass
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
@@ -97,8 +98,12 @@ def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path
             _check(recipe, predictor, loaded, batch)
 
 
-def load_exported(folder: str | Path) -> ExportedModel:
+def load_exported(folder: str | Path, device: str | torch.device = "cpu") -> ExportedModel:
     """Load what `save_exported` wrote, with neither the model's source nor its libraries.
+
+    Args:
+        folder: of `save_exported`.
+        device: where it computes, and takes its features.
 
     Raises:
         ConfigurationError: a file is missing, belongs to another model or holds a pickle.
@@ -125,6 +130,10 @@ def load_exported(folder: str | Path) -> ExportedModel:
             if isinstance(placeholder, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad=False)
             program.state_dict[name] = tensor
+    device = torch.device(device)
+    if device.type != "cpu":
+        # Not `Module.to`: the graph itself names the device of what it creates.
+        program = move_to_device_pass(program, device)
     return ExportedModel(program)
 
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cerebro_hydra.spark.backend import SparkBackend
-    from cerebro_hydra.spark.estimator import SparkEstimator
     from cerebro_hydra.spark.launcher import SparkLauncher
     from cerebro_hydra.spark.session import local_spark
+    from cerebro_hydra.spark.session_doctor import doctor
 
-__all__ = ["SparkBackend", "SparkEstimator", "SparkLauncher", "local_spark"]
+__all__ = ["SparkBackend", "SparkLauncher", "doctor", "local_spark"]
 
 _HOMES = {
     "SparkBackend": "backend",
-    "SparkEstimator": "estimator",
     "SparkLauncher": "launcher",
+    "doctor": "session_doctor",
     "local_spark": "session",
 }
 

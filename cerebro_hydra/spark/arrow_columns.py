@@ -139,3 +139,26 @@ def from_tensor(output: Tensor) -> pa.Array:
         offsets = torch.arange(lists + 1, dtype=torch.int32) * shape[dimension]
         array = pa.ListArray.from_arrays(pa.array(offsets.numpy()), array)
     return array
+
+
+def vector_type() -> DataType:
+    """The Spark type of what `from_vectors` gives."""
+    from pyspark.ml.linalg import VectorUDT
+
+    return VectorUDT()
+
+
+def from_vectors(values: Tensor) -> pa.Array:
+    """Numbers of shape (rows, entries) as Spark ML's dense vectors, in their form in Arrow."""
+    import pyarrow as pa
+
+    rows, entries = values.shape
+    flat = pa.array(values.to(torch.float64).reshape(-1).contiguous().numpy())
+    offsets = torch.arange(rows + 1, dtype=torch.int32) * entries
+    fields = {
+        "type": pa.array([1] * rows, pa.int8()),
+        "size": pa.nulls(rows, pa.int32()),
+        "indices": pa.nulls(rows, pa.list_(pa.int32())),
+        "values": pa.ListArray.from_arrays(pa.array(offsets.numpy()), flat),
+    }
+    return pa.StructArray.from_arrays(list(fields.values()), names=list(fields))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,18 +15,24 @@ from cerebro_hydra.errors import SetupError
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-# The least pyarrow that a Spark version's Arrow paths accept.
-_LEAST_PYARROW = (((4, 2), 18), ((4, 1), 15), ((4, 0), 11), ((3, 5), 4))
-_NEWEST_PYARROW_FOR_PETASTORM = 14
+# The least pyarrow that a Spark version's Arrow paths accept; ours is 14.
+_LEAST_PYARROW = (((4, 2), 18), ((4, 1), 15), ((3, 5), 14))
+
+# Seconds after its start that a session may take to get its executors on a busy cluster.
+_EXECUTORS_COME_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: which setting, what it leads to, what to set instead."""
+    """One thing that is wrong: which setting, what it leads to, what to set instead.
+
+    `prevents` says whether a run would fail or hang; without it the finding is advice.
+    """
 
     setting: str
     problem: str
     remedy: str
+    prevents: bool = True
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.problem}. Remedy: {self.remedy}"
@@ -70,7 +77,7 @@ def settings_findings(settings: Mapping[str, str], slots: int, num_workers: int)
                 f"{missing} would wait for ever",
                 f"give Spark {num_workers} slots ("
                 + (enough if local else "more executors, or spark.executor.cores")
-                + f"), or set num_workers={slots}",
+                + (f"), or set num_workers={slots}" if slots else ")"),
             )
         )
     if local is not None and local.max_failures < 2:
@@ -99,36 +106,27 @@ def settings_findings(settings: Mapping[str, str], slots: int, num_workers: int)
 
 
 def version_findings(pyspark: str, pyarrow: str) -> list[Finding]:
-    """Whether this pair of versions can move data between Spark, petastorm and agents."""
-    spark = _numbers(pyspark)
-    arrow = _numbers(pyarrow)[0]
-    found = []
+    """Whether this pair of versions can move data between Spark and agents."""
     for since, least in _LEAST_PYARROW:
-        if spark >= since:
-            if arrow < least:
-                found.append(
-                    Finding(
-                        "pyarrow",
-                        f"version {pyarrow} is too old for pyspark {pyspark}",
-                        f"install pyarrow {least} or later"
-                        if least <= _NEWEST_PYARROW_FOR_PETASTORM
-                        else "install pyspark 3.5.9 and pyarrow 14.0.2, the versions of our lock",
-                    )
+        if _numbers(pyspark) >= since:
+            if _numbers(pyarrow)[0] >= least:
+                return []
+            stack = "cerebro-hydra[modern]" if since > (4, 0) else "cerebro-hydra[petastorm]"
+            return [
+                Finding(
+                    "pyarrow",
+                    f"version {pyarrow} is too old for pyspark {pyspark}",
+                    f"install pyarrow {least} or later, as {stack} does",
                 )
-            break
-    else:
-        found.append(
-            Finding("pyspark", f"version {pyspark} is too old", "install pyspark 3.5.9 or 4.0.x")
+            ]
+    return [
+        Finding(
+            "pyspark",
+            f"version {pyspark} is too old",
+            "install pyspark 3.5.9, as cerebro-hydra[petastorm] does, or 4.3, as "
+            "cerebro-hydra[modern] does",
         )
-    if arrow > _NEWEST_PYARROW_FOR_PETASTORM:
-        found.append(
-            Finding(
-                "pyarrow",
-                f"petastorm, which reads the prepared data, fails with version {pyarrow}",
-                "install pyarrow 14.0.2",
-            )
-        )
-    return found
+    ]
 
 
 def _numbers(version: str) -> tuple[int, int]:
@@ -143,6 +141,18 @@ def slots_of(spark_context: SparkContext) -> int:
     return int(scala_context.maxNumConcurrentTasks(profile))
 
 
+def wait_for_slots(spark_context: SparkContext, num_workers: int) -> int:
+    """How many task slots there are, once executors that are still starting have come.
+
+    A cluster starts executors after the session, which may be young.
+    """
+    local = parse_local_master(str(spark_context.master)) is not None
+    ends = spark_context.startTime / 1000 + _EXECUTORS_COME_SECONDS
+    while (slots := slots_of(spark_context)) < num_workers and not local and time.time() < ends:
+        time.sleep(0.1)
+    return slots
+
+
 def check(spark_context: SparkContext, num_workers: int) -> None:
     """Refuse a Spark whose settings, versions or executors agents can't live with.
 
@@ -153,14 +163,17 @@ def check(spark_context: SparkContext, num_workers: int) -> None:
         importlib.metadata.version("pyspark"), importlib.metadata.version("pyarrow")
     )
     settings = dict(spark_context.getConf().getAll())
-    found += settings_findings(settings, slots_of(spark_context), num_workers)
+    found += settings_findings(settings, wait_for_slots(spark_context, num_workers), num_workers)
     raise_findings(found)
+    from cerebro_hydra.spark.meeting import meet, meeting_findings
     from cerebro_hydra.spark.probe import probe
 
     raise_findings(probe(spark_context, num_workers))
+    raise_findings(meeting_findings(meet(spark_context, num_workers), num_workers))
 
 
 def raise_findings(found: Sequence[Finding]) -> None:
-    """Raise them all as one SetupError, if there are any."""
-    if found:
-        raise SetupError("this Spark can't run agents:\n" + "\n".join(f"- {f}" for f in found))
+    """Raise all that prevent a run as one SetupError, if there are any."""
+    listed = [f"- {finding}" for finding in found if finding.prevents]
+    if listed:
+        raise SetupError("\n".join(["this Spark can't run agents:", *listed]))

@@ -21,6 +21,7 @@ PRELOADED = (
     "torch._dynamo",
     "safetensors.torch",
     "petastorm.reader",
+    "pyspark.ml.base",
 )
 
 
@@ -30,7 +31,8 @@ def preload() -> None:
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in PRELOADED:
-            with contextlib.suppress(ImportError):
+            # petastorm beside packages that it never saw raises more than ImportError.
+            with contextlib.suppress(Exception):
                 importlib.import_module(name)
 
 

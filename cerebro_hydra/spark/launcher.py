@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
+from cerebro_hydra.spark.gpus import pinned
 from cerebro_hydra.spark.probe import worker_failure
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ OnExit = Callable[[BaseException | None], None]
 
 # Spark ends a cancelled task's Python two seconds later; nobody waits longer than this for it.
 _CANCEL_SECONDS = 10.0
+
+LOCAL_IP = "SPARK_LOCAL_IP"
+"""Spark's own variable for the one address of a machine that its servers shall use."""
 
 
 def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) -> None:
@@ -47,6 +51,7 @@ class SparkLauncher:
         self, spark_context: SparkContext, num_workers: int, agent: Agent = run_agent
     ) -> None:
         self.num_workers = num_workers
+        self.host = driver_host(spark_context)
         self._spark_context = spark_context
         self._agent = agent
         self._thread: threading.Thread | None = None
@@ -57,7 +62,9 @@ class SparkLauncher:
         """Start the job and return at once.
 
         Each task calls `agent(worker, spec, factory)`, with `spec["scratch"]` (a folder that Spark
-        deletes, if the spec names none) and `spec["resources"]` (addresses by resource name).
+        deletes, if the spec names none), `spec["resources"]` (addresses by resource name),
+        `spec["task"]` (the id of the task attempt) and `spec["host"]` (SPARK_LOCAL_IP, if the
+        executor has it). Where it was given GPUs, CUDA sees only those.
 
         Args:
             spec: what agents need to know, as JSON.
@@ -78,6 +85,15 @@ class SparkLauncher:
             target=self._run, args=(task, on_exit), name="cerebro-hydra-agents", daemon=True
         )
         self._thread.start()
+
+    def replace(self, worker: int, task: int | None) -> None:
+        """Kill the attempt of an agent that was given up, so that Spark starts the next one.
+
+        One that hangs would hold its slot for ever. It does not count as a failure of the task.
+        """
+        if task is not None and not self._cancelled.is_set():
+            why = f"the agent of worker {worker} was given up"
+            self._spark_context._jsc.sc().killTaskAttempt(task, True, why)
 
     def stop(self, timeout: float) -> None:
         """Wait until the agents, told by the coordinator, have returned; then cancel their job.
@@ -155,6 +171,8 @@ def run_task(worker: int, spec_text: str, factory: bytes, agent: Agent, run: str
     context = TaskContext.get()
     assert context is not None
     spec = json.loads(spec_text)
+    spec["task"] = context.taskAttemptId()
+    spec["host"] = os.environ.get(LOCAL_IP)
     spec["resources"] = {name: list(found.addresses) for name, found in context.resources().items()}
     scratch = None
     if spec.get("scratch") is None:
@@ -162,9 +180,15 @@ def run_task(worker: int, spec_text: str, factory: bytes, agent: Agent, run: str
         scratch = Path(spark_folder()) / run / f"worker-{worker}"
         scratch.mkdir(parents=True, exist_ok=True)
         spec["scratch"] = str(scratch)
-    agent(worker, spec, CloudPickleSerializer().loads(factory))
+    with pinned(spec["resources"].get("gpu", [])):
+        agent(worker, spec, CloudPickleSerializer().loads(factory))
     if scratch is not None:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def driver_host(spark_context: SparkContext) -> str:
+    """The address by which executors reach the driver, as Spark itself uses it."""
+    return str(spark_context.getConf().get("spark.driver.host"))
 
 
 def spark_folder() -> str:

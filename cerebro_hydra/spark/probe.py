@@ -1,58 +1,133 @@
-"""A tiny job that asks every slot whether an agent could start there."""
+"""A tiny job that asks every slot whether an agent could start there, and with which versions."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import cerebro_hydra
+from cerebro_hydra.data.petastorm_reader import obstacle
 from cerebro_hydra.spark.checks import Finding
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-REQUIRED = ("cerebro_hydra", "torch", "numpy", "pyarrow.flight", "petastorm")
+
+def required_modules() -> tuple[str, ...]:
+    """What an agent imports; petastorm where the driver has it, so that all read alike."""
+    petastorm = () if obstacle() else ("petastorm.reader",)
+    return ("cerebro_hydra", "torch", "numpy", "pyarrow.flight", *petastorm)
+
+
+# What else decides the bits of a result, beside our own code.
+COMPARED = ("torch", "numpy", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What one slot's Python answered: its versions, and why modules could not be imported."""
+
+    host: str
+    executable: str
+    package: str
+    versions: Mapping[str, str]
+    failures: Mapping[str, str]
 
 
 def probe(
-    spark_context: SparkContext, slots: int, modules: Iterable[str] = REQUIRED
+    spark_context: SparkContext, slots: int, modules: Iterable[str] | None = None
 ) -> list[Finding]:
-    """Import what an agent needs in one task per slot, and report where that fails.
+    """Import what an agent needs in one task per slot, and report where that fails."""
+    try:
+        return visit_findings(visits(spark_context, slots, modules))
+    except Exception as error:
+        return [worker_failure(str(error))]
+
+
+def visits(
+    spark_context: SparkContext, slots: int, modules: Iterable[str] | None = None
+) -> list[Visit]:
+    """Run one task per slot and let each import modules.
 
     Args:
         slots: tasks to run; with all slots free, Spark places one on each.
-        modules: names that have to be importable.
+        modules: names that have to be importable; None takes `required_modules`.
+
+    Raises:
+        Exception: Spark's own, if the Python of an executor can't even start.
     """
-    names = tuple(modules)
+    names = required_modules() if modules is None else tuple(modules)
+    compared = COMPARED
 
     # Nested, so that it is pickled by value and runs where this package can't be imported.
-    def visit(rows: Iterable[int]) -> Iterator[tuple[str, str, str]]:
+    def visit(
+        rows: Iterable[int],
+    ) -> Iterator[tuple[str, str, str, dict[str, str], dict[str, str]]]:
+        import contextlib
         import importlib
+        import importlib.metadata
         import socket
+        import sys
 
         for _ in rows:
             pass
+        failures, versions = {}, {}
         for name in names:
             try:
                 importlib.import_module(name)
             except Exception as error:
-                yield socket.gethostname(), name, f"{type(error).__name__}: {error}"
+                failures[name] = f"{type(error).__name__}: {error}"
+        for name in compared:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[name] = importlib.metadata.version(name)
+        ours = sys.modules.get("cerebro_hydra")
+        package = getattr(ours, "__version__", "")
+        yield socket.gethostname(), sys.executable, package, versions, failures
 
     job = spark_context.parallelize(range(slots), slots).mapPartitions(visit)
-    try:
-        failures = set(job.collect())
-    except Exception as error:
-        return [worker_failure(str(error))]
+    return [Visit(*answer) for answer in job.collect()]
+
+
+def visit_findings(visits: Sequence[Visit]) -> list[Finding]:
+    """What in the answers would keep agents from starting, or their bits from being equal."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return [
+    found = {
         Finding(
-            f"executor on {host}",
+            f"executor on {visit.host}",
             f"its Python {python} can't import {name}: {message}",
-            f"install {name.split('.')[0]} there, or set PYSPARK_PYTHON to a Python that has it",
+            f"install {name.split('.')[0]} there, ship it with --py-files, or set PYSPARK_PYTHON "
+            "to a Python that has it",
         )
-        for host, name, message in sorted(failures)
-    ]
+        for visit in visits
+        for name, message in visit.failures.items()
+    }
+    ours = cerebro_hydra.__version__
+    here = {name: importlib.metadata.version(name) for name in COMPARED}
+    for visit in visits:
+        if visit.package not in ("", ours):
+            found.add(
+                Finding(
+                    f"executor on {visit.host}",
+                    f"it has cerebro_hydra {visit.package}, the driver {ours}",
+                    f"install cerebro_hydra {ours} there",
+                )
+            )
+        for name, there in visit.versions.items():
+            if there.split("+")[0] != here[name].split("+")[0]:
+                found.add(
+                    Finding(
+                        f"executor on {visit.host}",
+                        f"it has {name} {there}, the driver {here[name]}; other versions can give "
+                        "other bits, and a replay on the driver could differ",
+                        f"install {name} {here[name]} there",
+                        prevents=False,
+                    )
+                )
+    return sorted(found, key=str)
 
 
 def worker_failure(text: str) -> Finding:

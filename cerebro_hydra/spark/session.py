@@ -69,16 +69,28 @@ def local_spark(workers: int = 2, **settings: object) -> SparkSession:
     if active is not None:
         _require_suitable(active, workers, asked)
         return SparkSession.builder.getOrCreate()
+    return started(defaults(workers) | asked)
+
+
+def started(settings: Mapping[str, str]) -> SparkSession:
+    """A new session with these settings, a Java that suits and a quiet log.
+
+    Raises:
+        SetupError: there is no Java that this Spark runs on.
+    """
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
     builder = SparkSession.builder
     # Java is one per process and outlives a stopped session.
     with _start_environment(os.environ, needs_java=SparkContext._gateway is None) as log_option:
-        for name, value in (defaults(workers) | asked).items():
+        for name, value in settings.items():
             builder = builder.config(name, value)
         if log_option:
-            own = asked.get("spark.driver.extraJavaOptions", "")
+            own = settings.get("spark.driver.extraJavaOptions", "")
             builder = builder.config("spark.driver.extraJavaOptions", f"{log_option} {own}".strip())
         session = builder.getOrCreate()
-    session.sparkContext.setLogLevel(asked.get("spark.log.level", "ERROR"))
+    session.sparkContext.setLogLevel(settings.get("spark.log.level", "ERROR"))
     return session
 
 

@@ -3,145 +3,118 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from cerebro_hydra.spark import arrow_columns
-from cerebro_hydra.spark.launcher import pickle_factory
+from cerebro_hydra.spark.devices import task_device
+from cerebro_hydra.spark.outputs import Outputs
+from cerebro_hydra.spark.programs import Predict, Program
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark import Broadcast
+    from pyspark import Broadcast, SparkContext
     from pyspark.sql import DataFrame
 
-# The recipe of the last transform that ran in this Python worker, by the transform's name.
-_built: dict[str, Recipe] = {}
+# The model of the last transform that ran in this Python worker, by its name and device.
+_loaded: dict[tuple[str, torch.device], Predict] = {}
 
 
-def transform(
-    df: DataFrame,
-    *,
-    factory: Callable[[Any], Any],
-    params: Mapping[str, Any],
-    seed: int,
-    state: Mapping[str, bytes],
-    specs: Sequence[ColumnSpec],
-    columns: Columns,
-    output_columns: Sequence[str],
-    batch_size: int | None = None,
-) -> DataFrame:
-    """Add what a model's `forward` gives as columns; all other columns stay as they are.
+class Inference:
+    """A trained model that predicts on executors.
 
-    The output is raw, as the network gives it: logits stay logits. One value per row becomes a
-    double, more become an array (nested as the output is). Weights are broadcast once and the
-    model is built once per Python worker.
+    Its program is broadcast once per Spark application, however many DataFrames it transforms, and
+    loaded once per Python worker: on the task's GPU if there is one, else on the CPU.
 
     Args:
-        df: rows with the feature columns.
-        factory: the `estimator_gen_fn` that built the model.
-        params: what it is called with.
-        seed: of the search.
-        state: safetensors files whose tensors are named as in the model's `state_dict`; together
-            they hold all of it, tied tensors once or more.
-        specs: types and shapes of the columns that the model was trained with.
-        columns: those that it was trained on; `forward` takes the features.
-        output_columns: one name per prediction, see `recipe.predictions`.
-        batch_size: rows per forward pass; None takes the recipe's.
-
-    Raises:
-        ConfigurationError: an output column is there already, or the model's output or weights
-            do not fit.
-        DataError: a feature column is missing or has another type than in training; while rows are
-            computed: null, NaN or another shape.
+        program: the model.
+        specs: type and shape of each feature column that `forward` takes, in order.
+        batch_size: rows per forward pass.
     """
-    _check_output_names(df, output_columns)
-    specs = _specs(specs, columns.features)
-    with torch.random.fork_rng(devices=[]):
-        recipe = _ready(build_recipe(factory, params, seed, columns), state)
-    sample = _forward(recipe, tuple(_zeros(spec) for spec in specs), len(output_columns))
 
-    from pyspark.sql import types
+    def __init__(self, program: Program, specs: Sequence[ColumnSpec], batch_size: int) -> None:
+        self.specs = tuple(specs)
+        self.batch_size = batch_size
+        self._program = program
+        self._name = uuid.uuid4().hex
+        self._broadcast: tuple[SparkContext, Broadcast[Program]] | None = None
 
-    # By position, because names may have dots or come twice; the names of rows are put back last.
-    features = [arrow_columns.feature(df, spec) for spec in specs]
-    numbered = df.select("*", *features)
-    numbered = numbered.toDF(*(str(i) for i in range(len(numbered.columns))))
-    fields = [*df.schema.fields]
-    fields += [
-        types.StructField(name, arrow_columns.output_type(output))
-        for name, output in zip(output_columns, sample, strict=True)
-    ]
-    schema = types.StructType(
-        [
-            types.StructField(str(i), field.dataType, field.nullable, field.metadata)
-            for i, field in enumerate(fields)
+    @cached_property
+    def sample(self) -> list[Tensor]:
+        """What the model predicts for two rows of zeros: the form of its predictions.
+
+        Raises:
+            ConfigurationError: the weights do not fit, or the model gives no rows.
+        """
+        predict = self._program.load(torch.device("cpu"))
+        return _checked(predict, tuple(_zeros(spec) for spec in self.specs))
+
+    def transform(
+        self, df: DataFrame, outputs: Outputs, batch_size: int | None = None
+    ) -> DataFrame:
+        """Add what the model predicts as columns; all other columns stay as they are.
+
+        Args:
+            df: rows with the feature columns.
+            outputs: which columns, made of the predictions.
+            batch_size: rows per forward pass instead of the usual.
+
+        Raises:
+            ConfigurationError: an output column is there already, or the model's output or weights
+                do not fit.
+            DataError: a feature column is missing or has another type than in training; while rows
+                are computed: null, NaN or another shape.
+        """
+        _check_output_names(df, outputs.names)
+
+        from pyspark.sql import types
+
+        # By position, because names may have dots or come twice; names of rows are put back last.
+        features = [arrow_columns.feature(df, spec) for spec in self.specs]
+        numbered = df.select("*", *features)
+        numbered = numbered.toDF(*(str(i) for i in range(len(numbered.columns))))
+        fields = [*df.schema.fields]
+        fields += [
+            types.StructField(name, data_type)
+            for name, data_type in zip(outputs.names, outputs.types(self.sample), strict=True)
         ]
-    )
-    job = _Job(
-        name=uuid.uuid4().hex,
-        payload=df.sparkSession.sparkContext.broadcast(
-            (pickle_factory(factory), dict(params), seed, columns, dict(state))
-        ),
-        specs=specs,
-        kept=len(df.columns),
-        outputs=len(output_columns),
-        batch_size=recipe.batch_size if batch_size is None else batch_size,
-    )
-    return numbered.mapInArrow(job.predict, schema).toDF(*(field.name for field in fields))
+        schema = types.StructType(
+            [
+                types.StructField(str(i), field.dataType, field.nullable, field.metadata)
+                for i, field in enumerate(fields)
+            ]
+        )
+        job = _Job(
+            name=self._name,
+            program=self._sent(df.sparkSession.sparkContext),
+            specs=self.specs,
+            kept=len(df.columns),
+            outputs=outputs,
+            batch_size=self.batch_size if batch_size is None else batch_size,
+        )
+        return numbered.mapInArrow(job.predict, schema).toDF(*(field.name for field in fields))
+
+    def _sent(self, context: SparkContext) -> Broadcast[Program]:
+        if self._broadcast is None or self._broadcast[0] is not context:
+            self._broadcast = context, context.broadcast(self._program)
+        return self._broadcast[1]
 
 
-def load_state(model: nn.Module, files: Iterable[bytes]) -> None:
-    """Put the tensors of safetensors files into a model; every tensor of it must be covered.
+def feature_specs(
+    columns: Sequence[ColumnSpec], feature_columns: Sequence[str]
+) -> list[ColumnSpec]:
+    """Those of `columns` that are features, in the order in which `forward` takes them.
 
     Raises:
-        ConfigurationError: names are missing or unknown, or a shape differs.
+        ConfigurationError: one is not among them.
     """
-    import safetensors.torch
-
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors.update(safetensors.torch.load(bytes(file)))
-    own = model.state_dict(keep_vars=True)
-    unknown = sorted(set(tensors) - set(own))
-    covered = {id(own[name]) for name in tensors if name in own}
-    missing = sorted(name for name, tensor in own.items() if id(tensor) not in covered)
-    if unknown or missing:
-        raise ConfigurationError(
-            f"the saved weights are not this model's: missing {missing}, unknown {unknown}; give "
-            "the factory and params that they were trained with"
-        )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
-                raise ConfigurationError(
-                    f"saved {name} is {tensor.dtype} {tuple(tensor.shape)} and the model's is "
-                    f"{own[name].dtype} {tuple(own[name].shape)}; give the factory and params "
-                    "that it was trained with"
-                )
-            own[name].copy_(tensor)
-
-
-def _check_output_names(df: DataFrame, output_columns: Sequence[str]) -> None:
-    if not output_columns or len(set(output_columns)) != len(output_columns):
-        raise ConfigurationError(
-            f"output_columns is {list(output_columns)}; give one name per output, all different"
-        )
-    taken = [name for name in output_columns if name in df.columns]
-    if taken:
-        raise ConfigurationError(
-            f"output column {taken[0]!r} is in the DataFrame already; drop it there, or choose "
-            "another name with set_output_columns([...])"
-        )
-
-
-def _specs(columns: Sequence[ColumnSpec], feature_columns: Sequence[str]) -> list[ColumnSpec]:
     by_name = {spec.name: spec for spec in columns}
     absent = [name for name in feature_columns if name not in by_name]
     if absent:
@@ -151,10 +124,17 @@ def _specs(columns: Sequence[ColumnSpec], feature_columns: Sequence[str]) -> lis
     return [by_name[name] for name in feature_columns]
 
 
-def _ready(recipe: Recipe, state: Mapping[str, bytes]) -> Recipe:
-    load_state(recipe.model, state.values())
-    recipe.model.eval()
-    return recipe
+def _check_output_names(df: DataFrame, names: Sequence[str]) -> None:
+    if not names or len(set(names)) != len(names):
+        raise ConfigurationError(
+            f"output columns are {list(names)}; give one name per output, all different"
+        )
+    taken = [name for name in names if name in df.columns]
+    if taken:
+        raise ConfigurationError(
+            f"output column {taken[0]!r} is in the DataFrame already; drop it there, or choose "
+            "another name for the model's output"
+        )
 
 
 def _zeros(spec: ColumnSpec) -> Tensor:
@@ -162,16 +142,9 @@ def _zeros(spec: ColumnSpec) -> Tensor:
     return torch.zeros((2, *spec.shape), dtype=getattr(torch, spec.dtype))
 
 
-def _forward(recipe: Recipe, features: tuple[Tensor, ...], outputs: int) -> list[Tensor]:
+def _checked(predict: Predict, features: tuple[Tensor, ...]) -> list[Tensor]:
     rows = len(features[0])
-    features, _ = recipe.collated(features, (), None)
-    with torch.no_grad(), recipe.precision():
-        tensors = recipe.predictions(recipe.call(recipe.model, features))
-    if len(tensors) != outputs:
-        raise ConfigurationError(
-            f"forward gives {len(tensors)} tensors and there are {outputs} output columns; name "
-            "each with set_output_columns([...])"
-        )
+    tensors = predict(features)
     for tensor in tensors:
         if tensor.dim() == 0 or len(tensor) != rows:
             raise ConfigurationError(
@@ -186,35 +159,33 @@ class _Job:
     """What Spark's Python workers need for one transform; it travels in the query's closure."""
 
     name: str
-    payload: Broadcast[tuple[bytes, dict[str, Any], int, Columns, dict[str, bytes]]]
+    program: Broadcast[Program]
     specs: Sequence[ColumnSpec]
     kept: int
-    outputs: int
+    outputs: Outputs
     batch_size: int
 
     def predict(self, record_batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Compute one Spark partition: kept columns come first, features after them."""
         import pyarrow as pa
 
+        device = task_device()
         for batch in record_batches:
-            recipe = self._recipe()
+            predict = self._predict(device)
             # One record batch per pass: an output can be far larger than its row.
             for start in range(0, batch.num_rows, self.batch_size):
                 columns = batch.slice(start, self.batch_size).columns
                 features = tuple(
-                    arrow_columns.to_tensor(column, spec)
+                    arrow_columns.to_tensor(column, spec).to(device)
                     for column, spec in zip(columns[self.kept :], self.specs, strict=True)
                 )
-                tensors = _forward(recipe, features, self.outputs)
-                arrays = [*columns[: self.kept], *map(arrow_columns.from_tensor, tensors)]
+                tensors = [tensor.cpu() for tensor in _checked(predict, features)]
+                arrays = [*columns[: self.kept], *self.outputs.arrays(tensors)]
                 yield pa.RecordBatch.from_arrays(arrays, names=[str(i) for i in range(len(arrays))])
 
-    def _recipe(self) -> Recipe:
-        if self.name not in _built:
-            from pyspark.serializers import CloudPickleSerializer
-
-            factory, params, seed, columns, state = self.payload.value
-            built = build_recipe(CloudPickleSerializer().loads(factory), params, seed, columns)
-            _built.clear()
-            _built[self.name] = _ready(built, state)
-        return _built[self.name]
+    def _predict(self, device: torch.device) -> Predict:
+        if (self.name, device) not in _loaded:
+            predict = self.program.value.load(device)
+            _loaded.clear()
+            _loaded[self.name, device] = predict
+        return _loaded[self.name, device]

@@ -9,6 +9,11 @@ from typing import Any
 RUN_FILE = "run.json"
 NUMERIC_FILE = "numeric.json"
 """What the bits depend on, as each worker found it."""
+REFUSED_FILE = "refused.json"
+"""Trials that could not be built: never part of the run, but of its result."""
+
+WORKERS_FILE = "workers.json"
+"""Where the latest agent of each worker ran: host, process id, addresses of its GPUs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class RunDocument:
     `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
     it; `metrics` maps every measured name to its direction; `sample_weight_column` weighs rows;
     `store` and `fingerprint` find the
-    prepared data again; `threads` is what every agent computes with.
+    prepared data again; `threads` is what every agent computes with; `reader` is what reads
+    the rows, "" in runs of before that was recorded.
     """
 
     run_id: str
@@ -73,6 +79,7 @@ class RunDocument:
     threads: int
     trials: tuple[TrialSpec, ...]
     sample_weight_column: str | None = None
+    reader: str = ""
     format: int = 1
 
     def to_json(self) -> dict[str, Any]:

@@ -60,6 +60,12 @@ class RunFolder:
         """Read one JSON document; StoreError if it is absent or torn."""
         return self._decode(self._document(name))
 
+    def write_file(self, name: str, content: bytes) -> str:
+        """Write what a person opens, such as `report.html`, over an older one; return its path."""
+        path = self._document(name)
+        self.store.write(path, content)
+        return path
+
     def has_object(self, digest: str) -> bool:
         """Whether the segment of that digest is here."""
         return self.store.exists(self._object(digest))

@@ -32,12 +32,14 @@ class LocalLauncher:
         self, num_workers: int, max_failures: int = 8, preloaded: Sequence[str] = ()
     ) -> None:
         self.num_workers = num_workers
+        self.host = "127.0.0.1"
         self._max_failures = max_failures
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, BaseProcess] = {}
+        self._tasks: dict[int, int] = {}
         self._running = num_workers
         self._lock = threading.Lock()
 
@@ -53,6 +55,11 @@ class LocalLauncher:
             )
             thread.start()
             self._threads.append(thread)
+
+    def replace(self, worker: int, task: int | None) -> None:
+        with self._lock:
+            if self._tasks.get(worker) == task:
+                self._processes[worker].kill()
 
     def stop(self, timeout: float) -> None:
         self._stopping.set()
@@ -75,9 +82,11 @@ class LocalLauncher:
         factory: Callable[..., Any],
         on_exit: Callable[[BaseException | None], None],
     ) -> None:
-        for _ in range(self._max_failures):
-            process = self._context.Process(target=run_agent, args=(worker, spec, factory))
-            self._processes[worker] = process
+        for task in range(self._max_failures):
+            started = (worker, {**spec, "task": task}, factory)
+            process = self._context.Process(target=run_agent, args=started)
+            with self._lock:
+                self._processes[worker], self._tasks[worker] = process, task
             process.start()
             process.join()
             if process.exitcode == 0 or self._stopping.is_set():

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from torch import nn
 
+    from cerebro_hydra.data.batches import Batch
     from cerebro_hydra.data.manifest import Manifest
     from cerebro_hydra.recipe import Recipe
+    from cerebro_hydra.spark.transform import Inference
 
 History = dict[str, list[float]]
 
@@ -63,7 +65,7 @@ class TrainedModel:
         Raises:
             ReplayError: its factory can't be found; says how to give it.
         """
-        return self._recipe().model
+        return self.recipe().model
 
     def set_output_columns(self, output_columns: Sequence[str]) -> TrainedModel:
         """Name the columns that `transform` adds, one per label column; returns itself.
@@ -82,26 +84,56 @@ class TrainedModel:
             ReplayError: the factory can't be found; says how to give it.
             StoreError: the prepared data is gone, whose manifest says what the columns hold.
         """
+        from cerebro_hydra.spark.outputs import RawOutputs
+
+        return self.inference().transform(df, RawOutputs(tuple(self._output_columns)))
+
+    def inference(self, recipe: Recipe | None = None) -> Inference:
+        """What predicts on executors; raises as `transform` does.
+
+        Args:
+            recipe: what `recipe()` gives, if it is at hand.
+        """
         from cerebro_hydra.recipe import Columns
-        from cerebro_hydra.spark.transform import transform
+        from cerebro_hydra.spark.launcher import pickle_factory
+        from cerebro_hydra.spark.programs import BuiltProgram
+        from cerebro_hydra.spark.transform import Inference, feature_specs
         from cerebro_hydra.tune.trained import weights_file
 
-        return transform(
-            df,
-            factory=self._find_factory(),
-            params=self._spec.params,
+        recipe = recipe or self.recipe()
+        program = BuiltProgram(
+            factory=pickle_factory(self._find_factory()),
+            params=self.params,
             seed=self._document.seed,
-            state={"model": weights_file(self._recipe().model)},
-            specs=self._manifest().columns,
             columns=Columns.of(self._document),
-            output_columns=self._output_columns,
+            state={"model": weights_file(recipe.model)},
         )
+        specs = feature_specs(self._manifest().columns, self._document.feature_columns)
+        return Inference(program, specs, recipe.batch_size)
 
-    def _recipe(self) -> Recipe:
+    def recipe(self) -> Recipe:
+        """The trial with its trained weights, in eval mode.
+
+        Raises:
+            ReplayError: its factory can't be found; says how to give it.
+        """
         from cerebro_hydra.tune.trained import trained_recipe
 
         trial = self._spec.trial
         return trained_recipe(self._folder, self._document, trial, self._find_factory())
+
+    def batch(self) -> Batch:
+        """The first rows that it was trained on, as many as its batches have.
+
+        Raises:
+            StoreError: the prepared data is gone.
+        """
+        from cerebro_hydra.recipe import Columns
+        from cerebro_hydra.tune.samples import Samples
+
+        store = self._folder.store
+        samples = Samples(self._manifest(), store, Columns.of(self._document))
+        return samples.batches(self._spec.batch_size)[0]
 
     def _find_factory(self) -> Callable[[Any], Any]:
         return factories.find(self._folder.path, self._document.factory, self._factory)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.observe import Observer, records_of
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import REFUSED_FILE, RunDocument
 from cerebro_hydra.tune.model import History, TrainedModel, checked_outputs
 
 if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
     from pyspark.sql import DataFrame
     from torch import nn
-
-REFUSED_FILE = "refused.json"
-"""Trials that could not be built: never part of the run, but of its result."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Trial:
     failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
     partition) per sub-epoch, in the order in which the trial trained on them. `result_epoch` is the
     epoch, from 0, whose weights are the trial's result: the best one with early stopping, else the
-    last; None before the first has ended.
+    last; None before the first has ended. `seconds` were spent in its sub-epochs, hops and
+    evaluations, repeated ones too.
     """
 
     trial_id: str
@@ -39,6 +41,7 @@ class Trial:
     visit_log: list[tuple[int, int]]
     error: str | None = None
     result_epoch: int | None = None
+    seconds: float = 0.0
 
 
 class SearchResult:
@@ -85,6 +88,44 @@ class SearchResult:
     def __repr__(self) -> str:
         finished = sum(trial.status == "finished" for trial in self.trials)
         return f"SearchResult({finished} of {len(self.trials)} trials finished, {self.run_path!r})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.to_pandas().to_html(index=False)}"
+
+    def to_pandas(self, per_epoch: bool = False) -> pandas.DataFrame:
+        """The trials as a DataFrame.
+
+        Args:
+            per_epoch: False gives one row per trial: trial_id, status, a column `param_NAME` per
+                parameter, the metrics of its result, epochs (ended ones), result_epoch (from 0),
+                seconds, error. True gives one row per trial and ended epoch: trial_id, epoch (from
+                0), the parameters, the metrics of that epoch.
+        """
+        from cerebro_hydra.tune.frames import by_epoch, by_trial
+
+        return by_epoch(self.trials) if per_epoch else by_trial(self.trials)
+
+    def plot(self, parameters: Sequence[str] = ()) -> Figure:
+        """Learning curves with matplotlib, and each of `parameters` against the metric.
+
+        Raises:
+            SetupError: matplotlib is not installed.
+            ConfigurationError: there is no such parameter.
+        """
+        from cerebro_hydra.observe.plots import plot
+
+        return plot(self._view, parameters)
+
+    def export_to(self, observer: Observer) -> None:
+        """Give the whole run to a tracker that did not watch it, such as an `MLflowTracker`.
+
+        Trials that could not be built are no part of it.
+        """
+        here = {"store": self._folder.store.to_dict(), "run_id": self._folder.run_id}
+        for record in records_of(self._folder):
+            if record["kind"] == "start":  # the folder may have been moved since
+                record = {**record, "document": {**record["document"], **here}}
+            observer.on_record(record)
 
     @property
     def metric(self) -> str:
@@ -180,4 +221,5 @@ def _trial(view: TrialView) -> Trial:
         view.visit_log,
         error,
         view.result_epoch,
+        view.seconds,
     )

@@ -6,9 +6,8 @@ import numpy as np
 
 from cerebro_hydra.data.batches import Batch, batch_sizes, batches
 from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.manifest import Manifest, stored_name
+from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.partition_rows import Rows, read_rows
-from cerebro_hydra.data.prepared import parquet_in
 from cerebro_hydra.data.value_ranges import Range, value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
@@ -55,10 +54,7 @@ class Samples:
 
     def ranges(self) -> dict[str, Range]:
         """Smallest and largest value of each column over all partitions, where footers tell."""
-        folders = (f"{self._data_path}/{info.path}" for info in self.manifest.partitions)
-        names = {stored_name(i): spec.name for i, spec in enumerate(self.manifest.columns)}
-        files = (file for folder in folders for file in parquet_in(self._store, folder))
-        return value_ranges(map(self._store.open, files), names)
+        return value_ranges(self.manifest, self._store)
 
     def _batch(self, size: int) -> Batch:
         head = self._first_rows(size)

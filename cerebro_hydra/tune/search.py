@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.prepared import Wanted, choose_prepared
+from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
-from cerebro_hydra.observe import console_observer
+from cerebro_hydra.observe import REPORT_FILE, Observer, ReportWriter, console_observer
 from cerebro_hydra.plan.hop_config import ORDERS
 from cerebro_hydra.replay import factories
 from cerebro_hydra.storage import RunFolder, Store
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, Admitted
-from cerebro_hydra.tune.result import REFUSED_FILE, SearchResult
+from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.samples import Samples
 from cerebro_hydra.tune.space import check_space
 
@@ -51,6 +52,8 @@ class Search(ABC):
         order: "dynamic" sends a trial to whichever worker is free, "seeded" fixes every trial's
             order of partitions beforehand, so that two runs give the same bits.
         verbose: 0 prints nothing, 1 shows progress.
+        observers: are given every record of the run, such as a `TensorBoardTracker`; one that
+            raises is left out, and the run goes on.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it, its value and what to
@@ -73,6 +76,7 @@ class Search(ABC):
         seed: int = 0,
         order: str = "dynamic",
         verbose: int = 1,
+        observers: Sequence[Observer] = (),
     ) -> None:
         for method in ("prepare_data", "launcher"):
             if not callable(getattr(backend, method, None)):
@@ -115,6 +119,13 @@ class Search(ABC):
             raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
         self.order = order
         self.verbose = whole("verbose", verbose, least=0)
+        for observer in observers:
+            if not callable(getattr(observer, "on_record", None)):
+                raise ConfigurationError(
+                    f"observers holds {observer!r}, which has no on_record; give trackers such as "
+                    "TensorBoardTracker(log_dir)"
+                )
+        self.observers = tuple(observers)
 
     @abstractmethod
     def candidates(self) -> list[dict[str, Any]]:
@@ -246,6 +257,7 @@ class Search(ABC):
             fingerprint=manifest.fingerprint,
             validated=manifest.has_validation,
             threads=THREADS,
+            reader=reader_title(),
             trials=tuple(admitted.specs),
         )
 
@@ -261,13 +273,16 @@ class Search(ABC):
             self.backend.launcher(),
             self.estimator_gen_fn,
             manifest=manifest,
-            observers=[observer],
+            # Trackers come after the report, which they may keep as an artifact.
+            observers=[observer, ReportWriter(folder), *self.observers],
             measure=admitted.measure,
         )
         try:
             coordinator.run()
         finally:
             observer.close()
+            if self.verbose:
+                print(f"report: {folder.path}/{REPORT_FILE}")
 
 
 THREADS = 1

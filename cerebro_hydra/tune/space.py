@@ -125,19 +125,23 @@ def hp_choice(options: Iterable[Any]) -> Choice:
             f"hp_choice got {options!r}, a {type(options).__name__}; give a list of options, "
             "such as hp_choice([0.1, 0.01])"
         )
-    values = tuple(_as_json(option) for option in options)
+    values = tuple(as_json("hp_choice got the option", option) for option in options)
     if not values:
         raise ConfigurationError("hp_choice got no options; give at least one")
     return Choice(values)
 
 
-def _as_json(option: Any) -> Any:
-    """The option as a worker will see it, so that the driver's factory sees the same."""
+def as_json(what: str, option: Any) -> Any:
+    """The option as a worker will see it, so that the driver's factory sees the same.
+
+    Raises:
+        ConfigurationError: JSON can't hold it; the message begins with `what`.
+    """
     try:
         return json.loads(json.dumps(option, default=_from_numpy))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"hp_choice got the option {option!r}, a {type(option).__name__}, which JSON can't "
+            f"{what} {option!r}, a {type(option).__name__}, which JSON can't "
             "hold; give its name as a string and look it up in estimator_gen_fn"
         ) from error
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import weakref
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -54,6 +56,29 @@ def listen(kind: type[Server], host: str, secret: str, *arguments: Any) -> tuple
 def connect(uri: str, secret: str) -> fl.FlightClient:
     """Return a client that sends the secret with every call; nothing is dialled yet."""
     return fl.FlightClient(uri, middleware=[SecretSent(secret)], generic_options=_CHANNEL_OPTIONS)
+
+
+def own_host(peer: str) -> str:
+    """Return the address of this machine from which it reaches a peer, given by URI.
+
+    Nothing is sent. An agent that listens there can be reached by whoever reaches it as the
+    driver does, and by nobody on its machine's other networks.
+
+    Raises:
+        SetupError: the peer's name can't be resolved, or no route leads there.
+    """
+    parts = urlsplit(peer)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as unsent:
+            unsent.connect(address)
+            return str(unsent.getsockname()[0])
+    except OSError as error:
+        raise SetupError(
+            f"{socket.gethostname()} has no way to {peer}: {error.strerror or error}; give the "
+            "driver an address that executors reach (spark.driver.host)"
+        ) from error
 
 
 def shut_down(server: fl.FlightServerBase) -> None:

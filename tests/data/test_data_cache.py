@@ -192,7 +192,7 @@ BUILDER = """
 import json, sys
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
-import petastorm
+import cerebro_hydra.data.reader
 manifest = Manifest.from_json(json.loads(sys.stdin.readline()))
 print("ready", flush=True)
 sys.stdin.readline()

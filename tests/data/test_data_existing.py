@@ -212,6 +212,18 @@ def test_columns_that_cant_be_used(
         describe(open_store(tmp_path, root), columns, 2, None)
 
 
+def test_files_may_differ_in_width_and_in_where_null_may_be(tmp_path: Path) -> None:
+    inner = pa.field("element", pa.float32(), nullable=False)
+    types = [(pa.int32(), pa.list_(pa.float64())), (pa.int64(), pa.list_(inner))]
+    for number, kinds in enumerate(types):
+        values = [pa.array([number], kinds[0]), pa.array([[number, 2]], kinds[1])]
+        write_plain(tmp_path / "rows" / f"{number}", pa.table(values, ["id", "x"]), [[1]])
+    store = open_store(tmp_path, tmp_path / "rows")
+    (part,) = read_all(store, describe(store, ["id", "x"], 1, None), "train", tmp_path)
+    assert part.columns["id"].tolist() == [0, 1]
+    assert part.columns["x"].tolist() == [[0, 2], [1, 2]]
+
+
 def tear(root: Path) -> None:
     file = root / "part-00003.parquet"
     file.write_bytes(file.read_bytes()[:-20])

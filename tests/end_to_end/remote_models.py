@@ -1,4 +1,4 @@
-"""A factory whose module brings the store's class to the agents, as a user's own store would come."""
+"""A factory whose module brings a store's class to the agents, as that of a user would."""
 
 from __future__ import annotations
 

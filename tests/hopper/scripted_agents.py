@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import uuid
@@ -29,12 +30,13 @@ class ScriptedAgent:
             "partitions": [worker],
             "uri": f"grpc://127.0.0.1:{worker + 1}",
             "host": "here",
+            "task": spec["task"],
         }
         self._control = ControlClient(
             spec["control"], spec["secret"], hello, self._inbox.put, lambda reason: self.stop()
         )
 
-        self._control.send({"kind": "agent", "numeric": {}})
+        self._control.send({"kind": "agent", "pid": 7, "gpus": [str(worker)], "numeric": {}})
 
     def stop(self) -> None:
         self._inbox.put({"do": "stop"})
@@ -87,19 +89,25 @@ class ScriptedLauncher:
         script: Callable[[Any, str], Any] | None = None,
     ) -> None:
         self.num_workers = num_workers
+        self.host = "127.0.0.1"
+        self.given_up: list[tuple[int, int | None]] = []
         self._present = num_workers if present is None else present
         self._script = script
         self._threads: list[threading.Thread] = []
 
     def start(self, spec: dict[str, Any], factory: Any, on_exit: Any) -> None:
         def keep_up(worker: int) -> None:
-            while not ScriptedAgent(worker, spec, self._script).run():
-                pass
+            for task in itertools.count(10 * worker):
+                if ScriptedAgent(worker, {**spec, "task": task}, self._script).run():
+                    break
 
         for worker in range(self._present):
             thread = threading.Thread(target=keep_up, args=(worker,), daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def replace(self, worker: int, task: int | None) -> None:
+        self.given_up.append((worker, task))
 
     def stop(self, timeout: float) -> None:
         for thread in self._threads:

@@ -17,7 +17,7 @@ from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.plan.journal import fold, snapshot
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
-from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from cerebro_hydra.storage.run_document import WORKERS_FILE, RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.scripted_agents import ScriptedLauncher
 
@@ -128,8 +128,12 @@ def test_an_agent_that_dies_is_replaced_and_its_work_done_again(tmp_path: Any) -
             return "die"
         return None
 
-    folder, _, _ = run(tmp_path, ScriptedLauncher(2, script=script), document(3, 2, 3))
+    launcher = ScriptedLauncher(2, script=script)
+    folder, _, _ = run(tmp_path, launcher, document(3, 2, 3))
     assert died
+    assert launcher.given_up in ([(0, 0)], [(1, 10)])  # the start that was lost, and no other
+    workers = folder.read_json(WORKERS_FILE)
+    assert workers == {k: {"host": "here", "pid": 7, "gpus": [k]} for k in ("0", "1")}
     for trial in range(3):
         record = read_trial(folder, trial)
         assert (record.status, record.problem(2)) == ("finished", None)

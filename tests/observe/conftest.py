@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cerebro_hydra.plan.codec import to_json
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.simulate import Loss, Simulation
+from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from tests.observe import hostile
 
 EPOCHS, PARTITIONS = 3, 2
 
@@ -108,3 +113,30 @@ def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
         return simulation, records
 
     return run
+
+
+@pytest.fixture(scope="session")
+def result(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
+    """A real run of two workers, one of them killed; of four trials two finish."""
+    random = np.random.default_rng(7)
+    labels = random.integers(0, 4, 600)
+    features = random.normal(size=(600, 16)) + labels.reshape(-1, 1) / 3
+    backend = LocalBackend(2)
+    return GridSearch(
+        backend=backend,
+        store=LocalStore(str(tmp_path_factory.mktemp("store"))),
+        estimator_gen_fn=hostile.factory,
+        search_space={
+            "fault": hp_choice(["none", "raises", "refused", "no"]),
+            "note": hp_choice([hostile.HOSTILE]),
+        },
+        num_epochs=3,
+        evaluation_metric="accuracy",
+        verbose=0,
+        observers=[hostile.Killer(backend, after=5)],
+    ).fit(Arrays({"features": features.astype(np.float32), "label": labels}))
+
+
+@pytest.fixture(scope="session")
+def folder(result: SearchResult) -> RunFolder:
+    return RunFolder.open(result.run_path)

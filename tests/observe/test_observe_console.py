@@ -69,6 +69,18 @@ def test_plain_lines_tell_of_lost_workers_and_repeated_work(simulate: Callable[.
 
 
 @pytest.mark.parametrize("make", [terminal, pipe])
+def test_what_reads_the_rows_is_said_at_the_start(
+    make: Callable[[], Console], make_document: Callable[..., Any]
+) -> None:
+    console = make()
+    observer = console_observer(1, console)
+    document = make_document(1, reader="Arrow 26.0.1 (petastorm is not installed)")
+    observer.on_record({"kind": "start", "document": document.to_json()})
+    observer.close()
+    assert "rows are read by Arrow 26.0.1 (petastorm is not installed)" in printed(console)
+
+
+@pytest.mark.parametrize("make", [terminal, pipe])
 def test_a_trial_that_stopped_early_says_so(
     make: Callable[[], Console], simulate: Callable[..., Any]
 ) -> None:

@@ -155,6 +155,29 @@ def test_other_jobs_run_while_agents_hold_their_slots(
     assert exits.get(timeout=WAIT) is None
 
 
+def test_a_hung_agent_that_was_given_up_is_killed_and_replaced(
+    spark: SparkSession, exchange: Exchange, exits: Exits
+) -> None:
+    launcher = SparkLauncher(spark.sparkContext, 2, make_agent())
+    launcher.start({"port": exchange.port}, make_factory(), exits.put)
+    agents = exchange.accept_all(2)
+    os.kill(agents[0].hello["pid"], signal.SIGSTOP)
+    launcher.replace(0, agents[0].hello["spec"]["task"])
+    again = exchange.accept()
+    assert again.hello["worker"] == 0
+    assert again.hello["spec"]["task"] != agents[0].hello["spec"]["task"]
+    assert agents[0].has_ended()  # a stopped process ends by SIGKILL alone
+    launcher.replace(0, agents[0].hello["spec"]["task"])  # over already: nothing happens
+    for agent in (agents[1], again):
+        agent.tell("end")
+    assert exits.get(timeout=WAIT) is None
+    launcher.stop(WAIT)
+
+
+def test_agents_dial_the_address_that_executors_know_the_driver_by(spark: SparkSession) -> None:
+    assert SparkLauncher(spark.sparkContext, 1).host == "127.0.0.1"
+
+
 def test_stop_cancels_agents_that_do_not_end_and_their_processes_are_gone(
     spark: SparkSession, exchange: Exchange, exits: Exits
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.spark import SparkBackend, checks
-from cerebro_hydra.spark.probe import probe
+from cerebro_hydra.spark.probe import probe, required_modules
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -51,10 +51,12 @@ def test_there_is_one_slot_more_than_workers(spark: SparkSession) -> None:
 
 
 def test_workers_start_with_the_heavy_modules_and_an_untouched_cuda(spark: SparkSession) -> None:
+    heavy = set(required_modules())
+
     def look(rows: object) -> list[tuple[bool, bool]]:
         import sys
 
-        loaded = {"torch", "pyarrow.flight", "petastorm.reader"} <= set(sys.modules)
+        loaded = heavy <= set(sys.modules)
         return [(loaded, sys.modules["torch"].cuda.is_initialized())]
 
     job = spark.sparkContext.parallelize(range(2), 2).mapPartitions(look)

@@ -13,15 +13,20 @@ from torch import nn
 
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError, DataError
-from cerebro_hydra.recipe import Columns
-from cerebro_hydra.spark import SparkEstimator, arrow_columns
-from cerebro_hydra.spark.transform import load_state, transform
+from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.spark import arrow_columns
+from cerebro_hydra.spark.devices import gpu_index
+from cerebro_hydra.spark.launcher import pickle_factory
+from cerebro_hydra.spark.outputs import RawOutputs
+from cerebro_hydra.spark.programs import BuiltProgram, load_state
+from cerebro_hydra.spark.transform import Inference
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.spark
 
+COLUMNS = Columns(("features",), ("label",))
 FEATURES = [ColumnSpec("features", "float32", (4,))]
 BATCH = 4
 
@@ -35,7 +40,7 @@ def net_factory(outputs: int = 3) -> Callable[[dict[str, Any]], Any]:
             nn.Dropout(0.5),
             nn.Linear(params["width"], outputs),
         )
-        return SparkEstimator(
+        return Recipe(
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             loss=nn.CrossEntropyLoss(),
@@ -66,17 +71,16 @@ def files(model: nn.Module) -> dict[str, bytes]:
     }
 
 
-def predict(df: DataFrame, factory: Any, model: nn.Module, **changes: Any) -> DataFrame:
-    arguments: dict[str, Any] = {
-        "factory": factory,
-        "params": {"width": 8},
-        "seed": 0,
-        "state": files(model),
-        "specs": FEATURES,
-        "columns": Columns(("features",), ("label",)),
-        "output_columns": ["prediction"],
-    }
-    return transform(df, **(arguments | changes))
+def predict(
+    df: DataFrame,
+    factory: Any,
+    model: nn.Module,
+    specs: Any = FEATURES,
+    columns: Columns = COLUMNS,
+    outputs: tuple[str, ...] = ("prediction",),
+) -> DataFrame:
+    program = BuiltProgram(pickle_factory(factory), {"width": 8}, 0, columns, files(model))
+    return Inference(program, specs, BATCH).transform(df, RawOutputs(outputs))
 
 
 def values(rows: int = 11) -> np.ndarray[Any, Any]:
@@ -159,7 +163,7 @@ def test_empty_partitions_and_an_empty_frame_give_no_rows(spark: SparkSession) -
 def test_token_ids_stay_integers_and_nested_outputs_stay_nested(spark: SparkSession) -> None:
     def factory(params: dict[str, Any]) -> Any:
         model = nn.Sequential(nn.Embedding(50, 5), nn.Linear(5, 2))
-        return SparkEstimator(model, torch.optim.SGD(model.parameters(), lr=1.0), nn.MSELoss())
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=1.0), nn.MSELoss())
 
     model = factory({}).model.eval()
     ids = [[1, 2, 3], [49, 0, 7]]
@@ -170,7 +174,7 @@ def test_token_ids_stay_integers_and_nested_outputs_stay_nested(spark: SparkSess
         model,
         specs=[ColumnSpec("t", "int64", (3,))],
         columns=Columns(("t",), ("label",)),
-        output_columns=["o"],
+        outputs=("o",),
     )
     assert dict(out.dtypes)["o"] == "array<array<float>>"
     got = torch.tensor([row.o for row in out.orderBy("id").collect()])
@@ -189,7 +193,7 @@ def test_several_features_and_several_outputs(spark: SparkSession) -> None:
                 return image.sum((1, 2)) * self.scale, torch.where(flag, 1, 0)
 
         model = Two()
-        return SparkEstimator(model, torch.optim.SGD(model.parameters(), lr=1.0), nn.MSELoss())
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=1.0), nn.MSELoss())
 
     rows = [([[1.0, 2.0], [3.0, 4.0]], True), ([[0.0, 1.0], [0.0, 0.0]], False)]
     df = spark.createDataFrame(rows, "image array<array<float>>, flag boolean").coalesce(1)
@@ -199,7 +203,7 @@ def test_several_features_and_several_outputs(spark: SparkSession) -> None:
         factory({}).model,
         specs=[ColumnSpec("image", "float32", (2, 2)), ColumnSpec("flag", "bool", ())],
         columns=Columns(("image", "flag"), ("label",)),
-        output_columns=["sum", "flagged"],
+        outputs=("sum", "flagged"),
     )
     assert [(r["sum"], r.flagged) for r in out.collect()] == [(20.0, 1), (2.0, 0)]
     with pytest.raises(ConfigurationError, match=r"gives 2 tensors and there are 1 output columns"):
@@ -215,7 +219,7 @@ def test_several_features_and_several_outputs(spark: SparkSession) -> None:
 def test_an_output_name_that_is_taken_is_refused(spark: SparkSession) -> None:
     factory = net_factory()
     with pytest.raises(ConfigurationError, match="output column 'id' is in the DataFrame already"):
-        predict(frame(spark), factory, trained(factory), output_columns=["id"])
+        predict(frame(spark), factory, trained(factory), outputs=("id",))
 
 
 def test_a_missing_or_mistyped_feature_column_is_refused(spark: SparkSession) -> None:
@@ -252,6 +256,43 @@ def test_a_refused_row_ends_the_query_with_its_message(spark: SparkSession) -> N
     df = spark.createDataFrame([(ROW,), (None,)], "features array<double>").coalesce(1)
     with pytest.raises(Exception, match="feature column 'features' has null; drop or fill"):
         predict(df, factory, trained(factory)).collect()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "visible", "task", "expected"),
+    [
+        ([], 2, 3, 1),  # Spark knows of no GPU: tasks take turns
+        (["1"], 2, 0, 1),  # all GPUs of the machine are visible
+        (["1"], 1, 5, 0),  # only the executor's own is visible, numbered from 0 again
+    ],
+)
+def test_a_task_takes_the_gpu_that_spark_gave_it(
+    addresses: list[str], visible: int, task: int, expected: int
+) -> None:
+    assert gpu_index(addresses, visible, task) == expected
+
+
+def test_weights_are_sent_once_however_many_frames_are_transformed(spark: SparkSession) -> None:
+    factory = net_factory()
+    program = BuiltProgram(
+        pickle_factory(factory),
+        {"width": 60_000},
+        0,
+        COLUMNS,
+        files(trained(factory, width=60_000)),
+    )
+    inference = Inference(program, FEATURES, BATCH)
+    sent = []
+    broadcast = spark.sparkContext.broadcast
+    spark.sparkContext.broadcast = lambda value: sent.append(value) or broadcast(value)
+    try:
+        first = inference.transform(frame(spark), RawOutputs(("p",)))
+        second = inference.transform(first, RawOutputs(("q",)), batch_size=3)
+        # A query's own closure is broadcast too, but only one that is larger than a megabyte.
+        assert all(row.p == pytest.approx(row.q) for row in second.collect())
+    finally:
+        del spark.sparkContext.broadcast
+    assert sent == [program]
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2), (3, 2, 4), (0, 2, 4), (3, 1, 2)])

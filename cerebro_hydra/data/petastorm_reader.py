@@ -1,0 +1,102 @@
+"""Reading a folder of Parquet files with petastorm, in one order, every row."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cerebro_hydra.data.arrow_reader import ArrowReader
+from cerebro_hydra.data.parquet_folder import ParquetFolder, element_of
+from cerebro_hydra.errors import DataError
+
+NEWEST_PYARROW = 14
+"""The last major version that petastorm works with."""
+
+# petastorm calls what pyarrow 14 still has and later versions dropped; nobody can act on that here.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"petastorm\.")
+
+
+@cache
+def obstacle() -> str | None:
+    """Why petastorm can't be had in this process, or None if it can."""
+    try:
+        version = importlib.metadata.version("petastorm")
+    except importlib.metadata.PackageNotFoundError:
+        return "petastorm is not installed"
+    if int(pa.__version__.split(".")[0]) > NEWEST_PYARROW:
+        return f"petastorm {version} fails with pyarrow {pa.__version__}"
+    try:
+        import petastorm.reader  # noqa: F401
+    except Exception as error:
+        # It is unmaintained: beside packages that it never saw, its import may raise anything.
+        return f"petastorm {version} can't be imported ({type(error).__name__}: {error})"
+    return None
+
+
+class PetastormReader:
+    """Row group after row group, by petastorm's reader that reads in this thread."""
+
+    def __init__(self) -> None:
+        """Needs petastorm: see `obstacle`."""
+        self.name = f"petastorm {importlib.metadata.version('petastorm')}"
+
+    def groups(
+        self, folder: ParquetFolder, columns: Sequence[str]
+    ) -> Iterator[dict[str, NDArray[Any]]]:
+        """Yield the arrays of each row group; see `data.reader.Reader`."""
+        if not folder.files:
+            return
+        kinds = dict(zip(columns, folder.kinds, strict=True))
+        sound: set[str] = set()
+        try:
+            for group in _batches(folder.files, columns):
+                for name, kind in kinds.items():
+                    if name not in sound and _may_hold_null(group[name], kind):
+                        _refuse_unsound(folder, name)
+                        sound.add(name)
+                yield group
+        except DataError:
+            raise
+        except Exception:
+            # Arrow says which row is at fault; where it finds none, the fault is petastorm's own.
+            for name in columns:
+                _refuse_unsound(folder, name)
+            raise
+
+
+def _batches(files: Sequence[str], columns: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
+    from petastorm import make_batch_reader
+
+    # "dummy" reads in this thread: reader threads never give one order.
+    with make_batch_reader(
+        [f"file://{file}" for file in files],
+        schema_fields=[f"^{re.escape(name)}$" for name in columns],
+        reader_pool_type="dummy",
+        shuffle_row_groups=False,
+        num_epochs=1,
+    ) as reader:
+        for group in reader:
+            yield {name: np.asarray(getattr(group, name)) for name in columns}
+
+
+def _may_hold_null(values: NDArray[Any], kind: pa.DataType) -> bool:
+    """petastorm makes NaN, or another type, of null."""
+    if values.dtype != element_of(kind).to_pandas_dtype():
+        return True
+    if values.dtype.kind != "f":
+        return False
+    with np.errstate(invalid="ignore", over="ignore"):
+        return bool(np.isnan(values.sum()))
+
+
+def _refuse_unsound(folder: ParquetFolder, name: str) -> None:
+    for _ in ArrowReader().groups(folder, [name]):
+        pass

@@ -1,0 +1,28 @@
+"""Stages of a Spark ML pipeline: an estimator that runs a search, and the model that it gives.
+
+Importing this package imports neither pyspark nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cerebro_hydra.ml.estimator import SparkEstimator
+    from cerebro_hydra.ml.factory_estimator import FactoryEstimator
+    from cerebro_hydra.ml.model import SparkModel
+
+__all__ = ["FactoryEstimator", "SparkEstimator", "SparkModel"]
+
+_HOMES = {
+    "FactoryEstimator": "factory_estimator",
+    "SparkEstimator": "estimator",
+    "SparkModel": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

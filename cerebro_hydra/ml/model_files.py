@@ -1,0 +1,101 @@
+"""A model's files: Spark's metadata, the network's graph, its weights; no pickle in any.
+
+```
+<path>/metadata/part-00000        class, uid, Params, trial, columns: as Spark ML's JSON
+<path>/model/graph.pt2            torch.export's archive: JSON and raw tensors
+<path>/model/weights.safetensors
+```
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+
+from cerebro_hydra.data.manifest import ColumnSpec
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.ml.model import SparkModel
+from cerebro_hydra.ml.sources import Loaded
+from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
+from cerebro_hydra.spark import hadoop_files
+from cerebro_hydra.spark.programs import ExportedProgram
+from cerebro_hydra.tune.result import Trial
+
+FORMAT = 1
+FILES = (GRAPH_FILE, WEIGHTS_FILE)
+
+
+class ModelWriter(MLWriter):
+    """Saves a model to any file system that Spark knows."""
+
+    def __init__(self, model: SparkModel) -> None:
+        super().__init__()
+        self._model = model
+        self._folder = ""
+
+    def save(self, path: str) -> None:
+        """Save it; what can't be saved is refused before anything is written or overwritten.
+
+        Raises:
+            ConfigurationError: the network can't be exported, or `path` exists and `overwrite` was
+                not called.
+        """
+        if not self.shouldOverwrite and hadoop_files.exists(self.sc, path):
+            raise ConfigurationError(
+                f"{path!r} exists; choose another path, or write().overwrite().save(path)"
+            )
+        with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
+            self._model.source.export(folder)
+            self._folder = folder
+            super().save(path)
+
+    def saveImpl(self, path: str) -> None:
+        model, inference = self._model, self._model.source.inference
+        extra: dict[str, Any] = {
+            "format": FORMAT,
+            "head": model.source.head(None),
+            "columns": [asdict(spec) for spec in inference.specs],
+            "batch_size": inference.batch_size,
+            "trial": asdict(model.trial),
+            "run_path": model.run_path,
+        }
+        for name in FILES:
+            hadoop_files.upload(self.sc, str(Path(self._folder, name)), f"{path}/model/{name}")
+        DefaultParamsWriter.saveMetadata(model, path, self.sc, extra)
+
+
+class ModelReader(MLReader[SparkModel]):
+    """Loads a model where neither its source nor its run is known."""
+
+    def load(self, path: str) -> SparkModel:
+        """Load a saved model.
+
+        Raises:
+            ConfigurationError: another version wrote it, or it is something else.
+            StoreError: a file is missing.
+        """
+        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
+        if metadata.get("format") != FORMAT:
+            raise ConfigurationError(
+                f"{path!r} holds {metadata['class']} of format {metadata.get('format')!r}; this "
+                f"version loads a SparkModel of format {FORMAT}"
+            )
+        with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
+            for name in FILES:
+                hadoop_files.download(self.sc, f"{path}/model/{name}", str(Path(folder, name)))
+            program = ExportedProgram.of(folder)
+        specs = [
+            ColumnSpec(each["name"], each["dtype"], tuple(each["shape"]))
+            for each in metadata["columns"]
+        ]
+        source = Loaded(program, specs, metadata["batch_size"], metadata["head"])
+        trial = metadata["trial"]
+        trial["visit_log"] = [(epoch, partition) for epoch, partition in trial["visit_log"]]
+        model = SparkModel(source, Trial(**trial), metadata["run_path"])
+        model._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(model, metadata)
+        return model

@@ -1,0 +1,116 @@
+"""A run in MLflow: a parent run for the search, and below it one per trial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cerebro_hydra.errors import SetupError
+from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.report import REPORT_FILE, render
+from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.storage.store import Store
+
+LONGEST_PARAM = 6000
+"""Characters that MLflow takes for a parameter."""
+
+ENDS = {"finished": "FINISHED", "failed": "FAILED"}
+
+
+class MLflowTracker:
+    """An observer that logs parameters, metrics by epoch, how trials end, and the report.
+
+    Your own active MLflow run, if there is one, is left alone.
+
+    Args:
+        experiment: its name; made if there is none.
+        tracking_uri: where MLflow keeps runs; None takes MLflow's own setting.
+
+    Raises:
+        SetupError: mlflow is not installed.
+    """
+
+    def __init__(self, experiment: str = "cerebro_hydra", tracking_uri: str | None = None) -> None:
+        try:
+            from mlflow import MlflowClient
+        except ImportError as error:
+            raise SetupError(
+                "MLflowTracker needs mlflow; install it with pip install 'cerebro-hydra[mlflow]'"
+            ) from error
+        self._client: Any = MlflowClient(tracking_uri=tracking_uri)
+        self._experiment = experiment
+        self._view = RunView()
+        self._parent = ""
+        self._runs: list[str] = []
+
+    def on_record(self, record: Record) -> None:
+        """Log what a record says of epochs and ends."""
+        self._view.apply(record)
+        match record["kind"]:
+            case "start":
+                self._start()
+            case "journal":
+                for instruction in record["instructions"]:
+                    self._instruction(instruction, round(1000 * record["time"]))
+            case "finish":
+                self._finish()
+
+    def _start(self) -> None:
+        document = self._view.document
+        assert document is not None
+        found = self._client.get_experiment_by_name(self._experiment)
+        place = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        settings = {
+            "num_epochs": document.num_epochs,
+            "evaluation_metric": document.evaluation_metric,
+            "order": document.order,
+            "seed": document.seed,
+        }
+        self._parent = self._create(place, document.run_id, {}, settings)
+        for trial in self._view.trials:
+            tags = {"mlflow.parentRunId": self._parent}
+            self._runs.append(self._create(place, trial.trial_id, tags, trial.params))
+
+    def _create(self, place: str, name: str, tags: dict[str, str], params: Any) -> str:
+        from mlflow.entities import Param
+
+        run = self._client.create_run(place, run_name=name, tags=tags)
+        logged = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in params.items()]
+        self._client.log_batch(run.info.run_id, params=logged)
+        return str(run.info.run_id)
+
+    def _instruction(self, instruction: dict[str, Any], now: int) -> None:
+        from mlflow.entities import Metric
+
+        match instruction:
+            case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
+                values = instruction["metrics"].items()
+                metrics = [Metric(name, value, now, epoch + 1) for name, value in values]
+                self._client.log_batch(self._runs[index], metrics=metrics)
+            case {"type": "FinishTrial", "trial": int(index)}:
+                self._end(self._view.trials[index], now)
+
+    def _end(self, trial: TrialView, now: int | None = None) -> None:
+        run = self._runs[trial.trial]
+        if trial.status == "failed":
+            self._client.log_text(run, trial.reason, "traceback.txt")
+        self._client.set_terminated(run, ENDS.get(trial.status, "KILLED"), end_time=now)
+
+    def _finish(self) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        view, document = self._view, self._view.document
+        assert document is not None
+        for trial in view.trials:
+            if not trial.over:
+                self._end(trial)
+        best = view.best_first()[0]
+        score = view.score(best)
+        if view.rank(best)[0] == 0 and score is not None and best.result_epoch is not None:
+            metric = Metric(view.metric, score, 0, best.result_epoch + 1)
+            tags = [RunTag("best_trial", best.trial_id)]
+            self._client.log_batch(self._parent, metrics=[metric], tags=tags)
+        folder = RunFolder(Store.from_dict(dict(document.store)), document.run_id)
+        self._client.log_text(self._parent, render(folder), REPORT_FILE)
+        over = all(trial.over for trial in view.trials)
+        self._client.set_terminated(self._parent, "FINISHED" if over else "KILLED")

@@ -1,0 +1,98 @@
+"""Plots of a run with matplotlib: learning curves, and a parameter against a metric."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.observe.text import metric_title
+from cerebro_hydra.observe.view import RunView, TrialView
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's, as in the report; colour-blind people tell them apart.
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#a3960c", "#3c3f46")
+
+_COLUMNS = 3
+
+
+def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
+    """One panel per measured name, by epoch; after them one per parameter, against what decides.
+
+    The best eight trials have a colour each; the others are grey.
+
+    Raises:
+        SetupError: matplotlib is not installed.
+        ConfigurationError: no trial has a parameter of that name.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SetupError(
+            "plots need matplotlib; install it with pip install 'cerebro-hydra[notebook]'"
+        ) from error
+
+    class Shown(Figure):
+        """A figure that a notebook shows without a backend of its own."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    known = dict.fromkeys(name for trial in view.trials for name in trial.params)
+    for name in parameters:
+        if name not in known:
+            raise ConfigurationError(f"there is no parameter {name!r}; there are {list(known)}")
+    measured = list(view.measured())
+    count = len(measured) + len(parameters)
+    columns, rows = min(count, _COLUMNS), math.ceil(count / _COLUMNS)
+    # Not through pyplot, which keeps every figure and picks a backend.
+    figure: Figure = Shown(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in grid[count:]:
+        axes.remove()
+    panels = grid[:count]
+    ranked = view.best_first()
+    for axes, name in zip(panels, measured, strict=False):
+        for place, trial in reversed(list(enumerate(ranked))):
+            values = trial.history.get(name, [])
+            style = {
+                "color": _colour(place),
+                "label": trial.trial_id if name == view.metric else "",
+            }
+            axes.plot(range(1, len(values) + 1), values, marker=".", **style)
+        axes.set(title=metric_title(view) if name == view.metric else name, xlabel="epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes, name in zip(panels[len(measured) :], parameters, strict=True):
+        _against(axes, name, ranked, view)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[measured.index(view.metric)].get_legend_handles_labels()
+    most = slice(None, -len(_COLOURS) - 1, -1)
+    figure.legend(handles[most], labels[most], loc="outside right upper", frameon=False)
+    return figure
+
+
+def _against(axes: Any, name: str, ranked: Sequence[TrialView], view: RunView) -> None:
+    scored = [(place, trial, view.score(trial)) for place, trial in enumerate(ranked)]
+    points = [
+        (trial.params[name], score, _colour(place))
+        for place, trial, score in scored
+        if score is not None and math.isfinite(score) and name in trial.params
+    ]
+    values = [value for value, _, _ in points]
+    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    shown = values if numeric else [str(value) for value in values]
+    axes.scatter(shown, [score for _, score, _ in points], c=[colour for *_, colour in points])
+    if numeric and values and min(values) > 0 and max(values) >= 20 * min(values):
+        axes.set_xscale("log")
+    axes.set(title=f"{view.metric} by {name}", xlabel=name)
+
+
+def _colour(place: int) -> str:
+    return _COLOURS[place] if place < len(_COLOURS) else "#b4b8c0"

@@ -1,0 +1,201 @@
+"""`report.html`: a run as one page that needs nothing but a browser, made from its folder alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+
+from cerebro_hydra import __version__
+from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.stream import records_of
+from cerebro_hydra.observe.text import duration, metric_title, number
+from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline
+from cerebro_hydra.observe.totals import human_bytes
+from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.storage.run_document import REFUSED_FILE
+from cerebro_hydra.storage.run_folder import RunFolder
+
+REPORT_FILE = "report.html"
+
+COLOURS = 8
+"""Trials that get a colour of their own, best first; the others are grey until pointed at."""
+
+_PAGE = Path(__file__).parent / "page"
+
+
+class ReportWriter:
+    """An observer that writes the report when a run is over, however it ended."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        """Write into a run's folder."""
+        self._folder = folder
+
+    def on_record(self, record: Record) -> None:
+        """Write when the last record comes; the rest is read from the folder."""
+        if record["kind"] == "finish":
+            self._folder.write_file(REPORT_FILE, render(self._folder).encode())
+
+
+def render(folder: RunFolder) -> str:
+    """The page of a run, with nothing that can't be written as UTF-8.
+
+    Raises:
+        StoreError: there is no run document.
+        JournalError: the journal is damaged.
+    """
+    view, timeline = RunView(), Timeline()
+    for record in records_of(folder):
+        view.apply(record)
+        timeline.apply(record)
+    refused = folder.read_json(REFUSED_FILE)
+    environment = Environment(
+        loader=FileSystemLoader(_PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"bytes": human_bytes, "duration": duration, "number": _shown}
+    page = environment.get_template("page.html.j2").render(
+        **_content(view, timeline, refused), version=__version__
+    )
+    return page.encode("utf-8", "replace").decode()
+
+
+def _content(view: RunView, timeline: Timeline, refused: list[dict[str, Any]]) -> dict[str, Any]:
+    ranked = view.best_first()
+    places = {trial.trial: place for place, trial in enumerate(ranked)}
+    rows = [_row(view, trial, places[trial.trial]) for trial in ranked]
+    rows += [
+        {
+            "id": each["trial_id"],
+            "params": _texts(each["params"]),
+            "status": "failed",
+            "error": each["error"],
+            "epochs": 0,
+            "seconds": 0.0,
+            "metrics": {},
+            "colour": -1,
+        }
+        for each in refused
+    ]
+    winner = ranked[0] if view.rank(ranked[0])[0] == 0 else None
+    span = max(timeline.end - timeline.begin, 1e-9) * max(len(timeline.workers), 1)
+    return {
+        "view": view,
+        "document": view.document,
+        "timeline": timeline,
+        "rows": rows,
+        "names": list(dict.fromkeys(name for row in rows for name in row["params"])),
+        "measured": list(view.measured()),
+        "metric_title": metric_title(view),
+        "winner": winner,
+        "winner_params": _texts(winner.params) if winner else {},
+        "begun": datetime.fromtimestamp(timeline.begin, UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "busy": sum(bar.seconds for bar in timeline.tasks) / span,
+        "hops": [
+            {"trial": view.trials[bar.trial].trial_id, "to": bar.worker, "bar": bar.hop}
+            for bar in timeline.tasks
+            if bar.hop is not None and bar.hop.source is not None
+        ],
+        "data": _data(view, timeline, places),
+    }
+
+
+def _row(view: RunView, trial: TrialView, place: int) -> dict[str, Any]:
+    epoch = trial.result_epoch
+    return {
+        "id": trial.trial_id,
+        "params": _texts(trial.params),
+        "status": "stopped early" if trial.stopped_early else trial.status,
+        "error": trial.reason,
+        "epochs": len(trial.epochs),
+        "seconds": trial.seconds,
+        "metrics": {} if epoch is None else trial.epochs[epoch],
+        "colour": place if place < COLOURS else -1,
+    }
+
+
+def _data(view: RunView, timeline: Timeline, places: Mapping[int, int]) -> str:
+    """What the page's script draws, as JSON that can stand in a `script` element."""
+    zero = timeline.begin
+    content = {
+        "metric": view.metric,
+        "direction": view.direction,
+        "measured": list(view.measured()),
+        "seconds": timeline.end - zero,
+        "trials": [
+            {
+                "id": trial.trial_id,
+                "colour": places[trial.trial] if places[trial.trial] < COLOURS else -1,
+                "history": {
+                    name: [_finite(value) for value in values]
+                    for name, values in trial.history.items()
+                },
+                "result": trial.result_epoch,
+            }
+            for trial in view.trials
+        ],
+        "workers": [
+            {"worker": worker, "partitions": partitions}
+            for worker, partitions in sorted(timeline.workers.items())
+        ],
+        "tasks": [_task(bar, zero) for bar in timeline.tasks],
+        "absences": [
+            {
+                "worker": absence.worker,
+                "start": absence.start - zero,
+                "end": (timeline.end if absence.end is None else absence.end) - zero,
+                "reason": absence.reason,
+            }
+            for absence in timeline.absences
+        ],
+    }
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    # The only characters with which text could leave a script element, or begin a comment in it.
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _task(bar: TaskBar, zero: float) -> dict[str, Any]:
+    return {
+        "kind": bar.kind,
+        "worker": bar.worker,
+        "trial": bar.trial,
+        "epoch": bar.epoch,
+        "partition": bar.partition,
+        "told": bar.told - zero,
+        "start": bar.start - zero,
+        "end": bar.end - zero,
+        "outcome": bar.outcome,
+        "loss": None if bar.loss is None else _finite(bar.loss),
+        "hop": None if bar.hop is None else _hop(bar.hop, zero),
+    }
+
+
+def _hop(hop: HopBar, zero: float) -> dict[str, Any]:
+    return {
+        "source": hop.source,
+        "start": hop.start - zero,
+        "end": hop.end - zero,
+        "moved": human_bytes(hop.bytes_moved),
+        "saved": human_bytes(hop.bytes_saved),
+        "lane": hop.lane,
+    }
+
+
+def _finite(value: float) -> float | str:
+    """JSON has no word for what is not finite."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _texts(params: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in params.items()
+    }
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else number(value)

@@ -1,0 +1,106 @@
+"""A run in TensorBoard: one of its runs per trial, with parameters and a point per epoch."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from cerebro_hydra.errors import SetupError
+from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.view import RunView, TrialView
+
+
+class TensorBoardTracker:
+    """An observer that writes `<log_dir>/<run id>/<trial id>`, as the run goes on.
+
+    Args:
+        log_dir: what `tensorboard --logdir` is given.
+
+    Raises:
+        SetupError: tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        try:
+            import tensorboard  # noqa: F401
+        except ImportError as error:
+            raise SetupError(
+                "TensorBoardTracker needs tensorboard; install it with "
+                "pip install 'cerebro-hydra[tensorboard]'"
+            ) from error
+        self.log_dir = os.fspath(log_dir)
+        self._view = RunView()
+        self._writers: list[Any] = []
+
+    def on_record(self, record: Record) -> None:
+        """Write what a record says of epochs and ends; with the last one, close all files."""
+        self._view.apply(record)
+        match record["kind"]:
+            case "start":
+                self._start()
+            case "journal":
+                for instruction in record["instructions"]:
+                    self._instruction(instruction, record["time"])
+            case "finish":
+                for writer in self._writers:
+                    writer.close()
+
+    def _start(self) -> None:
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        document = self._view.document
+        assert document is not None
+        for trial in self._view.trials:
+            folder = os.path.join(self.log_dir, document.run_id, trial.trial_id)
+            self._writers.append(EventFileWriter(folder))
+            params = {name: _plain(value) for name, value in trial.params.items()}
+            self._add(trial, time.time(), summary=hparams_pb(params, trial_id=trial.trial_id))
+
+    def _instruction(self, instruction: dict[str, Any], now: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        match instruction:
+            case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
+                values = [
+                    Summary.Value(tag=name, simple_value=value)
+                    for name, value in instruction["metrics"].items()
+                ]
+                self._add(self._view.trials[index], now, epoch + 1, summary=Summary(value=values))
+            case {"type": "Redo", "trial": int(index)}:
+                # Readers then forget the points of epochs that are trained again.
+                trial = self._view.trials[index]
+                log = SessionLog(status=SessionLog.START)
+                self._add(trial, now, len(trial.epochs) + 1, session_log=log)
+            case {"type": "FinishTrial", "trial": int(index), "status": str(status)}:
+                self._add(self._view.trials[index], now, summary=_session_end(status, now))
+
+    def _add(self, trial: TrialView, now: float, step: int = 0, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writers[trial.trial].add_event(Event(wall_time=now, step=step, **content))
+
+
+def _session_end(status: str, now: float) -> Any:
+    """How the table of parameters shows an end; tensorboard's own helper asks for tensorflow."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    ends = {"finished": "STATUS_SUCCESS", "failed": "STATUS_FAILURE"}
+    info = plugin_data_pb2.SessionEndInfo(
+        status=api_pb2.Status.Value(ends.get(status, "STATUS_UNKNOWN")), end_time_secs=now
+    )
+    value = Summary.Value(
+        tag=metadata.SESSION_END_INFO_TAG,
+        metadata=metadata.create_summary_metadata(
+            plugin_data_pb2.HParamsPluginData(session_end_info=info)
+        ),
+        tensor=metadata.NULL_TENSOR,
+    )
+    return Summary(value=[value])
+
+
+def _plain(value: Any) -> bool | int | float | str:
+    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,34 @@
+"""The device that a task of a transform computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def task_device() -> torch.device:
+    """The GPU that Spark gave to this task, else one that is there, else the CPU."""
+    from pyspark import TaskContext
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    context = TaskContext.get()
+    given = context.resources().get("gpu") if context is not None else None
+    task = context.partitionId() if context is not None else 0
+    addresses = list(given.addresses) if given is not None else []
+    return torch.device("cuda", gpu_index(addresses, torch.cuda.device_count(), task))
+
+
+def gpu_index(addresses: Sequence[str], visible: int, task: int) -> int:
+    """Which of the GPUs that this process sees a task takes.
+
+    Args:
+        addresses: of the GPUs that Spark gave to the task, none if it knows of none.
+        visible: how many this process sees, at least 1.
+        task: number of the task; tasks without an address take turns.
+    """
+    if not addresses:
+        return task % visible
+    # Where only the executor's own GPUs are visible, they are numbered from 0 again.
+    return int(addresses[0]) % visible

@@ -1,0 +1,95 @@
+"""What a doctor found, as something that prints."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cerebro_hydra.spark.checks import Finding
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_STYLES = {"OK": "green", "advice": "yellow", "PROBLEM": "bold red", "not checked": "dim"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: what was seen, and what is wrong with it.
+
+    `seen` is None where it could not be looked at.
+    """
+
+    name: str
+    seen: str | None
+    findings: Sequence[Finding] = ()
+
+    @property
+    def verdict(self) -> str:
+        """`OK`, `advice`, `PROBLEM` or `not checked`."""
+        if any(finding.prevents for finding in self.findings):
+            return "PROBLEM"
+        if self.findings:
+            return "advice"
+        return "not checked" if self.seen is None else "OK"
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """All checks of a session; printing it shows each verdict, then what to change."""
+
+    checks: Sequence[Check]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found that would prevent a run."""
+        return not any(finding.prevents for finding in self.findings)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All problems first, then all advice."""
+        found = [finding for check in self.checks for finding in check.findings]
+        return sorted(found, key=lambda finding: not finding.prevents)
+
+    def __getitem__(self, name: str) -> Check:
+        """The check of a name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise KeyError(name)
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for check in self.checks:
+            verdict = check.verdict
+            table.add_row(Text(check.name), Text(verdict, _STYLES[verdict]), Text(check.seen or ""))
+        lines = [Text()]
+        for finding in self.findings:
+            word, style = ("PROBLEM", "bold red") if finding.prevents else ("advice", "yellow")
+            said = f" {finding.setting}: {finding.problem}"
+            lines.append(Text.assemble((word, style), said))
+            lines.append(Text(f"  -> {finding.remedy}"))
+        if self.ok:
+            lines.append(Text("This Spark can run agents.", "bold green"))
+        else:
+            lines.append(Text("This Spark can't run agents yet.", "bold red"))
+        return Group(table, *lines)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=100).print(self)
+        return text.getvalue().rstrip("\n")
+
+    __repr__ = __str__

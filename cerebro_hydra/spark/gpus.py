@@ -1,0 +1,81 @@
+"""Pins an agent to the GPUs that Spark gave its task."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from cerebro_hydra.errors import SetupError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+# nvidia-smi counts by bus, CUDA by speed unless it is told otherwise.
+ORDER = "CUDA_DEVICE_ORDER"
+BY_BUS = "PCI_BUS_ID"
+
+# What this process's CUDA was started with by an earlier agent; it can't be started again.
+_started_with: str | None = None
+
+
+def visible(addresses: Sequence[str], allowed: str | None) -> str:
+    """What CUDA shall see: the addresses, if the surroundings allow all of them.
+
+    Args:
+        addresses: what Spark's discovery script called the GPUs: indices by bus, or uuids.
+        allowed: the value of `CUDA_VISIBLE_DEVICES` that the cluster set; None if it set none.
+
+    Raises:
+        SetupError: the cluster allows other GPUs than Spark gives.
+    """
+    if allowed is not None:
+        names = [name.strip() for name in allowed.split(",")]
+        for address in addresses:
+            if address not in names:
+                raise SetupError(
+                    f"Spark gave this task GPU {address!r}, but {VISIBLE} is {allowed!r}, which "
+                    "lacks it; let the discovery script print what that variable lists, as "
+                    "cerebro-hydra-gpus does"
+                )
+    return ",".join(addresses)
+
+
+@contextmanager
+def pinned(addresses: Sequence[str]) -> Iterator[None]:
+    """Show CUDA only these GPUs; afterwards the environment is as before. No addresses: no change.
+
+    CUDA reads its variables once in a process, and Spark reuses Python workers. One whose CUDA
+    was started for other GPUs is given up: the error ends it, and Spark starts the agent again
+    in another.
+
+    Raises:
+        SetupError: the cluster allows other GPUs, or CUDA was started for others here.
+    """
+    global _started_with
+    if not addresses:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in (VISIBLE, ORDER)}
+    wanted = visible(addresses, before[VISIBLE])
+    if _cuda_has_started() and _started_with != wanted:
+        raise SetupError(
+            f"CUDA was started in this Python worker with {VISIBLE}={_started_with!r}, and this "
+            f"agent has GPU {wanted!r}; Spark will start it again in another worker"
+        )
+    os.environ.update({VISIBLE: wanted, ORDER: BY_BUS})
+    try:
+        yield
+    finally:
+        if _cuda_has_started():
+            _started_with = wanted
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _cuda_has_started() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())

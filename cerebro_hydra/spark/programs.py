@@ -1,0 +1,125 @@
+"""What a transform runs on executors: a model that its factory builds, or an exported one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe
+from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE, load_exported
+
+Predict = Callable[[tuple[Tensor, ...]], list[Tensor]]
+"""Features on the program's device, rows first, to predictions there."""
+
+
+class Program(Protocol):
+    """A trained model in a form that travels: bytes and plain values."""
+
+    def load(self, device: torch.device) -> Predict:
+        """Build it, ready to predict on a device; the process's random numbers go on as before.
+
+        Raises:
+            ConfigurationError: its weights do not fit.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class BuiltProgram:
+    """A model that a factory builds.
+
+    Args:
+        factory: the `estimator_gen_fn`, as `pickle_factory` gives it.
+        params: what it is called with.
+        seed: of the search.
+        columns: those that the model was trained on; `forward` takes the features.
+        state: safetensors files whose tensors are named as in the model's `state_dict`; together
+            they hold all of it, tied tensors once or more.
+    """
+
+    factory: bytes
+    params: Mapping[str, Any]
+    seed: int
+    columns: Columns
+    state: Mapping[str, bytes]
+
+    def load(self, device: torch.device) -> Predict:
+        """Run the factory and put the weights into its model."""
+        from pyspark.serializers import CloudPickleSerializer
+
+        with torch.random.fork_rng(devices=[]):
+            factory = CloudPickleSerializer().loads(self.factory)
+            recipe = build_recipe(factory, self.params, self.seed, self.columns)
+        load_state(recipe.model, self.state.values())
+        recipe.model.eval().to(device)
+        return partial(_predict, recipe)
+
+
+@dataclass(frozen=True)
+class ExportedProgram:
+    """The two files of `save_exported`: a model without its source."""
+
+    graph: bytes
+    weights: bytes
+
+    @classmethod
+    def of(cls, folder: str | Path) -> ExportedProgram:
+        """Read what `save_exported` wrote to a folder."""
+        graph, weights = (Path(folder, name).read_bytes() for name in (GRAPH_FILE, WEIGHTS_FILE))
+        return cls(graph, weights)
+
+    def module(self, device: torch.device) -> nn.Module:
+        """The model; its forward takes every feature and gives the tuple of predictions."""
+        with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
+            Path(folder, GRAPH_FILE).write_bytes(self.graph)
+            Path(folder, WEIGHTS_FILE).write_bytes(self.weights)
+            return load_exported(folder, device)
+
+    def load(self, device: torch.device) -> Predict:
+        """Load graph and weights."""
+        model = self.module(device)
+        return lambda features: list(model(*features))
+
+
+def _predict(recipe: Recipe, features: tuple[Tensor, ...]) -> list[Tensor]:
+    features, _ = recipe.collated(features, (), None)
+    with torch.no_grad(), recipe.precision():
+        return recipe.predictions(recipe.call(recipe.model, features))
+
+
+def load_state(model: nn.Module, files: Iterable[bytes]) -> None:
+    """Put the tensors of safetensors files into a model; every tensor of it must be covered.
+
+    Raises:
+        ConfigurationError: names are missing or unknown, or a shape differs.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(safetensors.torch.load(bytes(file)))
+    own = model.state_dict(keep_vars=True)
+    unknown = sorted(set(tensors) - set(own))
+    covered = {id(own[name]) for name in tensors if name in own}
+    missing = sorted(name for name, tensor in own.items() if id(tensor) not in covered)
+    if unknown or missing:
+        raise ConfigurationError(
+            f"the saved weights are not this model's: missing {missing}, unknown {unknown}; give "
+            "the factory and params that they were trained with"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
+                raise ConfigurationError(
+                    f"saved {name} is {tensor.dtype} {tuple(tensor.shape)} and the model's is "
+                    f"{own[name].dtype} {tuple(own[name].shape)}; give the factory and params "
+                    "that it was trained with"
+                )
+            own[name].copy_(tensor)

@@ -1,0 +1,45 @@
+"""The trials of a search as pandas DataFrames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from cerebro_hydra.tune.result import Trial
+
+
+def by_trial(trials: Iterable[Trial]) -> pd.DataFrame:
+    """One row per trial; the metrics are those of its result, and absent values are missing."""
+    return pd.DataFrame(
+        {
+            "trial_id": trial.trial_id,
+            "status": trial.status,
+            **_params(trial),
+            **(_metrics(trial, trial.result_epoch) if trial.result_epoch is not None else {}),
+            "epochs": len(next(iter(trial.history.values()), ())),
+            "result_epoch": trial.result_epoch,
+            "seconds": trial.seconds,
+            "error": trial.error,
+        }
+        for trial in trials
+    ).astype({"result_epoch": "Int64"})
+
+
+def by_epoch(trials: Iterable[Trial]) -> pd.DataFrame:
+    """One row per trial and ended epoch, for plots and group-by."""
+    return pd.DataFrame(
+        {"trial_id": trial.trial_id, "epoch": epoch, **_params(trial), **_metrics(trial, epoch)}
+        for trial in trials
+        for epoch in range(len(next(iter(trial.history.values()), ())))
+    )
+
+
+def _params(trial: Trial) -> dict[str, Any]:
+    return {f"param_{name}": value for name, value in trial.params.items()}
+
+
+def _metrics(trial: Trial, epoch: int) -> dict[str, float]:
+    return {name: values[epoch] for name, values in trial.history.items()}

@@ -1,0 +1,125 @@
+"""The job that is sent to the cluster: doctor, a grid, one agent killed, every trial replayed.
+
+Run by spark-submit: job.py STORE REPORT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pyspark.sql import SparkSession
+
+import cerebro_hydra
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, hp_choice
+
+
+def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
+    """A small network that says on standard output which GPUs CUDA would show it."""
+    import os
+
+    import torch
+    from torch import nn
+
+    from cerebro_hydra.spark import SparkEstimator
+
+    print("GPUS", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
+    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 4))
+    return SparkEstimator(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        batch_size=16,
+        shards=2,
+    )
+
+
+class KillsOneAgent(threading.Thread):
+    """Kills the first worker's agent with SIGKILL once a few decisions are journalled."""
+
+    def __init__(self, store: Path) -> None:
+        super().__init__(daemon=True)
+        self._store = store
+        self.killed: int | None = None
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.02):
+            for workers in self._store.glob("runs/*/workers.json"):
+                if len(list(workers.parent.glob("journal/*.jsonl"))) > 6:
+                    pid = json.loads(workers.read_text())["0"]["pid"]
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed = pid
+                    return
+
+
+def where(rows: Any) -> Any:
+    """On an executor: where its cerebro_hydra came from."""
+    import cerebro_hydra
+
+    for _ in rows:
+        pass
+    yield cerebro_hydra.__file__
+
+
+def main(store: Path, report: Path) -> None:
+    """Do all of it and write what was seen as JSON."""
+    spark = SparkSession.builder.getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    found = cerebro_hydra.doctor(spark, num_workers=2, store=str(store))
+    print(found, flush=True)
+    origins = spark.sparkContext.parallelize(range(2), 2).mapPartitions(where).collect()
+
+    random = np.random.default_rng(3)
+    labels = random.integers(0, 4, 400)
+    features = random.normal(size=(400, 16)) + labels[:, None] / 2
+    rows = [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
+    df = spark.createDataFrame(rows, "features array<double>, label long")
+    killer = KillsOneAgent(store)
+    killer.start()
+    result = GridSearch(
+        backend=SparkBackend(spark, num_workers=2),
+        store=LocalStore(str(store)),
+        estimator_gen_fn=estimator_gen_fn,
+        search_space={"lr": hp_choice([0.01, 0.003])},
+        num_epochs=3,
+        evaluation_metric="accuracy",
+    ).fit(df)
+    killer.over.set()
+    killer.join()
+    workers = json.loads(Path(result.run_path, "workers.json").read_text())
+    replays = {
+        trial.trial_id: cerebro_hydra.replay(
+            result.run_path, trial.trial_id, factory=estimator_gen_fn
+        ).identical
+        for trial in result.trials
+    }
+    out = result.set_output_columns(["prediction"]).transform(df)
+    report.write_text(
+        json.dumps(
+            {
+                "doctor": {"ok": found.ok, "findings": [str(f) for f in found.findings]},
+                "network": found["network"].seen,
+                "driver_found_package_in": cerebro_hydra.__file__,
+                "executors_found_package_in": origins,
+                "status": [trial.status for trial in result.trials],
+                "accuracy": [trial.history["val_accuracy"][-1] for trial in result.trials],
+                "replay_identical": replays,
+                "killed": killer.killed,
+                "workers": workers,
+                "predicted_rows": out.count(),
+            }
+        )
+    )
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,299 @@
+"""Estimators within Spark ML: pipelines, validators, evaluators, files; on real agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cerebro_hydra
+from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
+from cerebro_hydra.tune import SearchResult
+from tests.ml import nets
+
+pytestmark = [pytest.mark.slow, pytest.mark.spark]
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+COLUMNS = ("a", "b", "c", "d")
+
+FACTORY = """
+import torch
+from cerebro_hydra import SparkEstimator
+
+class Net(torch.nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.a = torch.nn.Linear(4, hidden)
+        self.norm = torch.nn.BatchNorm1d(hidden)
+        self.b = torch.nn.Linear(hidden, 3)
+
+    def forward(self, features):
+        return self.b(torch.relu(self.norm(self.a(features))))
+
+def factory(params):
+    model = Net(params["hidden"])
+    return SparkEstimator(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),
+        loss=torch.nn.CrossEntropyLoss(),
+        batch_size=8,
+    )
+"""
+
+LOADS_ALONE = """
+import sys, json
+import cerebro_hydra
+from pyspark.ml import PipelineModel
+path, rows, out = sys.argv[1:]
+try:
+    import nets_of_a_user
+except ImportError:
+    pass
+else:
+    raise SystemExit("the source is here, so nothing would be shown")
+spark = cerebro_hydra.local_spark(workers=1)
+model = PipelineModel.load(path)
+found = model.transform(spark.read.parquet(rows)).orderBy("id").collect()
+trained = model.stages[-1].bestModel
+numbers = [[*r.rawPrediction.toArray(), *r.probability.toArray(), r.prediction] for r in found]
+told = {"numbers": numbers, "history": trained.history, "trial": trained.trial.trial_id}
+open(out, "w").write(json.dumps(told))
+spark.stop()
+"""
+
+
+@pytest.fixture(scope="module")
+def df(spark: Any) -> Any:
+    """Columns a to d, `label` of three classes, `amount`, a number."""
+    random = np.random.default_rng(5)
+    x = random.normal(size=(150, 4)) * [1, 10, 1, 1] + [0, 5, 0, 0]
+    label = np.digitize(x[:, 0] + (x[:, 1] - 5) / 10, [-0.7, 0.7])
+    rows = [(i, *map(float, x[i]), float(label[i]), float(x[i, 2] - x[i, 3])) for i in range(150)]
+    schema = "id long, a double, b double, c double, d double, label double, amount double"
+    return spark.createDataFrame(rows, schema).cache()
+
+
+def stages(output: str) -> list[Any]:
+    from pyspark.ml.feature import StandardScaler, VectorAssembler
+
+    return [
+        VectorAssembler(inputCols=list(COLUMNS), outputCol="assembled"),
+        StandardScaler(inputCol="assembled", outputCol=output, withMean=True),
+    ]
+
+
+def runs_of(store: Path) -> list[SearchResult]:
+    return [SearchResult.open(str(path)) for path in sorted((store / "runs").iterdir())]
+
+
+@pytest.fixture
+def factory(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A user's function in a module that agents get by addPyFile."""
+    (tmp_path / "nets_of_a_user.py").write_text(FACTORY)
+    spark.sparkContext.addPyFile(str(tmp_path / "nets_of_a_user.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from nets_of_a_user import factory  # type: ignore[import-not-found]
+
+    return factory
+
+
+def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
+    spark: Any, df: Any, factory: Any, tmp_path: Path
+) -> None:
+    from pyspark.ml import Pipeline, PipelineModel
+    from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+    from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+
+    estimator = SparkEstimator.from_factory(
+        factory,
+        {"lr": 0.01, "hidden": 8},
+        num_epochs=1,
+        store=LocalStore(str(tmp_path / "store")),
+        verbose=0,
+        # Which rows share a batch depends on the session, and other batches round otherwise.
+        transform_batch_size=1,
+    )
+    grid = ParamGridBuilder().addGrid(estimator.lr, [0.03, 1e-5]).addGrid(estimator.hidden, [8, 16])
+    validator = CrossValidator(
+        estimator=estimator,
+        estimatorParamMaps=grid.build(),
+        evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
+        numFolds=2,
+        parallelism=2,
+        seed=1,
+    )
+    pipeline = Pipeline(stages=[*stages("features"), validator])
+    pipeline.write().save(str(tmp_path / "unfitted"))
+    again = Pipeline.load(str(tmp_path / "unfitted")).getStages()[-1]
+    assert again.getEstimator().trial_params() == {"lr": 0.01, "hidden": 8}
+    assert again.getEstimator().getStore().to_dict() == estimator.getStore().to_dict()
+    assert again.getEstimator().factory() is factory
+    assert len(again.getEstimatorParamMaps()) == 4
+    assert again.getEstimatorParamMaps()[1][again.getEstimator().hidden] == 16
+
+    fitted = pipeline.fit(df)
+
+    *folds, last = runs_of(tmp_path / "store")
+    assert [len(run.trials) for run in folds] == [4, 4] and len(last.trials) == 1
+    for run in folds:
+        assert run.totals.hops > 0
+        assert {tuple(sorted(trial.visit_log)) for trial in run.trials} == {
+            ((0, 0), (0, 1), (0, 2))
+        }
+    cross = fitted.stages[-1]
+    learned, still = cross.avgMetrics[:2], cross.avgMetrics[2:]
+    assert min(learned) > 0.55 and min(learned) > max(still)
+    model = cross.bestModel
+    assert isinstance(model, SparkModel) and model.trial.params["lr"] == 0.03
+    assert model.run_path == last.run_path
+    assert len(model.history["train_loss"]) == 1
+
+    out = fitted.transform(df)
+    log_loss = MulticlassClassificationEvaluator(metricName="logLoss").evaluate(out)
+    assert 0 < log_loss < 1.1
+    rows = out.orderBy("id").collect()
+    features = torch.tensor(np.array([r.features.toArray() for r in rows], np.float32))
+    with torch.no_grad():
+        expected = model.torch()(features).double()
+    scores = torch.tensor(np.array([r.rawPrediction.toArray() for r in rows]))
+    assert torch.allclose(scores, expected, atol=1e-5)
+    assert [r.prediction for r in rows] == scores.argmax(1).double().tolist()
+
+    path, told = tmp_path / "saved", tmp_path / "told.json"
+    fitted.save(str(path))
+    with pytest.raises(ConfigurationError, match=r"exists.*write\(\).overwrite\(\).save"):
+        model.save(str(path))
+    (saved,) = path.rglob(WEIGHTS_FILE)
+    assert {each.name for each in saved.parent.iterdir() if each.name[0] != "."} == {
+        GRAPH_FILE,
+        WEIGHTS_FILE,
+    }
+    df.write.parquet(str(tmp_path / "rows"))
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "nets_of_a_user.py").unlink()
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS_ALONE, path, tmp_path / "rows", told],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(told.read_text())
+    assert found["history"] == model.history and found["trial"] == model.trial.trial_id
+    assert found["numbers"] == [
+        [*r.rawPrediction.toArray(), *r.probability.toArray(), r.prediction] for r in rows
+    ]
+    assert PipelineModel.load(str(path)).stages[-1].bestModel.getTransformBatchSize() == 1
+
+
+def test_instances_in_a_pipeline_under_a_validator_regress(
+    spark: Any, df: Any, tmp_path: Path
+) -> None:
+    from pyspark.ml import Pipeline
+    from pyspark.ml.evaluation import RegressionEvaluator
+    from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    estimator = SparkEstimator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.MSELoss(),
+        batch_size=8,
+        num_epochs=1,
+        store=LocalStore(str(tmp_path)),
+        label_columns=["amount"],
+        output="regression",
+        predictionCol="expected",
+        order="seeded",
+        verbose=0,
+    )
+    grid = ParamGridBuilder().addGrid(estimator.getParam("lr"), [1e-6, 0.1]).build()
+    evaluator = RegressionEvaluator(predictionCol="expected", labelCol="amount", metricName="r2")
+    split = TrainValidationSplit(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, parallelism=2, seed=1
+    )
+    fitted = Pipeline(stages=[*stages("features"), split]).fit(df)
+    assert [len(run.trials) for run in runs_of(tmp_path)] == [2, 1]
+    bad, good = fitted.stages[-1].validationMetrics
+    assert good > 0.5 > bad
+    best = fitted.stages[-1].bestModel
+    out = fitted.transform(df)
+    assert dict(out.dtypes)["expected"] == "double" and evaluator.evaluate(out) > 0.5
+
+    best.write().save(str(tmp_path / "model"))
+    best.write().overwrite().save(str(tmp_path / "model"))
+    loaded = SparkModel.load(str(tmp_path / "model"))
+    assert loaded.uid == best.uid and loaded.trial == best.trial
+    inputs = out.drop("expected")
+    assert [r.expected for r in loaded.transform(inputs).orderBy("id").collect()] == [
+        r.expected for r in out.orderBy("id").collect()
+    ]
+    renamed = loaded.copy({loaded.predictionCol: "other", loaded.output: "raw"})
+    assert renamed.transform(inputs).columns[-1] == "other"
+    assert renamed.source is loaded.source  # and with it what executors hold
+
+
+class Decides(nn.Module):
+    """Can't be exported: its flow depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 1)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if float(features.sum()) > 0:
+            return self.a(features)[:, 0]
+        return -self.a(features)[:, 0]
+
+
+def test_what_cannot_be_exported_is_refused_before_an_old_file_is_lost(
+    spark: Any, df: Any, tmp_path: Path
+) -> None:
+    from pyspark.ml.evaluation import BinaryClassificationEvaluator
+    from pyspark.ml.feature import VectorAssembler
+    from pyspark.sql import functions
+
+    rows = VectorAssembler(inputCols=list(COLUMNS), outputCol="features").transform(df)
+    rows = rows.withColumn("label", (functions.col("a") > 0).cast("double"))
+    model = Decides()
+    estimator = SparkEstimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=nn.BCEWithLogitsLoss(),
+        num_epochs=1,
+        store=LocalStore(str(tmp_path)),
+        verbose=0,
+    )
+    fitted = estimator.fit(rows)
+    auc = BinaryClassificationEvaluator().evaluate(fitted.transform(rows))
+    assert 0 <= auc <= 1
+    assert cerebro_hydra.replay(fitted.run_path, fitted.trial.trial_id).identical
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "of-another").write_text("old")
+    with pytest.raises(ConfigurationError, match="Decides can't be exported to load without"):
+        fitted.write().overwrite().save(str(kept))
+    assert [each.name for each in kept.iterdir()] == ["of-another"]
+
+
+def test_an_estimator_whose_factory_cannot_be_imported_is_not_saved(
+    spark: Any, tmp_path: Path
+) -> None:
+    here = SparkEstimator.from_factory(lambda params: nets.made(params), {"lr": 0.1})
+    with pytest.raises(ConfigurationError, match=r"its factory .*lambda.* can't be imported"):
+        here.save(str(tmp_path / "estimator"))
+    assert not (tmp_path / "estimator").exists()

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.observe.view import RunView
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+
+@pytest.fixture
+def view(simulate: Any) -> RunView:
+    _, records = simulate(3, loss=lambda trial, epoch: 1.0 / (1 + trial + epoch))
+    view = RunView()
+    for record in records:
+        view.apply(record)
+    return view
+
+
+def test_a_panel_per_metric_with_a_line_per_trial_and_one_per_parameter(view: RunView) -> None:
+    from cerebro_hydra.observe.plots import plot
+
+    figure = plot(view, ["lr"])
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[:2] == ["train_loss", "val_loss (lower is better)"]
+    assert titles[-1] == "val_loss by lr"
+    lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[1].lines}
+    assert lines == {trial.trial_id: trial.history["val_loss"] for trial in view.trials}
+    assert len(figure.axes[-1].collections[0].get_offsets()) == 3
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_an_unknown_parameter_is_named(view: RunView) -> None:
+    from cerebro_hydra.observe.plots import plot
+
+    with pytest.raises(ConfigurationError, match=r"no parameter 'depth'; there are \['lr'\]"):
+        plot(view, ["depth"])

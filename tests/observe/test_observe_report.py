@@ -1,0 +1,152 @@
+"""The report of a real run, and the page's structure without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from cerebro_hydra import cli
+from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter, render
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.tune import SearchResult
+from tests.observe.hostile import HOSTILE
+
+pytestmark = pytest.mark.slow
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text of cells, scripts and tracebacks."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._inside: list[str] = []
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "link"):
+            self._inside.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._inside.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.texts[self._inside[-1]][-1] += data
+
+    @property
+    def data(self) -> dict:
+        return json.loads(self.texts["script"][0])
+
+
+@pytest.fixture(scope="module")
+def page(result: SearchResult) -> Page:
+    return Page(Path(result.run_path, REPORT_FILE).read_text(encoding="utf-8"))
+
+
+def test_the_search_left_the_page_that_the_folder_alone_gives(
+    result: SearchResult, folder: RunFolder
+) -> None:
+    assert Path(result.run_path, REPORT_FILE).read_text(encoding="utf-8") == render(folder)
+
+
+def test_every_trial_has_a_row_and_tracebacks_are_folded(page: Page, result: SearchResult) -> None:
+    rows = [
+        each["data-trial"] for tag, each in page.elements if tag == "tr" and "data-trial" in each
+    ]
+    assert sorted(rows) == [f"trial-{n:03d}" for n in range(4)]
+    assert rows[0] == result.best_trial.trial_id
+    raised, refused = page.texts["pre"]
+    assert "this loss has had enough" in raised
+    assert HOSTILE in refused
+
+
+def test_hostile_text_stays_text(page: Page) -> None:
+    assert not [tag for tag, _ in page.elements if tag == "b"]
+    assert page.texts["td"].count(HOSTILE) == 4
+    assert len(page.texts["script"]) == 2
+
+
+def test_the_page_asks_for_nothing(result: SearchResult) -> None:
+    content = Path(result.run_path, REPORT_FILE).read_text(encoding="utf-8")
+    links = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]*)\)|@import""", content)
+    assert {link for pair in links for link in pair if link} == {"data:,", "#hatch", "#lanes"}
+
+
+def test_what_is_drawn_is_what_happened(page: Page, result: SearchResult) -> None:
+    histories = [result.trials[n].history for n in range(len(page.data["trials"]))]
+    assert [trial["history"] for trial in page.data["trials"]] == histories
+    counted = [t for t in page.data["tasks"] if (t["kind"], t["outcome"]) == ("train", "done")]
+    logs = [(t["trial"], t["epoch"], t["partition"]) for t in counted]
+    expected = [(n, *v) for n, t in enumerate(result.trials) for v in t.visit_log]
+    assert sorted(logs) == sorted(expected)
+    assert [absence["worker"] for absence in page.data["absences"]] == [1]
+    assert "failed" in {task["outcome"] for task in page.data["tasks"]}
+    for task in page.data["tasks"]:
+        assert 0 <= task["told"] <= task["start"] <= task["end"] <= page.data["seconds"]
+
+
+def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path: Path) -> None:
+    """As after a killed driver: some segments of the journal, some tasks that never ended."""
+    there = tmp_path / "runs" / "cut"
+    shutil.copytree(result.run_path, there)
+    for segment in sorted((there / "journal").iterdir())[12:]:
+        segment.unlink()
+    folder = RunFolder.open(str(there))
+    ReportWriter(folder).on_record({"kind": "finish"})
+    cut = Page((there / REPORT_FILE).read_text(encoding="utf-8"))
+    assert any("did not end" in text for text in cut.texts["strong"])
+    assert "running" in {task["outcome"] for task in cut.data["tasks"]}
+
+
+def test_nan_and_broken_unicode_are_shown(result: SearchResult, tmp_path: Path) -> None:
+    there = tmp_path / "runs" / "nan"
+    shutil.copytree(result.run_path, there)
+    document = json.loads((there / "run.json").read_text())
+    document["trials"][0]["params"]["note"] = "\ud800"
+    (there / "run.json").write_text(json.dumps(document))
+    for segment in (there / "journal").iterdir():
+        lines = [json.loads(line) for line in segment.open()]
+        for line in lines:
+            for told in line.get("instructions", ()):
+                if told["type"] == "EndEpoch" and told["trial"] == 0:
+                    told["metrics"]["val_loss"] = float("nan")
+        segment.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(render(RunFolder.open(str(there))))
+    assert page.data["trials"][0]["history"]["val_loss"] == ["nan"] * 3
+    assert "nan" in page.texts["td"]
+
+
+def test_report_and_trace_by_the_command_line(
+    result: SearchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    arguments = ["report", result.run_path, "--output", str(page), "--trace", str(trace)]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines() == [str(page), str(trace)]
+    assert page.read_text() == Path(result.run_path, REPORT_FILE).read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["{tmp}"], "is not a run"), (["{run}", "--output", "{tmp}/no/a.html"], "give another path")],
+)
+def test_report_that_can_not_be_is_an_error(
+    arguments: list[str],
+    said: str,
+    result: SearchResult,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [each.format(tmp=tmp_path, run=result.run_path) for each in arguments]
+    assert cli.main(["report", *given]) == 1
+    assert said in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""The trace keeps the rules of its format, on random runs and on a real one."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from cerebro_hydra.observe.timeline import Timeline
+from cerebro_hydra.observe.trace import trace
+from cerebro_hydra.plan.simulate import Loss
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.tune import SearchResult
+
+
+def faults(content: dict[str, Any]) -> list[str]:
+    """Where a trace breaks the Trace Event Format, in words."""
+    found: list[str] = []
+    events = [event for event in content["traceEvents"] if event["ph"] != "M"]
+    named = {(e["name"], e["pid"], e["tid"]) for e in content["traceEvents"] if e["ph"] == "M"}
+    if any(a["ts"] > b["ts"] for a, b in pairwise(events)):
+        found.append("times run backwards")
+    open_until: dict[tuple[int, int], list[int]] = defaultdict(list)
+    slices = defaultdict(list)
+    for event in events:
+        place = event["pid"], event["tid"]
+        if type(event["ts"]) is not int or event["ts"] < 0:
+            found.append(f"ts {event['ts']}")
+        if ("process_name", event["pid"], 0) not in named:
+            found.append(f"process {event['pid']} has no name")
+        if event["ph"] == "X":
+            if ("thread_name", *place) not in named:
+                found.append(f"thread {place} has no name")
+            end = event["ts"] + event["dur"]
+            stack = open_until[place]
+            while stack and stack[-1] <= event["ts"]:
+                stack.pop()
+            if event["dur"] < 0 or (stack and end > stack[-1]):
+                found.append(f"{event['name']} does not nest")
+            stack.append(end)
+            slices[place].append((event["ts"], end))
+    flows = defaultdict(list)
+    for event in events:
+        if event["ph"] in "sf":
+            flows[event["id"]].append(event)
+            at = event["ts"]
+            if not any(a <= at <= b for a, b in slices[event["pid"], event["tid"]]):
+                found.append(f"flow {event['id']} hangs in the air")
+    for number, ends in flows.items():
+        if [end["ph"] for end in ends] != ["s", "f"]:
+            found.append(f"flow {number} is {[end['ph'] for end in ends]}")
+    return found
+
+
+@pytest.mark.slow
+def test_a_real_run_is_a_sound_trace(folder: RunFolder, result: SearchResult) -> None:
+    content = trace(folder)
+    assert faults(content) == []
+    events = content["traceEvents"]
+    hops = [e for e in events if e["ph"] == "X" and e["cat"] == "hop"]
+    assert 0 < sum(e["ph"] == "f" for e in events) <= len(hops)
+    last = [e for e in events if e["ph"] == "C"][-1]
+    assert last["args"] == {
+        "moved": result.totals.bytes_moved,
+        "saved": result.totals.bytes_saved,
+    }
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["worker lost"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["times", "names", "nests", "flow"])
+def test_the_check_itself_can_fail(folder: RunFolder, harm: str) -> None:
+    content = copy.deepcopy(trace(folder))
+    events = content["traceEvents"]
+    timed = [event for event in events if event["ph"] == "X"]
+    if harm == "times":
+        events.append(timed[0])
+    elif harm == "names":
+        content["traceEvents"] = [event for event in events if event["ph"] != "M"]
+    elif harm == "nests":
+        lane = [e for e in timed if (e["pid"], e["tid"]) == (2, 1)]
+        lane[0]["dur"] = lane[1]["ts"] + lane[1]["dur"] // 2 - lane[0]["ts"]
+    else:
+        events.remove(next(event for event in events if event["ph"] == "s"))
+    assert faults(content)
+
+
+LOSSES = (Loss(0.5, 1, 0.2), Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0))
+
+
+@pytest.mark.parametrize("losses", [(), LOSSES])
+def test_bars_are_the_decisions_and_never_overlap(simulate: Any, losses: tuple[Loss, ...]) -> None:
+    simulation, records = simulate(4, losses)
+    timeline = Timeline()
+    for record in records:
+        timeline.apply(record)
+    assert timeline.finished
+    assert len(timeline.absences) == len(losses)
+    assert all(absence.end is not None for absence in timeline.absences[:-1])
+    counted = [bar for bar in timeline.tasks if (bar.kind, bar.outcome) == ("train", "done")]
+    for trial, log in enumerate(simulation.timeline.visit_logs):
+        mine = sorted(
+            (bar.visit, bar.epoch, bar.partition) for bar in counted if bar.trial == trial
+        )
+        assert [(epoch, partition) for _, epoch, partition in mine] == log
+    assert ("lost" in {bar.outcome for bar in timeline.tasks}) == bool(losses)
+    assert ("repeated" in {bar.outcome for bar in timeline.tasks}) == bool(losses)
+    for worker in timeline.workers:
+        bars = [bar for bar in timeline.tasks if bar.worker == worker]
+        assert all(a.end <= b.told <= b.start <= b.end for a, b in pairwise(bars))
+        hops = [bar.hop for bar in bars if bar.hop is not None]
+        for lane in {hop.lane for hop in hops}:
+            spans = sorted((hop.start, hop.end) for hop in hops if hop.lane == lane)
+            assert all(a[1] <= b[0] for a, b in pairwise(spans))

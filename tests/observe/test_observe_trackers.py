@@ -1,0 +1,99 @@
+"""Trackers against the real packages, read back; each is given a real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cerebro_hydra import MLflowTracker, TensorBoardTracker
+from cerebro_hydra.observe.report import render
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.codec import to_json
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.tune import SearchResult
+
+pytestmark = pytest.mark.slow
+
+
+def scalars(path: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(path))
+    read.Reload()
+    return [(point.step, point.value) for point in read.Scalars(name)]
+
+
+def test_tensorboard_has_a_run_per_trial(result: SearchResult, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    result.export_to(TensorBoardTracker(tmp_path))
+    best = result.best_trial
+    for name, values in best.history.items():
+        read = scalars(tmp_path / result.document.run_id / best.trial_id, name)
+        assert [step for step, _ in read] == [1, 2, 3]
+        assert [value for _, value in read] == pytest.approx(values)
+    ends = []
+    for trial in result.document.trials:
+        read = EventAccumulator(str(tmp_path / result.document.run_id / trial.trial_id))
+        read.Reload()
+        summary = read.SummaryMetadata(metadata.SESSION_START_INFO_TAG)
+        start = metadata.parse_session_start_info_plugin_data(summary.plugin_data.content)
+        assert {k: v.string_value for k, v in start.hparams.items()} == trial.params
+        end = read.SummaryMetadata(metadata.SESSION_END_INFO_TAG).plugin_data.content
+        ends.append(metadata.parse_session_end_info_plugin_data(end).status)
+    assert ends == [1, 2, 1]  # success, failure, success
+
+
+def test_tensorboard_forgets_epochs_that_were_trained_again(
+    make_document: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    told = [
+        ins.EndEpoch(0, 0, {"val_loss": 3.0}),
+        ins.EndEpoch(0, 1, {"val_loss": 2.0}),
+        ins.Redo(0, (4,), "its only holder was lost"),
+        ins.EndEpoch(0, 1, {"val_loss": 1.0}),
+    ]
+    tracker = TensorBoardTracker(tmp_path)
+    document = make_document(1)
+    tracker.on_record({"kind": "start", "document": document.to_json()})
+    event = to_json(ev.TrialStopped(0, ""))
+    for seq, each in enumerate(told):
+        journal = {"seq": seq, "time": float(seq + 1), "event": event}
+        tracker.on_record({"kind": "journal", **journal, "instructions": [to_json(each)]})
+    tracker.on_record({"kind": "finish", "seconds": 1.0})
+    assert scalars(tmp_path / document.run_id / "trial-000", "val_loss") == [(1, 3.0), (2, 1.0)]
+
+
+def test_mlflow_has_a_parent_and_a_run_per_trial(
+    result: SearchResult, folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more packages
+    uri = (tmp_path / "mlruns").as_uri()
+    result.export_to(MLflowTracker("digits", uri))
+    client = mlflow.MlflowClient(uri)
+    place = client.get_experiment_by_name("digits").experiment_id
+    runs = {run.info.run_name: run for run in client.search_runs([place])}
+    parent = runs.pop(result.document.run_id)
+    assert parent.info.status == "FINISHED"
+    assert parent.data.tags["best_trial"] == result.best_trial.trial_id
+    assert {r.data.tags["mlflow.parentRunId"] for r in runs.values()} == {parent.info.run_id}
+    by_id = {trial.trial_id: trial for trial in result.trials}
+    assert len(runs) == 3
+    for name, run in runs.items():
+        trial = by_id[name]
+        assert run.data.params == trial.params
+        assert run.info.status == {"finished": "FINISHED", "failed": "FAILED"}[trial.status]
+        for metric, values in trial.history.items():
+            logged = client.get_metric_history(run.info.run_id, metric)
+            assert [(m.step, m.value) for m in logged] == list(enumerate(values, start=1))
+    failed = next(run for name, run in runs.items() if by_id[name].status == "failed")
+    assert [each.path for each in client.list_artifacts(failed.info.run_id)] == ["traceback.txt"]
+    report = client.download_artifacts(parent.info.run_id, "report.html", str(tmp_path))
+    assert Path(report).read_text(encoding="utf-8") == render(folder)
