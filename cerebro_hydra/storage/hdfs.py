@@ -39,6 +39,7 @@ class HDFSStore(RemoteStore):
     """
 
     scheme = "hdfs"
+    user: str | None = None
 
     def __init__(
         self,

@@ -158,6 +158,7 @@ def test_hdfs_user_must_be_the_acting_one(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HADOOP_USER_NAME", "me")
     store = HDFSStoreOnFiles("/user/me", user="me")
     assert Store.from_dict(store.to_dict()).to_dict() == store.to_dict()
+    assert "user" not in HDFSStoreOnFiles("/user/me").to_dict()
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
     with pytest.raises(ConfigurationError, match=r"acts as 'somebody'.*HADOOP_USER_NAME=me"):
         Store.from_dict(store.to_dict())
