@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+
+from pyarrow.parquet import FileMetaData
 
 from cerebro_hydra.data.manifest import Manifest, stored_name
 from cerebro_hydra.data.parquet_files import metadata_of
+from cerebro_hydra.data.prepared import footers
+from cerebro_hydra.storage import Store
 
 Range = tuple[float, float]
 
 
-def value_ranges(manifest: Manifest, data_path: str) -> dict[str, Range]:
+def value_ranges(manifest: Manifest, store: Store) -> dict[str, Range]:
     """The range of each column over all partitions; columns that no footer tells of are left out.
 
     Raises:
         DataError: a file can't be read.
     """
+    data_path = store.data_path(manifest.fingerprint)
     if manifest.source is not None:
-        files = [os.path.join(data_path, file.path) for file in manifest.source.files]
-        return footer_ranges(files, {spec.name: spec.name for spec in manifest.columns})
-    folders = (Path(data_path, info.path) for info in manifest.partitions)
+        own = {spec.name: spec.name for spec in manifest.columns}
+        files = (f"{data_path}/{file.path}" for file in manifest.source.files)
+        return footer_ranges(map(metadata_of, files), own)
     names = {stored_name(i): spec.name for i, spec in enumerate(manifest.columns)}
-    return footer_ranges((file for each in folders for file in each.glob("*.parquet")), names)
+    folders = (f"{data_path}/{info.path}" for info in manifest.partitions)
+    return footer_ranges((one for folder in folders for one in footers(store, folder)), names)
 
 
-def footer_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict[str, Range]:
+def footer_ranges(each: Iterable[FileMetaData], names: Mapping[str, str]) -> dict[str, Range]:
     """The range of each column over all files; columns without statistics everywhere are left out.
 
     Args:
@@ -34,8 +38,7 @@ def footer_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict
     """
     found: dict[str, Range] = {}
     untold: set[str] = set()
-    for file in files:
-        footer = metadata_of(str(file))
+    for footer in each:
         for group in map(footer.row_group, range(footer.num_row_groups)):
             for chunk in map(group.column, range(group.num_columns)):
                 name = names.get(chunk.path_in_schema.split(".")[0])
