@@ -33,7 +33,7 @@ help:
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
 	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
-	@echo "make integration-hdfs    a real HDFS on this machine, see integration/hdfs"
+	@echo "make integration-hdfs   a real HDFS on this machine, see integration/hdfs"
 	@echo "make integration-cerebro   the searches of cerebro-dl 1.1.1 with our hopper, in $(CEREBRO)"
 	@echo "make venv      only the environment, in $(VENV)"
 	@echo "make clean     remove the environment and everything generated"
