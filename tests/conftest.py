@@ -27,6 +27,7 @@ SHARED_TEXT = CHECKOUT.parent / "shared" / "data" / "wikitext2-test.txt"
 WORDS = ("the", "a", "of", "in", "and", "to", "was", "is", "for", "on", "shard", "model", "epoch")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One JVM for the suite: with several processes, all tests that use Spark go to one of them.
 
@@ -34,7 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         on_spark = item.get_closest_marker("spark") or "spark" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("spark" if on_spark else item.path.as_posix()))
+        item.add_marker(
+            pytest.mark.xdist_group("spark" if on_spark else item.nodeid.split("::")[0])
+        )
 
 
 @pytest.fixture(scope="session")
