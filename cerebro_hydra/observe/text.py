@@ -32,6 +32,11 @@ def prefixed(record: Record) -> str:
     return f"[{source}] {record['line']}"
 
 
+def utf8(text: str) -> str:
+    """The text with a question mark for what UTF-8 has no bytes for: half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def number(value: float) -> str:
     """A measured value in four significant digits."""
     return f"{value:.4g}"
