@@ -24,9 +24,7 @@ def task_device() -> torch.device:
     return torch.device("cuda", gpu_index(addresses, torch.cuda.device_count(), task, allowed))
 
 
-def gpu_index(
-    addresses: Sequence[str], visible: int, task: int, allowed: str | None = None
-) -> int:
+def gpu_index(addresses: Sequence[str], visible: int, task: int, allowed: str | None = None) -> int:
     """Which of the GPUs that this process sees a task takes.
 
     Args:
