@@ -22,7 +22,14 @@ from cerebro_hydra.hopper.launcher import Launcher
 from cerebro_hydra.hopper.roster import Roster
 from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.events import Event, Measured, MeasureFailed, WorkerLost
+from cerebro_hydra.plan.events import (
+    EvaluationDone,
+    Event,
+    Measured,
+    MeasureFailed,
+    SubEpochDone,
+    WorkerLost,
+)
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import (
@@ -45,6 +52,9 @@ FOR_AGENTS = (StartSubEpoch, FetchShards, Evaluate, Cancel, Checkpoint, Drop)
 
 FATAL = {kind.__name__: kind for kind in (DataError, StoreError)}
 """What an agent may meet that every other agent in its place would meet too."""
+
+MOST_LOSSES = 8
+"""Agents of one worker that may be lost in a row; no launcher counts those that hang."""
 
 STOP_SECONDS = 20.0
 """How long agents may take to end by themselves after the run is over."""
@@ -116,7 +126,8 @@ class Coordinator:
         """Train until every trial is over; return the final state.
 
         Raises:
-            SetupError: workers are missing, or no agent can be started any more.
+            SetupError: workers are missing or are lost again and again, or no agent can be started
+                any more.
             DataError: an agent can't read its rows as they were prepared.
             StoreError: an agent can't write to the run folder.
         """
@@ -210,8 +221,16 @@ class Coordinator:
         if isinstance(item, WorkerLost):
             self._roster.leave(item.incarnation)
             lost = self._roster.member(item.incarnation)
+            if self._roster.losses(lost.worker) >= MOST_LOSSES:
+                raise SetupError(
+                    f"worker {lost.worker} on {lost.host} lost {MOST_LOSSES} agents in a row, none "
+                    f"of which finished a task, the last one because: {item.reason}; look for code "
+                    "of yours that holds Python's lock for long, or for memory that runs out"
+                )
             self._launcher.replace(lost.worker, lost.task)
             return item
+        if isinstance(item, SubEpochDone | EvaluationDone):
+            self._roster.worked(item.incarnation)
         if not isinstance(item, dict):
             return item
         if "hello" in item:

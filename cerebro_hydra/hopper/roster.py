@@ -32,6 +32,7 @@ class Roster:
         self.num_workers = num_workers
         self._members: dict[str, Member] = {}
         self._live: dict[int, str] = {}
+        self._losses: dict[int, int] = {}
 
     def admit(self, hello: dict[str, Any]) -> Member:
         """Take in an agent; a newer incarnation of a worker replaces the older one."""
@@ -52,6 +53,17 @@ class Roster:
         member = self._members.get(incarnation)
         if member is not None and self._live.get(member.worker) == incarnation:
             del self._live[member.worker]
+            self._losses[member.worker] = self.losses(member.worker) + 1
+
+    def worked(self, incarnation: str) -> None:
+        """Note that an agent finished a task."""
+        member = self._members.get(incarnation)
+        if member is not None:
+            self._losses.pop(member.worker, None)
+
+    def losses(self, worker: int) -> int:
+        """How many agents of a worker were lost, one after the other, without finishing a task."""
+        return self._losses.get(worker, 0)
 
     def uri(self, incarnation: str | None) -> str | None:
         """Where an agent serves shards; None for the store."""

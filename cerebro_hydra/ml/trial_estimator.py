@@ -64,12 +64,13 @@ class TrialEstimator(Estimator["SparkModel"], RunParams, OutputParams):
         """
         copies = [self.copy(paramMap) for paramMap in paramMaps]
         settings = [each.run_settings() for each in copies]
-        runs = [
-            (members, self._search(dataset, settings[members[0]], [copies[i] for i in members]))
-            for members in grouped(settings)
-        ]
         found: dict[int, tuple[TrainedModel | None, Trial, SearchResult]] = {}
         with _one_run:
+            # In here, because a backend's checks hold every slot for a moment, too.
+            runs = [
+                (members, self._search(dataset, settings[members[0]], [copies[i] for i in members]))
+                for members in grouped(settings)
+            ]
             for members, search in runs:
                 result = search.fit(dataset)
                 models = {model.trial_id: model for model in result.get_all_models()}

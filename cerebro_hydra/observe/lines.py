@@ -101,5 +101,5 @@ class PlainLines:
                     self._print(f"worker {worker} lost: {event['reason']}")
 
     def _print(self, line: str) -> None:
-        # Neither markup nor colours nor wrapping: the lines are for grep.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        # Neither markup nor emoji nor colours nor wrapping: the lines are for grep.
+        self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)

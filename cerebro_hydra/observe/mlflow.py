@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.observe.observer import Record
 from cerebro_hydra.observe.report import REPORT_FILE, render
+from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
@@ -14,13 +17,16 @@ from cerebro_hydra.storage.store import Store
 LONGEST_PARAM = 6000
 """Characters that MLflow takes for a parameter."""
 
+LONGEST_NAME = 250
+
 ENDS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
 class MLflowTracker:
     """An observer that logs parameters, metrics by epoch, how trials end, and the report.
 
-    Your own active MLflow run, if there is one, is left alone.
+    Your own active MLflow run, if there is one, is left alone. What MLflow does not take in the
+    name of a parameter or metric becomes "_".
 
     Args:
         experiment: its name; made if there is none.
@@ -75,7 +81,9 @@ class MLflowTracker:
         from mlflow.entities import Param
 
         run = self._client.create_run(place, run_name=name, tags=tags)
-        logged = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in params.items()]
+        logged = [
+            Param(allowed(key), utf8(str(value))[:LONGEST_PARAM]) for key, value in params.items()
+        ]
         self._client.log_batch(run.info.run_id, params=logged)
         return str(run.info.run_id)
 
@@ -85,7 +93,7 @@ class MLflowTracker:
         match instruction:
             case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
                 values = instruction["metrics"].items()
-                metrics = [Metric(name, value, now, epoch + 1) for name, value in values]
+                metrics = [Metric(allowed(name), value, now, epoch + 1) for name, value in values]
                 self._client.log_batch(self._runs[index], metrics=metrics)
             case {"type": "FinishTrial", "trial": int(index)}:
                 self._end(self._view.trials[index], now)
@@ -93,7 +101,7 @@ class MLflowTracker:
     def _end(self, trial: TrialView, now: int | None = None) -> None:
         run = self._runs[trial.trial]
         if trial.status == "failed":
-            self._client.log_text(run, trial.reason, "traceback.txt")
+            self._client.log_text(run, utf8(trial.reason), "traceback.txt")
         self._client.set_terminated(run, ENDS.get(trial.status, "KILLED"), end_time=now)
 
     def _finish(self) -> None:
@@ -107,10 +115,19 @@ class MLflowTracker:
         best = view.best_first()[0]
         score = view.score(best)
         if view.rank(best)[0] == 0 and score is not None and best.result_epoch is not None:
-            metric = Metric(view.metric, score, 0, best.result_epoch + 1)
+            metric = Metric(allowed(view.metric), score, 0, best.result_epoch + 1)
             tags = [RunTag("best_trial", best.trial_id)]
             self._client.log_batch(self._parent, metrics=[metric], tags=tags)
         folder = RunFolder(Store.from_dict(dict(document.store)), document.run_id)
         self._client.log_text(self._parent, render(folder), REPORT_FILE)
         over = all(trial.over for trial in view.trials)
         self._client.set_terminated(self._parent, "FINISHED" if over else "KILLED")
+
+
+def allowed(name: str) -> str:
+    """The name of a parameter or metric with "_" for what MLflow refuses in one."""
+    name = re.sub(r"[^\w\-. :/]", "_", name)[:LONGEST_NAME]
+    # MLflow's names may be paths, of one spelling only, and below a folder.
+    if posixpath.normpath(name) != name or name.startswith((".", "/")):
+        name = name.replace("/", "_").lstrip(".") or "_"
+    return name

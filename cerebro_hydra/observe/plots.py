@@ -66,7 +66,7 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
                 "label": trial.trial_id if name == view.metric else "",
             }
             axes.plot(range(1, len(values) + 1), values, marker=".", **style)
-        axes.set(title=metric_title(view) if name == view.metric else name, xlabel="epoch")
+        axes.set(title=_text(metric_title(view) if name == view.metric else name), xlabel="epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
     for axes, name in zip(panels[len(measured) :], parameters, strict=True):
         _against(axes, name, ranked, view)
@@ -87,11 +87,16 @@ def _against(axes: Any, name: str, ranked: Sequence[TrialView], view: RunView) -
     ]
     values = [value for value, _, _ in points]
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    shown = values if numeric else [str(value) for value in values]
+    shown = values if numeric else [_text(str(value)) for value in values]
     axes.scatter(shown, [score for _, score, _ in points], c=[colour for *_, colour in points])
     if numeric and values and min(values) > 0 and max(values) >= 20 * min(values):
         axes.set_xscale("log")
-    axes.set(title=f"{view.metric} by {name}", xlabel=name)
+    axes.set(title=_text(f"{view.metric} by {name}"), xlabel=_text(name))
+
+
+def _text(text: str) -> str:
+    """Dollars as they are: matplotlib reads formulas between them."""
+    return text.replace("$", r"\$")
 
 
 def _colour(place: int) -> str:

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader
 from cerebro_hydra import __version__
 from cerebro_hydra.observe.observer import Record
 from cerebro_hydra.observe.stream import records_of
-from cerebro_hydra.observe.text import duration, metric_title, number
+from cerebro_hydra.observe.text import duration, metric_title, number, utf8
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline
 from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.observe.view import RunView, TrialView
@@ -58,10 +58,8 @@ def render(folder: RunFolder) -> str:
         loader=FileSystemLoader(_PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"bytes": human_bytes, "duration": duration, "number": _shown}
-    page = environment.get_template("page.html.j2").render(
-        **_content(view, timeline, refused), version=__version__
-    )
-    return page.encode("utf-8", "replace").decode()
+    content = _content(view, timeline, refused)
+    return utf8(environment.get_template("page.html.j2").render(**content, version=__version__))
 
 
 def _content(view: RunView, timeline: Timeline, refused: list[dict[str, Any]]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class LiveTable:
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
             case "log":
-                self._console.print(prefixed(record), markup=False, highlight=False)
+                self._console.print(Text(prefixed(record)))
             case "finish":
                 self.close()
                 self._console.print(final_table(self.view))
@@ -75,7 +75,7 @@ class LiveTable:
 
     def _tell_parameters(self) -> None:
         for trial in self.view.trials:
-            self._console.print(f"{trial.trial_id}: {parameters(trial.params)}", highlight=False)
+            self._console.print(Text(f"{trial.trial_id}: {parameters(trial.params)}"))
 
 
 def frame(view: RunView, width: int) -> Group:
@@ -91,7 +91,7 @@ def frame(view: RunView, width: int) -> Group:
         add_parameter_columns(table, view)
     table.add_column("status", no_wrap=True)
     for title in ("epoch", "partition", "worker", "train loss", metric_heading(view), "ETA"):
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(Text(title), justify="right", no_wrap=True)
     for trial in view.trials:
         table.add_row(*_row(view, trial, wide))
     below = f" {metric_title(view)}; {len(view.workers)} workers, {view.totals}"

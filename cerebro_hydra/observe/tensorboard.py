@@ -8,6 +8,7 @@ from typing import Any
 
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
 
 
@@ -55,7 +56,7 @@ class TensorBoardTracker:
         for trial in self._view.trials:
             folder = os.path.join(self.log_dir, document.run_id, trial.trial_id)
             self._writers.append(EventFileWriter(folder))
-            params = {name: _plain(value) for name, value in trial.params.items()}
+            params = {utf8(name): _plain(value) for name, value in trial.params.items()}
             self._add(trial, time.time(), summary=hparams_pb(params, trial_id=trial.trial_id))
 
     def _instruction(self, instruction: dict[str, Any], now: float) -> None:
@@ -65,7 +66,7 @@ class TensorBoardTracker:
         match instruction:
             case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
                 values = [
-                    Summary.Value(tag=name, simple_value=value)
+                    Summary.Value(tag=utf8(name), simple_value=value)
                     for name, value in instruction["metrics"].items()
                 ]
                 self._add(self._view.trials[index], now, epoch + 1, summary=Summary(value=values))
@@ -103,4 +104,4 @@ def _session_end(status: str, now: float) -> Any:
 
 
 def _plain(value: Any) -> bool | int | float | str:
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    return value if isinstance(value, bool | int | float) else utf8(str(value))

@@ -32,6 +32,11 @@ def prefixed(record: Record) -> str:
     return f"[{source}] {record['line']}"
 
 
+def utf8(text: str) -> str:
+    """The text with a question mark for what UTF-8 has no bytes for: half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def number(value: float) -> str:
     """A measured value in four significant digits."""
     return f"{value:.4g}"
@@ -92,7 +97,7 @@ def add_parameter_columns(table: Table, view: RunView) -> None:
     """Add a column per heading; where there is little room, a heading folds before its values."""
     for column, heading in enumerate(parameter_columns(view)):
         widest = max(len(parameter_cells(view, trial)[column]) for trial in view.trials)
-        table.add_column(heading, overflow="fold", min_width=min(max(widest, 5), 20))
+        table.add_column(Text(heading), overflow="fold", min_width=min(max(widest, 5), 20))
 
 
 def parameter_cells(view: RunView, trial: TrialView) -> list[Text]:
@@ -105,7 +110,7 @@ def parameter_cells(view: RunView, trial: TrialView) -> list[Text]:
 
 def final_table(view: RunView) -> Table:
     """All trials, best first, each with the numbers of its result."""
-    title = f"best first by {metric_title(view)}"
+    title = Text(f"best first by {metric_title(view)}", style="table.title")
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("trial", no_wrap=True)
@@ -113,7 +118,7 @@ def final_table(view: RunView) -> Table:
     table.add_column("status", no_wrap=True)
     names = list(view.measured())
     for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(Text(name), justify="right", no_wrap=True)
     for place, trial in enumerate(view.best_first()):
         wins = place == 0 and view.rank(trial)[0] == 0
         epoch = trial.result_epoch

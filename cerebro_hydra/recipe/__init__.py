@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cerebro_hydra.recipe.build import build_recipe, recipe_of
+from cerebro_hydra.recipe.build import build_aside, build_recipe, generator_alone, recipe_of
 from cerebro_hydra.recipe.columns import Call, Columns, predictions
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, measure, resolve_metrics
 from cerebro_hydra.recipe.randomness import RandomKey, numeric_fingerprint, trial_seed, units
@@ -16,7 +16,9 @@ __all__ = [
     "RandomKey",
     "Recipe",
     "StateMetric",
+    "build_aside",
     "build_recipe",
+    "generator_alone",
     "load_warm_start",
     "measure",
     "numeric_fingerprint",

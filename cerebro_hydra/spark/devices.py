@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
+
+from cerebro_hydra.spark.gpus import VISIBLE
 
 
 def task_device() -> torch.device:
@@ -17,18 +20,24 @@ def task_device() -> torch.device:
     given = context.resources().get("gpu") if context is not None else None
     task = context.partitionId() if context is not None else 0
     addresses = list(given.addresses) if given is not None else []
-    return torch.device("cuda", gpu_index(addresses, torch.cuda.device_count(), task))
+    allowed = os.environ.get(VISIBLE)
+    return torch.device("cuda", gpu_index(addresses, torch.cuda.device_count(), task, allowed))
 
 
-def gpu_index(addresses: Sequence[str], visible: int, task: int) -> int:
+def gpu_index(addresses: Sequence[str], visible: int, task: int, allowed: str | None = None) -> int:
     """Which of the GPUs that this process sees a task takes.
 
     Args:
-        addresses: of the GPUs that Spark gave to the task, none if it knows of none.
+        addresses: of the GPUs that Spark gave to the task, indices or uuids; none if it knows of
+            none.
         visible: how many this process sees, at least 1.
-        task: number of the task; tasks without an address take turns.
+        task: number of the task; tasks without an index take turns.
+        allowed: the value of `CUDA_VISIBLE_DEVICES`; its order is the one in which CUDA counts.
     """
-    if not addresses:
-        return task % visible
-    # Where only the executor's own GPUs are visible, they are numbered from 0 again.
-    return int(addresses[0]) % visible
+    names = [name.strip() for name in (allowed or "").split(",")]
+    if addresses and addresses[0] in names:
+        return names.index(addresses[0]) % visible
+    if addresses and addresses[0].isdecimal():
+        # Where only the executor's own GPUs are visible, they are numbered from 0 again.
+        return int(addresses[0]) % visible
+    return task % visible

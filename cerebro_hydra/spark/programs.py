@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe, build_recipe
+from cerebro_hydra.recipe import Columns, Recipe, build_aside
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE, load_exported
 
 Predict = Callable[[tuple[Tensor, ...]], list[Tensor]]
@@ -56,9 +56,10 @@ class BuiltProgram:
         """Run the factory and put the weights into its model."""
         from pyspark.serializers import CloudPickleSerializer
 
-        with torch.random.fork_rng(devices=[]):
-            factory = CloudPickleSerializer().loads(self.factory)
-            recipe = build_recipe(factory, self.params, self.seed, self.columns)
+        def factory(params: Any) -> Any:  # what it imports may draw random numbers, too
+            return CloudPickleSerializer().loads(self.factory)(params)
+
+        recipe = build_aside(factory, self.params, self.seed, self.columns)
         load_state(recipe.model, self.state.values())
         recipe.model.eval().to(device)
         return partial(_predict, recipe)

@@ -14,6 +14,7 @@ from cerebro_hydra.recipe import (
     Metric,
     Recipe,
     build_recipe,
+    generator_alone,
     load_warm_start,
     measure,
     trial_seed,
@@ -83,7 +84,8 @@ class Admission:
         refused: list[tuple[Mapping[str, Any], str]] = []
         for params in candidates:
             try:
-                spec, recipe = self._admit(len(admitted.specs), params)
+                with generator_alone():
+                    spec, recipe = self._admit(len(admitted.specs), params)
             except Exception:
                 refused.append((params, traceback.format_exc()))
                 continue

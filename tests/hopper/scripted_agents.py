@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -13,6 +14,7 @@ from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.instructions import Checkpoint, Evaluate, StartSubEpoch
 from cerebro_hydra.wire.control import ControlClient
+from cerebro_hydra.wire.messages import ControlFailed
 
 
 class ScriptedAgent:
@@ -97,9 +99,10 @@ class ScriptedLauncher:
 
     def start(self, spec: dict[str, Any], factory: Any, on_exit: Any) -> None:
         def keep_up(worker: int) -> None:
-            for task in itertools.count(10 * worker):
-                if ScriptedAgent(worker, {**spec, "task": task}, self._script).run():
-                    break
+            with contextlib.suppress(ControlFailed):  # the driver gave up
+                for task in itertools.count(10 * worker):
+                    if ScriptedAgent(worker, {**spec, "task": task}, self._script).run():
+                        break
 
         for worker in range(self._present):
             thread = threading.Thread(target=keep_up, args=(worker,), daemon=True)

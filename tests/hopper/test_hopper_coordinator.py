@@ -140,6 +140,22 @@ def test_an_agent_that_dies_is_replaced_and_its_work_done_again(tmp_path: Any) -
         assert len(record.visit_log) == 6
 
 
+def test_a_worker_whose_agents_are_lost_again_and_again_ends_the_run(tmp_path: Any) -> None:
+    starts: list[str] = []
+
+    def script(instruction: Any, incarnation: str) -> Any:
+        if isinstance(instruction, StartSubEpoch):
+            starts.append(incarnation)
+            return None if len(starts) == 4 else "die"
+        return None
+
+    launcher = ScriptedLauncher(1, script=script)
+    with pytest.raises(SetupError, match=r"worker 0 on here lost 8 agents in a row.*because: "):
+        run(tmp_path, launcher, document(1, 1, 2))
+    assert len(starts) >= 12  # one that finished a task came between
+    assert len(launcher.given_up) == len(starts) - 2
+
+
 def test_seeded_orders_are_the_same_in_every_run(tmp_path: Any) -> None:
     logs = []
     for name in ("a", "b"):

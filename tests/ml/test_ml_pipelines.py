@@ -18,7 +18,9 @@ from torch import nn
 import cerebro_hydra
 from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.ml import trial_estimator
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
+from cerebro_hydra.spark import checks
 from cerebro_hydra.tune import SearchResult
 from tests.ml import nets
 
@@ -200,7 +202,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
 
 
 def test_instances_in_a_pipeline_under_a_validator_regress(
-    spark: Any, df: Any, tmp_path: Path
+    spark: Any, df: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pyspark.ml import Pipeline
     from pyspark.ml.evaluation import RegressionEvaluator
@@ -226,7 +228,16 @@ def test_instances_in_a_pipeline_under_a_validator_regress(
     split = TrainValidationSplit(
         estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, parallelism=2, seed=1
     )
+    # A backend's checks need all slots at once, which another thread's run would hold.
+    check, alone = checks.check, []
+
+    def checked(*given: Any) -> None:
+        alone.append(trial_estimator._one_run.locked())
+        check(*given)
+
+    monkeypatch.setattr(checks, "check", checked)
     fitted = Pipeline(stages=[*stages("features"), split]).fit(df)
+    assert alone == [True, True]
     assert [len(run.trials) for run in runs_of(tmp_path)] == [2, 1]
     bad, good = fitted.stages[-1].validationMetrics
     assert good > 0.5 > bad

@@ -47,6 +47,30 @@ def test_view_suits_where_it_is_watched_from() -> None:
     assert isinstance(console_observer(0, terminal()), LogLines)
 
 
+@pytest.mark.parametrize("width", [80, 160])
+def test_names_and_values_are_shown_as_they_are(make_document: Any, width: int) -> None:
+    name, line = "[lr[/b] :x:", "[/] :100: [red]"
+    document = make_document(1, metrics={"loss": "min", name: "max"}, evaluation_metric=name)
+    content = document.to_json()
+    content["trials"][0]["params"] = {name: name}
+    records: list[dict[str, Any]] = [
+        {"kind": "start", "document": content},
+        {**LOG, "trial": 0, "line": line},
+        {"kind": "finish", "seconds": 1.0},
+    ]
+    for make, console in (
+        (LiveTable, Console(file=io.StringIO(), width=width, color_system=None)),
+        (PlainLines, pipe()),
+    ):
+        observer = make(console)
+        for record in records:
+            observer.on_record(record)
+        assert line in printed(console)
+        assert f"best first by val_{name} (higher is better)" in printed(console)
+        assert printed(console).count(name) >= 4  # title, two headings, value
+    assert name in drawn(frame(observer.view, 160))
+
+
 def test_plain_lines_tell_each_epoch_of_each_trial_once(simulate: Callable[..., Any]) -> None:
     _, records = simulate(3)
     console = pipe()

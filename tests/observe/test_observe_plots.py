@@ -32,6 +32,20 @@ def test_a_panel_per_metric_with_a_line_per_trial_and_one_per_parameter(view: Ru
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
+def test_names_and_values_are_no_formulas(make_document: Any) -> None:
+    from cerebro_hydra.observe.plots import plot
+
+    name = "$\\bad{$"
+    document = make_document(1, metrics={"loss": "min", name: "max"}, evaluation_metric=name)
+    content = document.to_json()
+    content["trials"][0]["params"] = {name: name}
+    view = RunView()
+    view.apply({"kind": "start", "document": content})
+    view.trials[0].status = "finished"
+    view.trials[0].epochs[0] = {"train_loss": 1.0, "val_loss": 1.0, f"val_{name}": 1.0}
+    assert plot(view, [name])._repr_png_().startswith(b"\x89PNG")
+
+
 def test_an_unknown_parameter_is_named(view: RunView) -> None:
     from cerebro_hydra.observe.plots import plot
 

@@ -97,3 +97,29 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(
     assert [each.path for each in client.list_artifacts(failed.info.run_id)] == ["traceback.txt"]
     report = client.download_artifacts(parent.info.run_id, "report.html", str(tmp_path))
     assert Path(report).read_text(encoding="utf-8") == render(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["a[0]@b", "a/../b", "..", "/a", "./a", "a//b", "x" * 300, "\ud800"]
+)
+def test_trackers_take_any_name_and_value(
+    name: str, make_document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    document = make_document(1, metrics={"loss": "min", name: "max"}).to_json()
+    document["trials"][0]["params"] = {name: f"\ud800{name}"}
+    ended = to_json(ins.EndEpoch(0, 0, {f"val_{name}": 2.0}))
+    event = to_json(ev.TrialStopped(0, ""))
+    uri = (tmp_path / "mlruns").as_uri()
+    for tracker in (MLflowTracker("any", uri), TensorBoardTracker(tmp_path)):
+        tracker.on_record({"kind": "start", "document": document})
+        tracker.on_record(
+            {"kind": "journal", "seq": 0, "time": 1.0, "event": event, "instructions": [ended]}
+        )
+    client = mlflow.MlflowClient(uri)
+    found = client.search_runs([client.get_experiment_by_name("any").experiment_id])
+    (run,) = (each for each in found if each.info.run_name == "trial-000")
+    assert list(run.data.params.values()) == [f"?{name}".replace("\ud800", "?")]
+    assert list(run.data.metrics.values()) == [2.0]

@@ -259,17 +259,21 @@ def test_a_refused_row_ends_the_query_with_its_message(spark: SparkSession) -> N
 
 
 @pytest.mark.parametrize(
-    ("addresses", "visible", "task", "expected"),
+    ("addresses", "visible", "task", "allowed", "expected"),
     [
-        ([], 2, 3, 1),  # Spark knows of no GPU: tasks take turns
-        (["1"], 2, 0, 1),  # all GPUs of the machine are visible
-        (["1"], 1, 5, 0),  # only the executor's own is visible, numbered from 0 again
+        ([], 2, 3, None, 1),  # Spark knows of no GPU: tasks take turns
+        (["1"], 2, 0, None, 1),  # all GPUs of the machine are visible
+        (["1"], 1, 5, None, 0),  # only the executor's own is visible, numbered from 0 again
+        (["0"], 2, 0, "2, 0", 1),  # CUDA counts in the order of what it may show
+        (["4"], 2, 0, "2,4", 1),
+        (["GPU-b"], 2, 0, "GPU-a,GPU-b", 1),  # discovery prints what the cluster lists
+        (["GPU-b"], 2, 3, None, 1),
     ],
 )
 def test_a_task_takes_the_gpu_that_spark_gave_it(
-    addresses: list[str], visible: int, task: int, expected: int
+    addresses: list[str], visible: int, task: int, allowed: str | None, expected: int
 ) -> None:
-    assert gpu_index(addresses, visible, task) == expected
+    assert gpu_index(addresses, visible, task, allowed) == expected
 
 
 def test_weights_are_sent_once_however_many_frames_are_transformed(spark: SparkSession) -> None:

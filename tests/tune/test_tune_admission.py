@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns
+from cerebro_hydra.recipe import Columns, build_aside
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.datasets import write_dataset
@@ -118,3 +119,35 @@ def test_report_is_told_once_per_structure(tmp_path: Path) -> None:
 def test_directions_of_all_measured_names_are_known(tmp_path: Path) -> None:
     admitted, _, _ = admit(tmp_path, {"metrics": ["accuracy"]})
     assert admitted.metrics == {"loss": "min", "accuracy": "max"}
+
+
+def test_models_of_other_threads_are_built_before_or_after(tmp_path: Path) -> None:
+    params = {"lr": 0.1}
+    expected, _, _ = admit(tmp_path / "alone", params)
+    admitting, building, built = threading.Event(), threading.Event(), threading.Event()
+
+    def other(params: dict[str, Any]) -> Any:
+        building.set()
+        built.wait(30)
+        return tune_models.small(params)
+
+    def aside() -> None:
+        admitting.wait(30)
+        build_aside(other, params, 1, COLUMNS)
+
+    def first(params: dict[str, Any]) -> Any:
+        admitting.set()
+        building.wait(1)  # in vain: the other thread waits until this trial is admitted
+        try:
+            return tune_models.small(params)
+        finally:
+            built.set()
+
+    thread = threading.Thread(target=aside)
+    thread.start()
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    admission = Admission(first, COLUMNS, samples(tmp_path, 70), folder, 3, lambda line: None)
+    found = admission.admit([params])
+    thread.join()
+    assert not found.refused
+    assert found.specs[0].shards == expected.specs[0].shards
