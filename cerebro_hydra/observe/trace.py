@@ -7,6 +7,7 @@ are whole microseconds since the run's first record.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,10 @@ class _Trace:
     def __init__(self, view: RunView, timeline: Timeline) -> None:
         self._ids = [trial.trial_id for trial in view.trials]
         self._timeline = timeline
+        self._sub_epochs = defaultdict[tuple[int, int], list[TaskBar]](list)
+        for bar in timeline.tasks:
+            if bar.kind == "train":
+                self._sub_epochs[bar.trial, bar.visit].append(bar)
 
     def names(self) -> Iterator[dict[str, Any]]:
         yield _metadata("process_name", RUN, 0, name="run")
@@ -139,10 +144,8 @@ class _Trace:
         end = self._time(hop.end)
         makers = (
             each
-            for each in self._timeline.tasks
-            if (each.kind, each.trial, each.visit) == ("train", bar.trial, visit)
-            and each.worker == hop.source
-            and self._time(each.start) <= end
+            for each in self._sub_epochs[bar.trial, visit]
+            if each.worker == hop.source and self._time(each.start) <= end
         )
         return max(makers, key=lambda each: each.end, default=None)
 

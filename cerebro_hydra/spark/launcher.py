@@ -91,9 +91,10 @@ class SparkLauncher:
 
         One that hangs would hold its slot for ever. It does not count as a failure of the task.
         """
-        if task is not None and not self._cancelled.is_set():
+        spark = self._spark_context._jsc  # None once somebody has stopped it, agents and all
+        if task is not None and spark is not None and not self._cancelled.is_set():
             why = f"the agent of worker {worker} was given up"
-            self._spark_context._jsc.sc().killTaskAttempt(task, True, why)
+            spark.sc().killTaskAttempt(task, True, why)
 
     def stop(self, timeout: float) -> None:
         """Wait until the agents, told by the coordinator, have returned; then cancel their job.

@@ -61,7 +61,8 @@
       .sort((a, b) => place(b.trial) - place(a.trial)); // the best on top
     const numbers = lines.flatMap((line) => line.values.filter(isNumber));
     const epochs = Math.max(1, ...lines.map((line) => line.values.length));
-    let low = Math.min(...numbers), high = Math.max(...numbers);
+    let low = numbers.reduce((a, b) => Math.min(a, b), Infinity);
+    let high = numbers.reduce((a, b) => Math.max(a, b), -Infinity);
     if (!numbers.length) [low, high] = [0, 1];
     if (low === high) [low, high] = [low - Math.abs(low) / 10 - 0.01, high + Math.abs(high) / 10 + 0.01];
     const pad = (high - low) * 0.05;
