@@ -30,7 +30,9 @@ def value_ranges(manifest: Manifest, data_path: str) -> dict[str, Range]:
 
 
 def footer_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict[str, Range]:
-    """The range of each column over all files; columns without statistics everywhere, and vectors, are left out.
+    """The range of each column over all files.
+
+    Columns without statistics everywhere are left out, and so are Spark ML vectors.
 
     Args:
         names: what to call a column in the answer, by its name in the files.

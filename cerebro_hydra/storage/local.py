@@ -9,8 +9,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.storage.store import Store
 
 _UNFINISHED = ".unfinished-"
@@ -27,14 +28,17 @@ class LocalStore(Store):
 
     Raises:
         StoreError: the folder can't be created or written.
-        ConfigurationError: there is a val_path alone.
+        ConfigurationError: a path is none of a file system, or there is a val_path alone.
     """
 
     def __init__(
-        self, prefix_path: str, train_path: str | None = None, val_path: str | None = None
+        self,
+        prefix_path: str | os.PathLike[str],
+        train_path: str | os.PathLike[str] | None = None,
+        val_path: str | os.PathLike[str] | None = None,
     ) -> None:
         """Create the prefix with its `data` and `runs` folders."""
-        prefix = _absolute(prefix_path)
+        prefix = _absolute("prefix_path", prefix_path)
         if set(prefix) & set("#?"):
             raise StoreError(
                 f"store prefix {prefix!r} holds '#' or '?', which readers of Parquet take as part "
@@ -42,8 +46,8 @@ class LocalStore(Store):
             )
         super().__init__(
             prefix,
-            None if train_path is None else _absolute(train_path),
-            None if val_path is None else _absolute(val_path),
+            None if train_path is None else _absolute("train_path", train_path),
+            None if val_path is None else _absolute("val_path", val_path),
         )
         for name in ("data", "runs"):
             folder = Path(prefix, name)
@@ -51,6 +55,10 @@ class LocalStore(Store):
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise _explained(error, "create", str(folder)) from error
+            if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+                # Spark would meet it late, and say it in Java.
+                refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                raise _explained(refused, "write to", str(folder))
 
     @classmethod
     def existing(cls, prefix_path: str) -> LocalStore:
@@ -110,8 +118,17 @@ class LocalStore(Store):
         return path
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+def _absolute(argument: str, path: Any) -> str:
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text:
+        raise ConfigurationError(f"{argument} is {path!r}; give the path of a folder")
+    text = text.removeprefix("file://")
+    if "://" in text:
+        raise ConfigurationError(
+            f"{argument} is {path!r}; a LocalStore takes a path of a file system that the driver "
+            "and all workers see, such as a mounted share"
+        )
+    return os.path.abspath(os.path.expanduser(text))
 
 
 @contextmanager

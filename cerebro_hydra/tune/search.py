@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.existing import existing_paths
+from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import Wanted, choose_prepared
 from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
@@ -25,7 +26,6 @@ from cerebro_hydra.tune.space import check_space
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from cerebro_hydra.data.manifest import Manifest
     from cerebro_hydra.recipe import Columns
     from cerebro_hydra.spark import SparkBackend
 
@@ -167,7 +167,8 @@ class Search(ABC):
                 this search and a partition for every worker.
 
         Raises:
-            ConfigurationError: there is no such data, or several; lists what there is.
+            ConfigurationError: there is no such data, or several, or `prepared` is something else;
+                lists what there is.
             DataError: rows of existing files can't be used.
             StoreError: the data is not as it was.
             and whatever `fit` does.
@@ -182,6 +183,11 @@ class Search(ABC):
                     label_columns=targets,
                     seed=self.seed,
                 )
+            )
+        if not isinstance(prepared, Manifest | None):
+            raise ConfigurationError(
+                f"fit_on_prepared_data got a {type(prepared).__name__}; give what "
+                "backend.prepare_data returned, or nothing; a DataFrame goes to fit"
             )
         columns = (*self.feature_columns, *targets)
         wanted = Wanted(columns, self.backend.num_workers, self.validation is not None)
