@@ -16,7 +16,9 @@ from cerebro_hydra.shards.sample import Example, fresh
 
 # How torch says that a number is none of a table's rows, of the classes, or no probability.
 _OUT_OF_RANGE = re.compile(
-    r"out of (bounds|range)|smaller than num_classes|between 0 and 1|Assertion.*n_classes", re.I
+    r"out of (bounds|range)|smaller than num_classes|must be non-negative|is no class number|"
+    r"between 0 and 1|Assertion.*n_classes",
+    re.I,
 )
 
 

@@ -74,6 +74,17 @@ def test_class_numbers_as_floats_and_probabilities_are_judged_by_their_loss() ->
     with pytest.raises(ConfigurationError, match=r"fails at 3\.0"):
         check({"label": (0.0, 3.0)}, label=torch.zeros(ROWS))
 
+    with pytest.raises(ConfigurationError, match=r"fails at 1\.5: .* is no class number"):
+        check({"label": (0.0, 1.5)}, label=torch.zeros(ROWS))
+
+    def one_hot(outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, nn.functional.one_hot(labels, 3).float())
+
+    check({"label": (0, 2)}, one_hot)
+    for held, at in (((-1, 2), -1), ((0, 3), 3)):
+        with pytest.raises(ConfigurationError, match=f"the loss .*fails at {at}: "):
+            check({"label": held}, one_hot)
+
     def binary(outputs: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.binary_cross_entropy(outputs.sigmoid()[:, 0], labels)
 
