@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.existing import existing_paths
+from cerebro_hydra.data.faults import column_names
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import Wanted, choose_prepared
 from cerebro_hydra.data.reader import reader_title
@@ -100,15 +101,15 @@ class Search(ABC):
         self.num_epochs = whole("num_epochs", num_epochs, least=1)
         self.evaluation_metric = evaluation_metric
         self.validation = _checked_validation(validation, evaluation_metric)
-        self.feature_columns = _names("feature_columns", feature_columns)
-        self.label_columns = _names("label_columns", label_columns)
+        self.feature_columns = column_names("feature_columns", feature_columns)
+        self.label_columns = column_names("label_columns", label_columns)
         if both := set(self.feature_columns) & set(self.label_columns):
             raise ConfigurationError(
                 f"{sorted(both)[0]!r} is in feature_columns and in label_columns; leave it in one"
             )
         self.sample_weight_column = sample_weight_column
         if sample_weight_column is not None:
-            (weight,) = _names("sample_weight_column", [sample_weight_column])
+            (weight,) = column_names("sample_weight_column", [sample_weight_column])
             if weight in (*self.feature_columns, *self.label_columns):
                 raise ConfigurationError(
                     f"sample_weight_column is {weight!r}, which is a feature or label column too; "
@@ -315,19 +316,6 @@ def whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}; it is a whole number from {least}")
     return value
-
-
-def _names(argument: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise ConfigurationError(f"{argument} is {value!r}; give a list: [{value!r}]")
-    if not isinstance(value, Sequence) or not value:
-        raise ConfigurationError(f"{argument} is {value!r}; give a list of column names")
-    for name in value:
-        if not isinstance(name, str):
-            raise ConfigurationError(f"{argument} holds {name!r}; column names are strings")
-        if list(value).count(name) > 1:
-            raise ConfigurationError(f"{argument} names {name!r} more than once; name it once")
-    return tuple(value)
 
 
 def _checked_validation(validation: Any, metric: Any) -> float | str | None:
