@@ -23,7 +23,8 @@ MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-modern test-spark4 integration-spark integration-cerebro lint format venv clean
+.PHONY: help demo test test-modern test-spark4 lint format venv clean
+.PHONY: integration-spark integration-hdfs integration-cerebro
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
@@ -33,6 +34,7 @@ help:
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
 	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
+	@echo "make integration-hdfs   a real HDFS on this machine, see integration/hdfs"
 	@echo "make integration-cerebro   the searches of cerebro-dl 1.1.1 with our hopper, in $(CEREBRO)"
 	@echo "make venv      only the environment, in $(VENV)"
 	@echo "make clean     remove the environment and everything generated"
@@ -53,6 +55,10 @@ test-spark4: $(SPARK4)/.installed
 
 integration-spark: $(STAMP)
 	@$(BIN)/python integration/spark_standalone/run.py
+
+integration-hdfs: $(STAMP)
+	@$(BIN)/python -m integration.hdfs.jars
+	@$(BIN)/python -m pytest integration/hdfs
 
 integration-cerebro: $(CEREBRO)/.installed
 	@PYTHONPATH=. $(CEREBRO)/bin/python -m pytest integration/cerebro
@@ -105,7 +111,7 @@ $(CEREBRO)/.installed: integration/cerebro/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) build dist *.egg-info
+	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) integration/hdfs/.jars build dist *.egg-info
 	rm -rf spark-warehouse metastore_db derby.log
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cerebro_hydra.recipe import StateMetric
     from cerebro_hydra.replay.reference import replay
     from cerebro_hydra.spark import SparkBackend, doctor, local_spark
-    from cerebro_hydra.storage import LocalStore
+    from cerebro_hydra.storage import HDFSStore, LocalStore
     from cerebro_hydra.tune import (
         GridSearch,
         RandomSearch,
@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GridSearch",
+    "HDFSStore",
     "LocalStore",
     "MLflowTracker",
     "RandomSearch",
@@ -52,6 +53,7 @@ __all__ = [
 
 _ROOMS = {
     "GridSearch": "cerebro_hydra.tune",
+    "HDFSStore": "cerebro_hydra.storage",
     "LocalStore": "cerebro_hydra.storage",
     "MLflowTracker": "cerebro_hydra.observe.mlflow",
     "RandomSearch": "cerebro_hydra.tune",

@@ -27,6 +27,7 @@ SHARED_TEXT = CHECKOUT.parent / "shared" / "data" / "wikitext2-test.txt"
 WORDS = ("the", "a", "of", "in", "and", "to", "was", "is", "for", "on", "shard", "model", "epoch")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One JVM for the suite: with several processes, all tests that use Spark go to one of them.
 
@@ -34,7 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         on_spark = item.get_closest_marker("spark") or "spark" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("spark" if on_spark else item.path.as_posix()))
+        item.add_marker(
+            pytest.mark.xdist_group("spark" if on_spark else item.nodeid.split("::")[0])
+        )
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +45,9 @@ def spark() -> Iterator[SparkSession]:
     """The one Spark session, and so the one JVM, of the whole suite: three worker slots."""
     import cerebro_hydra
 
-    session = cerebro_hydra.local_spark(workers=3)
+    # Tests end long before the JVM's second compiler has paid for itself.
+    quick = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+    session = cerebro_hydra.local_spark(workers=3, **{"spark.driver.extraJavaOptions": quick})
     session.sparkContext.setLogLevel("ERROR")
     # py4j logs every connection that a stopping JVM drops; none of them is a test's business.
     logging.getLogger("py4j").setLevel(logging.ERROR)

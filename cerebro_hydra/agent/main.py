@@ -40,6 +40,7 @@ from cerebro_hydra.plan.instructions import (
 )
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.address import own_host
@@ -58,7 +59,7 @@ def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) ->
 
     Args:
         worker: slot number; partitions p with p % num_workers == worker are its own.
-        spec: JSON of the coordinator: where it is, the secret, the run folder, the data. The
+        spec: JSON of the coordinator: where it is, the secret, the store, the run, the data. The
             launcher may add the folder for scratch, the address to listen on (`host`; else the one
             that leads to the driver), the addresses of its GPUs, and its name for this start
             (`task`).
@@ -89,12 +90,12 @@ def _scratch(spec: dict[str, Any]) -> Iterator[str]:
 
 
 def _decode(
-    manifest: Manifest, own: Sequence[int], data_path: str, scratch: str
+    manifest: Manifest, own: Sequence[int], store: Store, scratch: str
 ) -> tuple[Partitions, Partitions]:
     splits: dict[str, Partitions] = {"train": {}, "val": {}}
     for info in manifest.partitions:
         if info.index in own:
-            cached = CachedPartition.build(info, manifest, data_path, scratch)
+            cached = CachedPartition.of_store(info, manifest, store, scratch)
             splits[info.split][info.index] = cached
     return splits["train"], splits["val"]
 
@@ -106,7 +107,7 @@ class _Agent:
         self, worker: int, spec: dict[str, Any], factory: Callable[..., Any], scratch: str
     ) -> None:
         self._incarnation = uuid.uuid4().hex
-        self._folder = RunFolder.open(spec["run_path"])
+        self._folder = RunFolder(Store.from_dict(spec["store"]), spec["run_id"])
         self._shelf = Shelf()
         self._tasks: queue.SimpleQueue[tuple[Task, str | None] | None] = queue.SimpleQueue()
         self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -142,7 +143,7 @@ class _Agent:
         torch.set_num_threads(document.threads)
         # Dialled first, so that the user hears at once if the rows can't be read.
         try:
-            training, validation = _decode(manifest, own, spec["data_path"], scratch)
+            training, validation = _decode(manifest, own, self._folder.store, scratch)
         except Exception as error:
             self._fail(error)
             raise

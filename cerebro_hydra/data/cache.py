@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, stored_name
+from cerebro_hydra.data.parquet_files import footer_rows
 from cerebro_hydra.data.partition_rows import described, read_rows
-from cerebro_hydra.data.prepared import footer_rows
 from cerebro_hydra.data.row_ids import checksum
 from cerebro_hydra.errors import DataError
+from cerebro_hydra.storage import Store
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class CachedPartition:
         Raises:
             DataError: the rows are not those of the manifest, by count, by row ids or by type.
         """
-        folder = Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
+        folder = _folder(cache_dir, manifest, info)
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
             building = tempfile.mkdtemp(prefix=".building-", dir=folder.parent)
@@ -49,11 +50,40 @@ class CachedPartition:
                 _publish(building, folder)
             finally:
                 shutil.rmtree(building, ignore_errors=True)
+        return cls._open(info, manifest, folder)
+
+    @classmethod
+    def of_store(
+        cls, info: PartitionInfo, manifest: Manifest, store: Store, cache_dir: str
+    ) -> CachedPartition:
+        """As `build`, with the files of a store on this machine for as long as they are decoded.
+
+        Raises:
+            DataError: as `build`.
+            StoreError: the store can't be read.
+        """
+        folder = _folder(cache_dir, manifest, info)
+        if folder.is_dir():
+            return cls._open(info, manifest, folder)
+        data_path = store.data_path(manifest.fingerprint)
+        with store.local_copy(data_path, info.path, cache_dir) as copied:
+            try:
+                return cls.build(info, manifest, copied, cache_dir)
+            except DataError as error:
+                # The user knows the files in the store, not their passing copies.
+                raise DataError(str(error).replace(copied, data_path)) from error
+
+    @classmethod
+    def _open(cls, info: PartitionInfo, manifest: Manifest, folder: Path) -> CachedPartition:
         columns = {
             spec.name: _opened(folder / f"{stored_name(i)}.npy", spec, info)
             for i, spec in enumerate(manifest.columns)
         }
         return cls(info.rows, columns)
+
+
+def _folder(cache_dir: str, manifest: Manifest, info: PartitionInfo) -> Path:
+    return Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
 
 
 def _publish(building: str, folder: Path) -> None:

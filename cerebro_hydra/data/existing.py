@@ -27,7 +27,7 @@ from cerebro_hydra.data.cells import arrow_dtype, converted_kind
 from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, Manifest, Source, SourceFile
 from cerebro_hydra.data.parquet_files import describe_file, list_files, metadata_of
 from cerebro_hydra.data.pieces import partitions_of
-from cerebro_hydra.data.prepared import find_or_clear, finish, prepared_in
+from cerebro_hydra.data.prepared import find_or_clear, finish, footers, prepared_in
 from cerebro_hydra.data.survey import Mapper, Stretch, Wish, specs_of, stretches, survey
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.storage import Store
@@ -95,7 +95,7 @@ def describe(
     check_validation(validation)
     train, val = _folders(store, validation)
     wishes = _wishes([train, *val], columns)
-    base = store.local(store.data_path("described"))
+    base = store.data_path("described")
     train_files = train.described(store, base)
     val_files = [file for folder in val for file in folder.described(store, base)]
     rows, val_rows = _sum(train_files), _sum(val_files)
@@ -157,14 +157,13 @@ def _metadata_of_prepared(store: Store, columns: Sequence[str]) -> ParquetMetada
             "one with train_path"
         )
     (manifest,) = found
-    root = store.local(store.data_path(manifest.fingerprint))
+    root = store.data_path(manifest.fingerprint)
     rows = {"train": 0, "val": 0}
     nbytes = 0
     for info in manifest.partitions:
         rows[info.split] += info.rows
         if info.split == "train":
-            folder = os.path.join(root, info.path)
-            nbytes += _rows_and_bytes(_Folder.open(folder, "partition").files)[1]
+            nbytes += sum(map(_bytes, footers(store, f"{root}/{info.path}")))
     metadata = {spec.name: spec for spec in manifest.columns if spec.name in columns}
     return ParquetMetadata(rows["train"], rows["val"], metadata, nbytes / rows["train"])
 
@@ -174,10 +173,13 @@ def _rows_and_bytes(paths: Sequence[str]) -> tuple[int, int]:
     for path in paths:
         metadata = metadata_of(path)
         rows += metadata.num_rows
-        nbytes += sum(
-            metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)
-        )
+        nbytes += _bytes(metadata)
     return rows, nbytes
+
+
+def _bytes(metadata: pq.FileMetaData) -> int:
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return sum(group.total_byte_size for group in groups)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -39,16 +41,28 @@ def list_files(root: str) -> list[str]:
     return sorted(found)
 
 
-def metadata_of(path: str) -> pq.FileMetaData:
-    """The footer of a file.
+def metadata_of(path: str, file: BinaryIO | None = None) -> pq.FileMetaData:
+    """The footer of a file on this machine, or of one that was opened elsewhere.
 
     Raises:
         DataError: it can't be read.
     """
     try:
-        return pq.read_metadata(path)
+        return pq.read_metadata(path if file is None else file)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path!r} is not a whole Parquet file ({error})") from error
+
+
+def footer_rows(folder: str) -> int:
+    """Rows that the footers of a partition's Parquet files on this machine promise.
+
+    Raises:
+        DataError: there is no file, or one can't be read.
+    """
+    files = sorted(Path(folder).glob("*.parquet"))
+    if not files:
+        raise DataError(f"there are no Parquet files in {folder!r}")
+    return sum(metadata_of(str(file)).num_rows for file in files)
 
 
 def describe_file(path: str, named: str) -> SourceFile:

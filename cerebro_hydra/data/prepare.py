@@ -76,7 +76,7 @@ def prepare(
         if found is not None:
             return found
         numbered = _with_row_ids(rows, plans, content, marked, seed)
-        _write(numbered, plans, assignment, store.local(store.data_path(fingerprint)))
+        _write(numbered, plans, assignment, store.url(store.data_path(fingerprint)))
         return finish(store, Manifest(fingerprint, specs, assignment.partitions()))
     finally:
         rows.unpersist()
@@ -338,9 +338,7 @@ def _row_id(rank: Column, counts: Sequence[int], first: int, seed: int) -> Colum
     return scattered + first
 
 
-def _write(
-    numbered: DataFrame, plans: Sequence[_Plan], assignment: Assignment, folder: str
-) -> None:
+def _write(numbered: DataFrame, plans: Sequence[_Plan], assignment: Assignment, url: str) -> None:
     held_back, count = assignment.validation_rows, assignment.num_partitions
     row_id = F.col(ROW_ID)
     split = F.when(row_id < held_back, "val").otherwise("train")
@@ -359,5 +357,5 @@ def _write(
         .option("compression", "snappy")
         .option("parquet.block.size", _ROW_GROUP_BYTES)
         .option("maxRecordsPerFile", 0)
-        .parquet(f"file://{folder}")
+        .parquet(url)
     )

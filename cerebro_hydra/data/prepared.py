@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from pyarrow.parquet import FileMetaData
 
 from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest
 from cerebro_hydra.data.parquet_files import check_file, metadata_of
@@ -44,7 +45,7 @@ def find_prepared(store: Store, fingerprint: str) -> Manifest | None:
     """
     manifest = _read(store, fingerprint)
     if manifest is not None:
-        _check_files(manifest, store.local(store.data_path(fingerprint)))
+        _check_files(manifest, store)
     return manifest
 
 
@@ -58,7 +59,7 @@ def prepared_in(store: Store) -> list[Manifest]:
     read = [manifest for name in names if (manifest := _read(store, name)) is not None]
     prepared = [manifest for manifest in read if manifest.source is None]
     for manifest in prepared:
-        _check_files(manifest, store.local(store.data_path(manifest.fingerprint)))
+        _check_files(manifest, store)
     return prepared
 
 
@@ -127,22 +128,32 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
         StoreError: the files do not hold the rows of the manifest.
     """
     folder = store.data_path(manifest.fingerprint)
-    _check_files(manifest, store.local(folder))
+    _check_files(manifest, store)
     content = json.dumps(manifest.to_json(), indent=1).encode()
     store.write(f"{folder}/{MANIFEST_NAME}", content)
     return manifest
 
 
-def footer_rows(folder: str) -> int:
-    """Rows that the footers of a partition's Parquet files promise.
+def parquet_in(store: Store, folder: str) -> list[str]:
+    """Paths of a partition's Parquet files in a store."""
+    return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".parquet")]
+
+
+def footers(store: Store, folder: str) -> list[FileMetaData]:
+    """The footers of a partition's Parquet files in a store.
 
     Raises:
         DataError: there is no file, or one can't be read.
     """
-    files = sorted(Path(folder).glob("*.parquet"))
+    files = parquet_in(store, folder)
     if not files:
         raise DataError(f"there are no Parquet files in {folder!r}")
-    return sum(metadata_of(str(file)).num_rows for file in files)
+    return [_footer(store, file) for file in files]
+
+
+def _footer(store: Store, path: str) -> FileMetaData:
+    with store.open(path) as file:
+        return metadata_of(path, file)
 
 
 def _read(store: Store, fingerprint: str) -> Manifest | None:
@@ -162,7 +173,8 @@ def _read(store: Store, fingerprint: str) -> Manifest | None:
         raise StoreError(f"{path!r}: {error}") from error
 
 
-def _check_files(manifest: Manifest, folder: str) -> None:
+def _check_files(manifest: Manifest, store: Store) -> None:
+    folder = store.data_path(manifest.fingerprint)
     if manifest.source is not None:
         for file in manifest.source.files:
             try:
@@ -176,7 +188,7 @@ def _check_files(manifest: Manifest, folder: str) -> None:
         path = os.path.join(folder, info.path)
         remedy = f"delete {folder!r} and prepare the data again"
         try:
-            rows = footer_rows(path)
+            rows = sum(footer.num_rows for footer in footers(store, path))
         except DataError as error:
             raise StoreError(
                 f"prepared data doesn't match its manifest: {error}; {remedy}"

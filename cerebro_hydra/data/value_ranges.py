@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
-import pyarrow.parquet as pq
+from pyarrow.parquet import FileMetaData
 
 from cerebro_hydra.data.cells import is_vector
 from cerebro_hydra.data.manifest import Manifest, stored_name
 from cerebro_hydra.data.parquet_files import metadata_of
+from cerebro_hydra.data.prepared import footers
+from cerebro_hydra.storage import Store
 
 Range = tuple[float, float]
 
 
-def value_ranges(manifest: Manifest, data_path: str) -> dict[str, Range]:
+def value_ranges(manifest: Manifest, store: Store) -> dict[str, Range]:
     """The range of each column over all partitions; columns that no footer tells of are left out.
 
     Raises:
         DataError: a file can't be read.
     """
+    data_path = store.data_path(manifest.fingerprint)
     if manifest.source is not None:
-        files = [os.path.join(data_path, file.path) for file in manifest.source.files]
-        return footer_ranges(files, {spec.name: spec.name for spec in manifest.columns})
-    folders = (Path(data_path, info.path) for info in manifest.partitions)
+        own = {spec.name: spec.name for spec in manifest.columns}
+        files = (f"{data_path}/{file.path}" for file in manifest.source.files)
+        return footer_ranges(map(metadata_of, files), own)
     names = {stored_name(i): spec.name for i, spec in enumerate(manifest.columns)}
-    return footer_ranges((file for each in folders for file in each.glob("*.parquet")), names)
+    folders = (f"{data_path}/{info.path}" for info in manifest.partitions)
+    return footer_ranges((one for folder in folders for one in footers(store, folder)), names)
 
 
-def footer_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict[str, Range]:
+def footer_ranges(each: Iterable[FileMetaData], names: Mapping[str, str]) -> dict[str, Range]:
     """The range of each column over all files.
 
     Columns without statistics everywhere are left out, and so are Spark ML vectors.
@@ -39,8 +41,7 @@ def footer_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict
     """
     found: dict[str, Range] = {}
     untold: set[str] = set()
-    for file in files:
-        footer = metadata_of(str(file))
+    for footer in each:
         chunks = _chunks(footer, names)
         for group in map(footer.row_group, range(footer.num_row_groups)):
             for number, name in chunks.items():
@@ -55,7 +56,7 @@ def footer_ranges(files: Iterable[str | Path], names: Mapping[str, str]) -> dict
     return {name: each for name, each in found.items() if name not in untold}
 
 
-def _chunks(footer: pq.FileMetaData, names: Mapping[str, str]) -> dict[int, str]:
+def _chunks(footer: FileMetaData, names: Mapping[str, str]) -> dict[int, str]:
     """Which of a row group's chunks hold numbers of the columns, by what the columns are called.
 
     A list's chunk is called "x.list.element", and a column may have the name "x.y".

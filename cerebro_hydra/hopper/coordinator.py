@@ -75,7 +75,6 @@ class Coordinator:
         launcher: starts the agents and replaces dead ones.
         factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
         manifest: the prepared data.
-        data_path: folder of the prepared data, as agents see it.
         observers: see every record, in order.
         join_timeout: seconds without any progress that missing workers may take to come.
         measure: called with a trial and the states of its custom metrics, by name, one dict per
@@ -94,7 +93,6 @@ class Coordinator:
         factory: Callable[..., Any],
         *,
         manifest: Manifest,
-        data_path: str,
         observers: Sequence[Observer] = (),
         join_timeout: float = 120.0,
         measure: MeasureStates | None = None,
@@ -104,7 +102,6 @@ class Coordinator:
         self._launcher = launcher
         self._factory = factory
         self._manifest = manifest
-        self._data_path = data_path
         self._observers = Observers(observers)
         self._join_timeout = join_timeout
         self._config = hop_config(document, manifest)
@@ -161,8 +158,8 @@ class Coordinator:
             "control": self._control.uri,
             "secret": secret,
             "num_workers": self._launcher.num_workers,
-            "run_path": self._folder.path,
-            "data_path": self._data_path,
+            "store": self._folder.store.to_dict(),
+            "run_id": self._folder.run_id,
             "manifest": self._manifest.to_json(),
         }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from cerebro_hydra.storage.hdfs import HDFSStore
 from cerebro_hydra.storage.local import LocalStore
+from cerebro_hydra.storage.remote import RemoteStore
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
 
-__all__ = ["LocalStore", "RunFolder", "Store"]
+__all__ = ["HDFSStore", "LocalStore", "RemoteStore", "RunFolder", "Store"]

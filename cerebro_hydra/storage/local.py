@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.storage.store import Store
@@ -30,6 +30,8 @@ class LocalStore(Store):
         StoreError: the folder can't be created or written.
         ConfigurationError: a path is none of a file system, or there is a val_path alone.
     """
+
+    scheme = "file"
 
     def __init__(
         self,
@@ -63,10 +65,11 @@ class LocalStore(Store):
     @classmethod
     def existing(cls, prefix_path: str) -> LocalStore:
         """Open a store that is only read: nothing is created, so read-only media will do."""
-        if not os.path.isdir(prefix_path):
+        prefix = _absolute("prefix_path", prefix_path)
+        if not os.path.isdir(prefix):
             raise StoreError(f"there is no store at {prefix_path!r}: check the path")
         store = cls.__new__(cls)
-        Store.__init__(store, os.path.abspath(prefix_path))
+        Store.__init__(store, prefix)
         return store
 
     def read(self, path: str) -> bytes:
@@ -113,9 +116,21 @@ class LocalStore(Store):
         except OSError as error:
             raise _explained(error, "delete", path) from error
 
-    def local(self, path: str) -> str:
-        """Path on this machine: here the path itself."""
-        return path
+    def open(self, path: str) -> BinaryIO:
+        """Open a file to read parts of it; StoreError if there is none."""
+        try:
+            return Path(path).open("rb")
+        except OSError as error:
+            raise _explained(error, "read", path) from error
+
+    def url(self, path: str) -> str:
+        """What Spark reads and writes."""
+        return f"file://{path}"
+
+    @contextmanager
+    def local_copy(self, folder: str, below: str, scratch: str | None = None) -> Iterator[str]:
+        """Yield the folder itself: its files are on this machine."""
+        yield folder
 
 
 def _absolute(argument: str, path: Any) -> str:
@@ -126,7 +141,7 @@ def _absolute(argument: str, path: Any) -> str:
     if "://" in text:
         raise ConfigurationError(
             f"{argument} is {path!r}; a LocalStore takes a path of a file system that the driver "
-            "and all workers see, such as a mounted share"
+            "and all workers see, such as a mounted share; for hdfs:// there is HDFSStore"
         )
     return os.path.abspath(os.path.expanduser(text))
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from cerebro_hydra.errors import JournalError, StoreError
-from cerebro_hydra.storage.local import LocalStore
 from cerebro_hydra.storage.store import Store, checked_name
 
 _SEGMENT = re.compile(r"(\d{8,})\.jsonl")
@@ -42,12 +41,16 @@ class RunFolder:
         Raises:
             StoreError: there is no run at `path`.
         """
-        path = os.path.abspath(path)
+        path = path.rstrip("/") if "://" in path else os.path.abspath(path)
         runs, run_id = os.path.split(path)
-        if os.path.basename(runs) != "runs" or not os.path.isdir(path):
-            there = f"; runs there: {sorted(os.listdir(runs))}" if os.path.isdir(runs) else ""
-            raise StoreError(f"{path!r} is not a run: a run is <store>/runs/<run id>{there}")
-        return cls(LocalStore.existing(os.path.dirname(runs)), run_id)
+        prefix, name = os.path.split(runs)
+        there = ""
+        if name == "runs":
+            store = Store.at(prefix)
+            if store.exists(path):
+                return cls(store, run_id)
+            there = f"; runs there: {store.list(runs)}"
+        raise StoreError(f"{path!r} is not a run: a run is <store>/runs/<run id>{there}")
 
     def write_json(self, name: str, document: Any) -> None:
         """Write one JSON document, such as `run.json`, over an older one."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO, ClassVar
 
 from cerebro_hydra.errors import ConfigurationError, StoreError
 
@@ -38,6 +39,8 @@ class Store(ABC):
     and validated on as they are; nothing is ever written there.
     """
 
+    scheme: ClassVar[str] = ""
+    """Of the URLs of its files; the store of a run is found by it."""
     _kinds: ClassVar[dict[str, type[Store]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -94,8 +97,43 @@ class Store(ABC):
         """Delete a file, or a folder with all in it; nothing happens if it is absent."""
 
     @abstractmethod
-    def local(self, path: str) -> str:
-        """Path of the same file or folder on this machine's file system."""
+    def open(self, path: str) -> BinaryIO:
+        """Open a file to read parts of it; StoreError if there is none."""
+
+    @abstractmethod
+    def url(self, path: str) -> str:
+        """What Spark calls the same file or folder."""
+
+    @abstractmethod
+    def local_copy(
+        self, folder: str, below: str, scratch: str | None = None
+    ) -> AbstractContextManager[str]:
+        """Yield a folder on this machine that is `folder`, as far as the path `below` it goes.
+
+        A copy lies in `scratch`, or where temporary files lie, and is gone afterwards.
+        """
+
+    @classmethod
+    @abstractmethod
+    def existing(cls, prefix_path: str) -> Store:
+        """Open a store that is only read: nothing is created; StoreError if there is none."""
+
+    @staticmethod
+    def at(prefix_path: str) -> Store:
+        """Open a store by its prefix alone, only to read it; its URL's scheme says the kind.
+
+        Raises:
+            StoreError: there is no store, or no kind of that scheme was imported here.
+        """
+        scheme = prefix_path.partition("://")[0] if "://" in prefix_path else "file"
+        for kind in Store._kinds.values():
+            if kind.scheme == scheme:
+                return kind.existing(prefix_path)
+        known = sorted(kind.scheme for kind in Store._kinds.values() if kind.scheme)
+        raise StoreError(
+            f"no store is known for {prefix_path!r}: known are {known}; import the module that "
+            f"defines one for {scheme!r}"
+        )
 
     def to_dict(self) -> dict[str, str]:
         """Describe the store in JSON, for another process."""

@@ -109,11 +109,40 @@ class StoreCase(ABC):
         store.delete(run)
         assert not store.exists(run)
 
-    def test_local_path_holds_the_same_bytes(self, store: Store) -> None:
-        """Readers of Parquet open what `local` names."""
+    def test_local_copy_holds_the_same_bytes(self, store: Store, tmp_path: Path) -> None:
+        """Readers of Parquet open what `local_copy` gives, by the same path below it."""
+        data = store.data_path("f1")
+        store.write(f"{data}/split=train/partition=00000/part", b"content")
+        store.write(f"{data}/split=train/partition=00001/part", b"other")
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        with store.local_copy(data, "split=train/partition=00000", str(scratch)) as folder:
+            copied = Path(folder, "split=train/partition=00000")
+            assert [file.name for file in copied.iterdir()] == ["part"]
+            assert (copied / "part").read_bytes() == b"content"
+        assert list(scratch.iterdir()) == []
+        assert store.read(f"{data}/split=train/partition=00000/part") == b"content"
+
+    def test_parts_of_an_open_file_are_read(self, store: Store) -> None:
+        """A footer is read without what lies before it."""
         path = f"{store.data_path('f1')}/part"
+        store.write(path, bytes(range(100)))
+        with store.open(path) as file:
+            file.seek(-3, 2)
+            assert (file.tell(), file.read(2)) == (97, bytes([97, 98]))
+            file.seek(10)
+            assert file.read(1) == bytes([10])
+        with pytest.raises(StoreError, match="absent"):
+            store.open(f"{store.data_path('f1')}/absent")
+
+    def test_store_is_found_again_by_its_prefix(self, store: Store) -> None:
+        """A run is opened by its path alone, to be read."""
+        path = f"{store.run_path('r1')}/file"
         store.write(path, b"content")
-        assert Path(store.local(path)).read_bytes() == b"content"
+        assert type(Store.at(store.prefix)) is type(store)
+        assert Store.at(store.prefix).read(path) == b"content"
+        with pytest.raises(StoreError, match="no store at"):
+            Store.at(f"{store.prefix}/absent")
 
     def test_store_survives_a_trip_through_json(self, store: Store) -> None:
         """Agents rebuild the store of the driver."""

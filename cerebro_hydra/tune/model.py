@@ -132,8 +132,7 @@ class TrainedModel:
         from cerebro_hydra.tune.samples import Samples
 
         store = self._folder.store
-        path = store.local(store.data_path(self._document.fingerprint))
-        samples = Samples(self._manifest(), path, Columns.of(self._document))
+        samples = Samples(self._manifest(), store, Columns.of(self._document))
         return samples.batches(self._spec.batch_size)[0]
 
     def _find_factory(self) -> Callable[[Any], Any]:

@@ -11,6 +11,7 @@ from cerebro_hydra.data.partition_rows import Rows, read_rows
 from cerebro_hydra.data.value_ranges import Range, value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
+from cerebro_hydra.storage import Store
 
 
 class Samples:
@@ -22,7 +23,7 @@ class Samples:
     def __init__(
         self,
         manifest: Manifest,
-        data_path: str,
+        store: Store,
         columns: Columns,
     ) -> None:
         """Read nothing yet.
@@ -31,7 +32,8 @@ class Samples:
             ConfigurationError: a training partition has no rows.
         """
         self.manifest = manifest
-        self._data_path = data_path
+        self._store = store
+        self._data_path = store.data_path(manifest.fingerprint)
         self._columns = columns
         self._head: CachedPartition | None = None
         self.partition_rows = [manifest.rows("train", i) for i in range(manifest.num_partitions)]
@@ -52,7 +54,7 @@ class Samples:
 
     def ranges(self) -> dict[str, Range]:
         """Smallest and largest value of each column over all partitions, where footers tell."""
-        return value_ranges(self.manifest, self._data_path)
+        return value_ranges(self.manifest, self._store)
 
     def _batch(self, size: int) -> Batch:
         head = self._first_rows(size)
@@ -66,10 +68,11 @@ class Samples:
         count = min(count, info.rows)
         if self._head is None or self._head.rows < count:
             read: list[Rows] = []
-            for rows in read_rows(info, self.manifest, self._data_path):
-                read.append(rows)
-                if sum(map(len, read)) >= count:
-                    break
+            with self._store.local_copy(self._data_path, info.path) as data_path:
+                for rows in read_rows(info, self.manifest, data_path):
+                    read.append(rows)
+                    if sum(map(len, read)) >= count:
+                        break
             columns = {
                 spec.name: np.concatenate([rows.columns[i] for rows in read])[:count]
                 for i, spec in enumerate(self.manifest.columns)

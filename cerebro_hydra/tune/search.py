@@ -212,7 +212,7 @@ class Search(ABC):
     def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
         samples = Samples(
             manifest,
-            self.store.local(self.store.data_path(manifest.fingerprint)),
+            self.store,
             self._columns(),
         )
         report = print if self.verbose else _nothing
@@ -280,7 +280,6 @@ class Search(ABC):
             self.backend.launcher(),
             self.estimator_gen_fn,
             manifest=manifest,
-            data_path=self.store.data_path(manifest.fingerprint),
             # Trackers come after the report, which they may keep as an artifact.
             observers=[observer, ReportWriter(folder), *self.observers],
             measure=admitted.measure,

@@ -85,7 +85,7 @@ def run(
     tape = Tape()
     data = manifest(doc.num_partitions)
     coordinator = Coordinator(
-        folder, doc, launcher, None, manifest=data, data_path="", observers=[tape], **options
+        folder, doc, launcher, None, manifest=data, observers=[tape], **options
     )
     return folder, coordinator.run(), tape
 

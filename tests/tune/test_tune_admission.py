@@ -28,7 +28,7 @@ def samples(path: Path, rows: int, partitions: int = 2) -> Samples:
     }
     store = LocalStore(str(path))
     manifest = write_dataset(store, columns, partitions, None)
-    return Samples(manifest, store.data_path(manifest.fingerprint), COLUMNS)
+    return Samples(manifest, store, COLUMNS)
 
 
 def admit(path: Path, *candidates: dict[str, Any]) -> tuple[Admitted, RunFolder, list[str]]:
@@ -57,8 +57,7 @@ def with_rows(path: Path, *rows: int) -> Samples:
     ]
     manifest = dataclasses.replace(real.manifest, partitions=tuple(infos))
     store = LocalStore(str(path))
-    data_path = store.data_path(manifest.fingerprint)
-    return Samples(manifest, data_path, COLUMNS)
+    return Samples(manifest, store, COLUMNS)
 
 
 def test_batch_larger_than_the_first_partition_repeats_its_rows(tmp_path: Path) -> None:

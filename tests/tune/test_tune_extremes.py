@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra import GridSearch, LocalStore, hp_choice
+from cerebro_hydra.data.parquet_files import metadata_of
 from cerebro_hydra.data.value_ranges import footer_ranges
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
@@ -142,7 +143,7 @@ def test_ranges_are_those_of_the_column_alone(tmp_path: Path) -> None:
     table = pa.table({"y": [[3]], "y.raw": [1000], "v.w": [[[7]]], "v": pa.array([vector], kind)})
     pq.write_table(table, tmp_path / "x")
     names = {name: name for name in ("y", "v.w", "v")}
-    assert footer_ranges([tmp_path / "x"], names) == {"y": (3, 3), "v.w": (7, 7)}
+    assert footer_ranges([pq.read_metadata(tmp_path / "x")], names) == {"y": (3, 3), "v.w": (7, 7)}
 
 
 def test_ranges_are_those_of_all_files_and_need_statistics(tmp_path: Path) -> None:
@@ -155,9 +156,9 @@ def test_ranges_are_those_of_all_files_and_need_statistics(tmp_path: Path) -> No
     files.append(tmp_path / "empty")
     pq.write_table(pq.read_table(files[0]).slice(0, 0), files[-1])
     names = {"a": "tokens", "b": "label"}
-    assert footer_ranges(files, names) == {"tokens": (-1, 9), "label": (0.5, 2.0)}
+    assert footer_ranges(map(metadata_of, files), names) == {"tokens": (-1, 9), "label": (0.5, 2.0)}
     files.append(write("z", [[7]], [0.0], write_statistics=["b"]))
-    assert footer_ranges(files, names) == {"label": (0.0, 2.0)}
+    assert footer_ranges(map(metadata_of, files), names) == {"label": (0.0, 2.0)}
 
 
 def test_one_late_class_too_many_stops_a_search_before_any_agent(tmp_path: Path) -> None:

@@ -17,24 +17,11 @@ from cerebro_hydra.recipe import Columns, Recipe, build_recipe, measure
 from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.tune.listed import ListSearch
 from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.result import REFUSED_FILE, SearchResult
-from cerebro_hydra.tune.search import Search
-from cerebro_hydra.tune.space import hp_choice
 
 Factory = Callable[[dict[str, Any]], SparkEstimator]
-
-
-class _Given(Search):
-    """A search whose candidates somebody else has chosen."""
-
-    def __init__(self, candidates: Sequence[Mapping[str, Any]], **arguments: Any) -> None:
-        names = {name: hp_choice([name]) for name in candidates[0]} or {"nothing": hp_choice([0])}
-        super().__init__(search_space=names, **arguments)
-        self._candidates = [dict(params) for params in candidates]
-
-    def candidates(self) -> list[dict[str, Any]]:
-        return self._candidates
 
 
 class Epochs:
@@ -127,8 +114,8 @@ class Epochs:
             except Exception:
                 continue  # admission meets it again, and refuses this one alone
             _check(recipe)
-        search = _Given(
-            self._candidates,
+        search = ListSearch(
+            candidates=self._candidates,
             backend=self._backend,
             store=self._store,
             estimator_gen_fn=self._factory,
@@ -155,7 +142,6 @@ class Epochs:
                 self._backend.launcher(),
                 self._factory,
                 manifest=self._manifest,
-                data_path=self._store.data_path(self._manifest.fingerprint),
                 observers=[observer],
                 measure=lambda trial, states: measure(
                     self._recipe(document.trials[trial].params).state_metrics, states

@@ -1,0 +1,204 @@
+"""A store on a file system that is reached through fsspec, not through this machine's own paths."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from cerebro_hydra.errors import CerebroHydraError, StoreError
+from cerebro_hydra.storage.store import Store
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_UNFINISHED = ".unfinished-"
+_READS = 3
+
+
+class RemoteStore(Store):
+    """Files below a URL. A subclass names its `scheme` and connects.
+
+    The file system's `mv(source, target, overwrite=)` must be one atomic step: with
+    `overwrite=False` it fails with FileExistsError where a target is, which decides between two
+    creators. Plain object stores have no such step.
+
+    Args:
+        prefix_path: URL of the folder of prepared data and runs.
+
+    Raises:
+        StoreError: the folder can't be created or reached.
+    """
+
+    def __init__(self, prefix_path: str) -> None:
+        """Create the prefix with its `data` and `runs` folders."""
+        prefix = prefix_path.rstrip("/")
+        if set(prefix) & set("#?%"):
+            raise StoreError(
+                f"store prefix {prefix!r} holds '#', '?' or '%', which mean something else in a "
+                "URL: choose another folder"
+            )
+        super().__init__(prefix)
+        self._connected: tuple[int, AbstractFileSystem] | None = None
+        for name in ("data", "runs"):
+            with _explained("create", f"{prefix}/{name}"):
+                self._files.makedirs(self._path(f"{prefix}/{name}"), exist_ok=True)
+
+    @abstractmethod
+    def _connect(self) -> AbstractFileSystem:
+        """Return a file system that any thread of this process may use."""
+
+    @classmethod
+    def existing(cls, prefix_path: str) -> RemoteStore:
+        """Open a store that is only read: nothing is created."""
+        store = cls.__new__(cls)
+        Store.__init__(store, prefix_path.rstrip("/"))
+        store._connected = None
+        if not store.exists(store.prefix):
+            raise StoreError(f"there is no store at {prefix_path!r}: check the path")
+        return store
+
+    def read(self, path: str) -> bytes:
+        """Return the whole content of a file; StoreError if there is none."""
+        with _explained("read", path):
+            for _ in range(_READS - 1):
+                try:
+                    return self._content(path)
+                except FileNotFoundError:
+                    raise
+                except Exception:
+                    # A file that is replaced while it is read can lose its bytes under the reader.
+                    continue
+            return self._content(path)
+
+    def write(self, path: str, data: bytes | bytearray | memoryview) -> None:
+        """Write a file atomically: beside it first, then renamed over it."""
+        with _explained("write", path), self._finished_file(path, data) as unfinished:
+            self._files.mv(unfinished, self._path(path), overwrite=True)
+
+    def create(self, path: str, data: bytes | bytearray | memoryview) -> None:
+        """Write a file atomically; StoreError if it is there already, which is then unchanged."""
+        with _explained("write", path), self._finished_file(path, data) as unfinished:
+            self._files.mv(unfinished, self._path(path), overwrite=False)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder at `path`."""
+        with _explained("look at", path):
+            try:
+                self._files.info(self._path(path))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def list(self, path: str) -> list[str]:
+        """Sorted names in a folder, without unfinished writes; empty if there is no such folder."""
+        with _explained("list", path):
+            try:
+                paths = self._files.ls(self._path(path), detail=False, refresh=True)
+            except FileNotFoundError:
+                return []
+        names = (str(found).rstrip("/").rpartition("/")[2] for found in paths)
+        return sorted(name for name in names if not name.startswith(_UNFINISHED))
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or a folder with all in it; nothing happens if it is absent."""
+        with _explained("delete", path), suppress(FileNotFoundError):
+            self._files.rm(self._path(path), recursive=True)
+
+    def open(self, path: str) -> BinaryIO:
+        """Open a file to read parts of it; StoreError if there is none."""
+        with _explained("read", path):
+            file: BinaryIO = self._files.open(self._path(path), "rb")
+            return file
+
+    def url(self, path: str) -> str:
+        """What Spark reads and writes: the path itself, which is a URL."""
+        return path
+
+    @contextmanager
+    def local_copy(self, folder: str, below: str, scratch: str | None = None) -> Iterator[str]:
+        """Yield a folder with a copy of what lies `below` the given one, gone afterwards."""
+        with tempfile.TemporaryDirectory(prefix=".copy-", dir=scratch) as copied:
+            with _explained("copy", f"{folder}/{below}"):
+                self._copy(self._path(f"{folder}/{below}"), os.path.join(copied, below))
+            yield copied
+
+    def _copy(self, path: str, target: str) -> None:
+        if not self._files.isdir(path):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            self._files.get_file(path, target)
+            return
+        os.makedirs(target)
+        for found in self._files.ls(path, detail=False, refresh=True):
+            name = str(found).rstrip("/").rpartition("/")[2]
+            self._copy(found, os.path.join(target, name))
+
+    def _content(self, path: str) -> bytes:
+        with self._files.open(self._path(path), "rb") as file:
+            content: bytes = file.read()
+            return content
+
+    @contextmanager
+    def _finished_file(self, path: str, data: bytes | bytearray | memoryview) -> Iterator[str]:
+        """Yield a file beside `path` that holds `data`, to be moved there by the caller."""
+        folder = self._path(path).rpartition("/")[0]
+        unfinished = f"{folder}/{_UNFINISHED}{uuid.uuid4().hex}"
+        self._files.makedirs(folder, exist_ok=True)
+        try:
+            with self._files.open(unfinished, "wb") as file:
+                file.write(data)
+            yield unfinished
+        except BaseException:
+            with suppress(Exception):
+                self._files.rm_file(unfinished)
+            raise
+
+    @property
+    def _files(self) -> AbstractFileSystem:
+        """The file system, connected anew after a fork, which its threads do not survive."""
+        connected = self._connected
+        if connected is None or connected[0] != os.getpid():
+            self._connected = connected = (os.getpid(), self._connect())
+        return connected[1]
+
+    def _path(self, path: str) -> str:
+        stripped: str = self._files._strip_protocol(path)
+        return stripped
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A store is its paths; what it is copied to connects by itself."""
+        return {**self.__dict__, "_connected": None}
+
+
+@contextmanager
+def _explained(action: str, path: str) -> Iterator[None]:
+    """Turn whatever a file system's client raises into a StoreError that says what to do."""
+    try:
+        yield
+    except CerebroHydraError:
+        raise
+    except Exception as error:
+        # A Java server adds its stack to the message, below the first line.
+        said = str(error).split("\\n")[0].split("\n")[0].strip() or type(error).__name__
+        raise StoreError(f"can't {action} {path!r}: {said}; {_remedy(error)}") from error
+
+
+def _remedy(error: Exception) -> str:
+    match error:
+        case FileNotFoundError():
+            return "check the path"
+        case FileExistsError():
+            return "it exists already and may not change: delete it, or use another name"
+        case NotADirectoryError() | IsADirectoryError():
+            return "choose another name or folder"
+        case ConnectionError() | TimeoutError() | socket.gaierror():
+            return "check that the server runs, and its host and port"
+        case _ if isinstance(error, PermissionError) or "AccessControlException" in str(error):
+            return "choose a folder that this user may write, or change its permissions"
+        case _:
+            return "check the file system"
