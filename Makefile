@@ -14,7 +14,8 @@ PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check
 # Of the decisions without their long searches, which know no library; of Spark one whole run.
 MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py holders.py \
   hop_state.py schedules.py seeds.py) \
-  $(addprefix tests/data/test_data_,assignment.py cache.py manifest.py readers.py row_ids.py) \
+  $(addprefix tests/data/test_data_,assignment.py cache.py cells.py existing.py manifest.py \
+  pieces.py readers.py row_ids.py) \
   tests/storage tests/wire tests/observe tests/spark/test_spark_checks.py \
   tests/spark/test_spark_java.py \
   tests/end_to_end/test_spark_runs.py::test_a_grid_on_spark_replays_and_transforms

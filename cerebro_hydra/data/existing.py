@@ -226,7 +226,13 @@ def _folders(store: Store, validation: float | str | None) -> tuple[_Folder, lis
     train = _Folder.open(paths.train, "train_path")
     if validation is None or paths.val is None:
         return train, []
-    return train, [_Folder.open(paths.val, "val_path")]
+    val = _Folder.open(paths.val, "val_path")
+    if both := set(map(os.path.realpath, train.files)) & set(map(os.path.realpath, val.files)):
+        raise ConfigurationError(
+            f"val_path {paths.val!r} and train_path {paths.train!r} share {len(both)} files, such "
+            f"as {min(both)!r}, and no row is for both: keep them in folders apart"
+        )
+    return train, [val]
 
 
 def _wishes(folders: Sequence[_Folder], columns: Sequence[str]) -> tuple[Wish, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cerebro_hydra.errors import DataError
+from cerebro_hydra.errors import ConfigurationError, DataError
 
 NULL = "is null, or holds null"
 UNFIT = {
@@ -24,6 +25,24 @@ def found(
     """Rows by fault, each once, without the faults that no row has."""
     rows = {NULL: np.unique(null), UNFIT.get(dtype, ""): np.unique(unfit)}
     return {fault: each for fault, each in rows.items() if each.size}
+
+
+def column_names(argument: str, value: Any) -> tuple[str, ...]:
+    """The value of an argument that lists columns.
+
+    Raises:
+        ConfigurationError: it is no list of names, or names one twice.
+    """
+    if isinstance(value, str):
+        raise ConfigurationError(f"{argument} is {value!r}; give a list: [{value!r}]")
+    if not isinstance(value, Sequence) or not value:
+        raise ConfigurationError(f"{argument} is {value!r}; give a list of column names")
+    for name in value:
+        if not isinstance(name, str):
+            raise ConfigurationError(f"{argument} holds {name!r}; column names are strings")
+        if list(value).count(name) > 1:
+            raise ConfigurationError(f"{argument} names {name!r} more than once; name it once")
+    return tuple(value)
 
 
 def not_there(what: str, name: str, where: str, columns: Sequence[str]) -> str:

@@ -160,12 +160,14 @@ class Manifest:
         return document if self.source is None else {**document, "source": asdict(self.source)}
 
     @staticmethod
-    def from_json(document: Mapping[str, Any]) -> Manifest:
+    def from_json(document: Any) -> Manifest:
         """Rebuild a manifest from `to_json`.
 
         Raises:
             StoreError: another version wrote it, or something is missing in it.
         """
+        if not isinstance(document, dict):
+            raise StoreError("the manifest is no dictionary: delete its folder and prepare again")
         if document.get("format") != FORMAT:
             raise StoreError(
                 f"the manifest has format {document.get('format')!r}, this version reads {FORMAT}: "

@@ -162,12 +162,15 @@ def _read(store: Store, fingerprint: str) -> Manifest | None:
     if not store.exists(path):
         return None
     try:
-        document: dict[str, Any] = json.loads(store.read(path))
+        document: Any = json.loads(store.read(path))
     except ValueError as error:
         raise StoreError(
             f"{path!r} is not JSON ({error}): delete {folder!r} and prepare the data again"
         ) from error
-    return Manifest.from_json(document)
+    try:
+        return Manifest.from_json(document)
+    except StoreError as error:
+        raise StoreError(f"{path!r}: {error}") from error
 
 
 def _check_files(manifest: Manifest, store: Store) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from pyarrow.parquet import FileMetaData
 
+from cerebro_hydra.data.cells import is_vector
 from cerebro_hydra.data.manifest import Manifest, stored_name
 from cerebro_hydra.data.parquet_files import metadata_of
 from cerebro_hydra.data.prepared import footers
@@ -31,7 +32,9 @@ def value_ranges(manifest: Manifest, store: Store) -> dict[str, Range]:
 
 
 def footer_ranges(each: Iterable[FileMetaData], names: Mapping[str, str]) -> dict[str, Range]:
-    """The range of each column over all files; columns without statistics everywhere are left out.
+    """The range of each column over all files.
+
+    Columns without statistics everywhere are left out, and so are Spark ML vectors.
 
     Args:
         names: what to call a column in the answer, by its name in the files.
@@ -39,15 +42,32 @@ def footer_ranges(each: Iterable[FileMetaData], names: Mapping[str, str]) -> dic
     found: dict[str, Range] = {}
     untold: set[str] = set()
     for footer in each:
+        chunks = _chunks(footer, names)
         for group in map(footer.row_group, range(footer.num_row_groups)):
-            for chunk in map(group.column, range(group.num_columns)):
-                name = names.get(chunk.path_in_schema.split(".")[0])
-                if name is None or not group.num_rows:
+            for number, name in chunks.items():
+                statistics = group.column(number).statistics
+                if not group.num_rows:
                     continue
-                statistics = chunk.statistics
                 if statistics is None or not statistics.has_min_max:
                     untold.add(name)
                 elif isinstance(statistics.min, int | float):
                     low, high = found.get(name, (statistics.min, statistics.max))
                     found[name] = (min(low, statistics.min), max(high, statistics.max))
     return {name: each for name, each in found.items() if name not in untold}
+
+
+def _chunks(footer: FileMetaData, names: Mapping[str, str]) -> dict[int, str]:
+    """Which of a row group's chunks hold numbers of the columns, by what the columns are called.
+
+    A list's chunk is called "x.list.element", and a column may have the name "x.y".
+    """
+    fields = {field.name: field.type for field in footer.schema.to_arrow_schema()}
+    found = {}
+    for number in range(footer.num_columns):
+        parts = footer.schema.column(number).path.split(".")
+        prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        owner = next((prefix for prefix in prefixes if prefix in fields), "")
+        # A vector's chunks hold its kind, size and places too, and leave zeros out.
+        if owner in names and not is_vector(fields[owner]):
+            found[number] = names[owner]
+    return found

@@ -74,11 +74,12 @@ class SparkBackend:
             seed: of the split.
 
         Raises:
+            ConfigurationError: an argument can't be used.
             DataError: rows can't be used (null, NaN, ragged); names column and row.
         """
         from cerebro_hydra.data.prepare import prepare
 
-        columns = [*feature_columns, *label_columns]
+        columns = _columns(feature_columns, label_columns)
         return prepare(df, store, self.num_workers, validation, columns, seed)
 
     def existing_data(
@@ -103,12 +104,12 @@ class SparkBackend:
             seed: of what is held back.
 
         Raises:
-            ConfigurationError: the paths can't be used.
+            ConfigurationError: the paths or arguments can't be used.
             DataError: rows can't be used (null, NaN, ragged); names column, file and row.
         """
         from cerebro_hydra.data.existing import describe
 
-        columns = [*feature_columns, *label_columns]
+        columns = _columns(feature_columns, label_columns)
         return describe(store, columns, self.num_workers, validation, seed, self._mapped)
 
     def get_metadata_from_parquet(
@@ -128,7 +129,7 @@ class SparkBackend:
         """
         from cerebro_hydra.data.existing import metadata_from
 
-        return metadata_from(store, [*label_columns, *feature_columns])
+        return metadata_from(store, _columns(feature_columns, label_columns))
 
     def _mapped(self, function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         tasks = max(1, min(len(items), _TASKS_PER_WORKER * self.num_workers))
@@ -137,6 +138,15 @@ class SparkBackend:
     def launcher(self) -> SparkLauncher:
         """What starts and stops the agents of one run."""
         return SparkLauncher(self.spark_context, self.num_workers)
+
+
+def _columns(features: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:
+    from cerebro_hydra.data.faults import column_names
+
+    named = column_names("feature_columns", features)
+    if labels:  # none where rows are prepared before it is known what they are for
+        named += column_names("label_columns", labels)
+    return column_names("feature_columns and label_columns together", named)
 
 
 def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:

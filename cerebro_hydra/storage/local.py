@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.storage.store import Store
 
 _UNFINISHED = ".unfinished-"
@@ -28,16 +28,19 @@ class LocalStore(Store):
 
     Raises:
         StoreError: the folder can't be created or written.
-        ConfigurationError: there is a val_path alone.
+        ConfigurationError: a path is none of a file system, or there is a val_path alone.
     """
 
     scheme = "file"
 
     def __init__(
-        self, prefix_path: str, train_path: str | None = None, val_path: str | None = None
+        self,
+        prefix_path: str | os.PathLike[str],
+        train_path: str | os.PathLike[str] | None = None,
+        val_path: str | os.PathLike[str] | None = None,
     ) -> None:
         """Create the prefix with its `data` and `runs` folders."""
-        prefix = _absolute(prefix_path)
+        prefix = _absolute("prefix_path", prefix_path)
         if set(prefix) & set("#?"):
             raise StoreError(
                 f"store prefix {prefix!r} holds '#' or '?', which readers of Parquet take as part "
@@ -45,8 +48,8 @@ class LocalStore(Store):
             )
         super().__init__(
             prefix,
-            None if train_path is None else _absolute(train_path),
-            None if val_path is None else _absolute(val_path),
+            None if train_path is None else _absolute("train_path", train_path),
+            None if val_path is None else _absolute("val_path", val_path),
         )
         for name in ("data", "runs"):
             folder = Path(prefix, name)
@@ -54,11 +57,15 @@ class LocalStore(Store):
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise _explained(error, "create", str(folder)) from error
+            if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+                # Spark would meet it late, and say it in Java.
+                refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                raise _explained(refused, "write to", str(folder))
 
     @classmethod
     def existing(cls, prefix_path: str) -> LocalStore:
         """Open a store that is only read: nothing is created, so read-only media will do."""
-        prefix = _absolute(prefix_path)
+        prefix = _absolute("prefix_path", prefix_path)
         if not os.path.isdir(prefix):
             raise StoreError(f"there is no store at {prefix_path!r}: check the path")
         store = cls.__new__(cls)
@@ -126,8 +133,17 @@ class LocalStore(Store):
         yield folder
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+def _absolute(argument: str, path: Any) -> str:
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text:
+        raise ConfigurationError(f"{argument} is {path!r}; give the path of a folder")
+    text = text.removeprefix("file://")
+    if "://" in text:
+        raise ConfigurationError(
+            f"{argument} is {path!r}; a LocalStore takes a path of a file system that the driver "
+            "and all workers see, such as a mounted share; for hdfs:// there is HDFSStore"
+        )
+    return os.path.abspath(os.path.expanduser(text))
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,8 +16,22 @@ from cerebro_hydra.shards.sample import Example, fresh
 
 # How torch says that a number is none of a table's rows, of the classes, or no probability.
 _OUT_OF_RANGE = re.compile(
-    r"out of (bounds|range)|smaller than num_classes|between 0 and 1|Assertion.*n_classes", re.I
+    r"out of (bounds|range)|smaller than num_classes|must be non-negative|is no class number|"
+    r"between 0 and 1|Assertion.*n_classes",
+    re.I,
 )
+
+
+# So many places of an array are tried one by one; of a longer one, as many that are spread over it.
+_MOST_PLACES = 64
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What did not take a value, and what it said."""
+
+    what: str
+    error: Exception
 
 
 def check_extremes(
@@ -25,7 +40,8 @@ def check_extremes(
     """Put each column's extremes, one after another, into a batch that the model is known to take.
 
     The rows of a batch rarely hold the largest class or token id, and training would meet it late.
-    Other errors than being out of range are not judged: such a row need not exist.
+    Other errors than being out of range are not judged: such a row need not exist. Neither is a
+    value in an array that is taken in one of its places: each may have a table of its own.
 
     Raises:
         ConfigurationError: a value is out of the range of forward or loss; names column and value.
@@ -33,45 +49,55 @@ def check_extremes(
     model, training = recipe.model, recipe.model.training
     model.eval()
     try:
-        for name, value, changed in _changed(columns, example, ranges):
-            _try(recipe, columns, name, value, ranges[name], changed)
+        for number, name in enumerate((*columns.features, *columns.labels)):
+            given = (*example[0], *example[1])[number]
+            is_feature = number < len(columns.features)
+            if name not in ranges or (is_feature and given.is_floating_point()):
+                continue
+            for value in ranges[name]:
+                _check(recipe, example, number, value, (name, is_feature, ranges[name]))
     finally:
         model.train(training)
 
 
-def _changed(
-    columns: Columns, example: Example, ranges: Mapping[str, Range]
-) -> Iterator[tuple[str, float, Example]]:
-    features = len(columns.features)
-    for place, name in enumerate((*columns.features, *columns.labels)):
-        given = (*example[0], *example[1])[place]
-        if name not in ranges or (place < features and given.is_floating_point()):
-            continue
-        for value in ranges[name]:
-            tensors = [*fresh(example)[0], *fresh(example)[1]]
-            tensors[place][0] = value
-            yield name, value, (tuple(tensors[:features]), tuple(tensors[features:]))
-
-
-def _try(
-    recipe: Recipe, columns: Columns, name: str, value: float, held: Range, example: Example
+def _check(
+    recipe: Recipe, example: Example, number: int, value: float, column: tuple[str, bool, Range]
 ) -> None:
-    what, outputs = "forward", None
+    failure = _failure(recipe, _changed(example, number, value, slice(None)))
+    if failure is None:
+        return
+    places = (*example[0], *example[1])[number][0].numel()
+    step = max(1, (places - 1) / (_MOST_PLACES - 1))
+    for place in (round(i * step) for i in range(min(places, _MOST_PLACES))):
+        if _failure(recipe, _changed(example, number, value, slice(place, place + 1))) is None:
+            return
+    name, is_feature, held = column
+    remedy = "an embedding for every value" if is_feature else "an output for every class"
+    raise ConfigurationError(
+        f"{'feature' if is_feature else 'label'} column {name!r} holds values from {held[0]} to "
+        f"{held[1]}, and {failure.what} fails at {value}: {type(failure.error).__name__}: "
+        f"{failure.error}; give the model {remedy}, or correct the column"
+    ) from failure.error
+
+
+def _changed(example: Example, number: int, value: float, places: slice) -> Example:
+    """The batch with another value in these places of the first row of one column."""
+    features, labels = fresh(example)
+    (*features, *labels)[number][0].view(-1)[places] = value
+    return features, labels
+
+
+def _failure(recipe: Recipe, example: Example) -> _Failure | None:
+    """How forward or loss fails on a batch, if because a value is out of range."""
+    what = "forward"
     try:
         with torch.no_grad(), recipe.precision():
             features, targets = recipe.collated(*example, None)
             inputs = recipe.inputs(features, targets)
             outputs = recipe.call.evaluate(recipe.model, inputs, {})
-            what = "the loss"
+            shape = f" of outputs {list(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+            what = f"the loss{shape}"
             recipe.compute_loss(outputs, targets)
     except Exception as error:
-        if not _OUT_OF_RANGE.search(str(error)):
-            return
-        of_label = name in columns.labels
-        shape = f" of outputs {list(outputs.shape)}" if isinstance(outputs, Tensor) else ""
-        remedy = "an output for every class" if of_label else "an embedding for every value"
-        raise ConfigurationError(
-            f"{'label' if of_label else 'feature'} column {name!r} holds values from {held[0]} to "
-            f"{held[1]}, and {what}{shape} fails at {value}: {type(error).__name__}: {error}; give "
-            f"the model {remedy}, or correct the column"
-        ) from error
+        return _Failure(what, error) if _OUT_OF_RANGE.search(str(error)) else None
+    return None

@@ -9,8 +9,16 @@ from cerebro_hydra.tune.space import grid
 
 
 class GridSearch(Search):
-    """Trains every combination of the search space; the arguments are those of `Search`."""
+    """Trains every combination of the search space; the arguments are those of `Search`.
+
+    Raises:
+        ConfigurationError: a parameter has no end of values; or as `Search`.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._candidates = grid(self.search_space)
 
     def candidates(self) -> list[dict[str, Any]]:
         """All combinations, in the order of the search space."""
-        return grid(self.search_space)
+        return self._candidates

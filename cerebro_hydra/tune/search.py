@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.existing import existing_paths
+from cerebro_hydra.data.faults import column_names
+from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import Wanted, choose_prepared
 from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
@@ -25,7 +27,6 @@ from cerebro_hydra.tune.space import check_space
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from cerebro_hydra.data.manifest import Manifest
     from cerebro_hydra.recipe import Columns
     from cerebro_hydra.spark import SparkBackend
 
@@ -100,15 +101,15 @@ class Search(ABC):
         self.num_epochs = whole("num_epochs", num_epochs, least=1)
         self.evaluation_metric = evaluation_metric
         self.validation = _checked_validation(validation, evaluation_metric)
-        self.feature_columns = _names("feature_columns", feature_columns)
-        self.label_columns = _names("label_columns", label_columns)
+        self.feature_columns = column_names("feature_columns", feature_columns)
+        self.label_columns = column_names("label_columns", label_columns)
         if both := set(self.feature_columns) & set(self.label_columns):
             raise ConfigurationError(
                 f"{sorted(both)[0]!r} is in feature_columns and in label_columns; leave it in one"
             )
         self.sample_weight_column = sample_weight_column
         if sample_weight_column is not None:
-            (weight,) = _names("sample_weight_column", [sample_weight_column])
+            (weight,) = column_names("sample_weight_column", [sample_weight_column])
             if weight in (*self.feature_columns, *self.label_columns):
                 raise ConfigurationError(
                     f"sample_weight_column is {weight!r}, which is a feature or label column too; "
@@ -167,7 +168,8 @@ class Search(ABC):
                 this search and a partition for every worker.
 
         Raises:
-            ConfigurationError: there is no such data, or several; lists what there is.
+            ConfigurationError: there is no such data, or several, or `prepared` is something else;
+                lists what there is.
             DataError: rows of existing files can't be used.
             StoreError: the data is not as it was.
             and whatever `fit` does.
@@ -182,6 +184,11 @@ class Search(ABC):
                     label_columns=targets,
                     seed=self.seed,
                 )
+            )
+        if not isinstance(prepared, Manifest | None):
+            raise ConfigurationError(
+                f"fit_on_prepared_data got a {type(prepared).__name__}; give what "
+                "backend.prepare_data returned, or nothing; a DataFrame goes to fit"
             )
         columns = (*self.feature_columns, *targets)
         wanted = Wanted(columns, self.backend.num_workers, self.validation is not None)
@@ -308,19 +315,6 @@ def whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}; it is a whole number from {least}")
     return value
-
-
-def _names(argument: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise ConfigurationError(f"{argument} is {value!r}; give a list: [{value!r}]")
-    if not isinstance(value, Sequence) or not value:
-        raise ConfigurationError(f"{argument} is {value!r}; give a list of column names")
-    for name in value:
-        if not isinstance(name, str):
-            raise ConfigurationError(f"{argument} holds {name!r}; column names are strings")
-        if list(value).count(name) > 1:
-            raise ConfigurationError(f"{argument} names {name!r} more than once; name it once")
-    return tuple(value)
 
 
 def _checked_validation(validation: Any, metric: Any) -> float | str | None:

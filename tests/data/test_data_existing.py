@@ -288,6 +288,18 @@ def test_too_few_rows_none_and_marked_rows_are_refused(tmp_path: Path, root: Pat
         describe(LocalStore(str(tmp_path / "other")), ["id"], 1, None)
 
 
+def test_rows_that_are_both_trained_and_validated_on_are_refused(tmp_path: Path) -> None:
+    root = write_plain(tmp_path / "rows", TABLE)
+    write_plain(root / "val", TABLE)
+    with pytest.raises(ConfigurationError, match=r"share 4 files.*rows/val/part-00000\.parquet"):
+        describe(open_store(tmp_path, root, root / "val"), ["id"], 2, 0.2)
+    (tmp_path / "same").symlink_to(root)
+    with pytest.raises(ConfigurationError, match="keep them in folders apart"):
+        describe(open_store(tmp_path, root, tmp_path / "same"), ["id"], 2, 0.2)
+    described = describe(open_store(tmp_path, root, root / "val"), ["id"], 2, None)
+    assert sum(info.rows for info in described.partitions) == 2 * ROWS
+
+
 @pytest.mark.parametrize("rows", [slice(0, 19), slice(1, 21)])
 def test_files_that_change_afterwards_are_seen(tmp_path: Path, root: Path, rows: slice) -> None:
     store = open_store(tmp_path, root)

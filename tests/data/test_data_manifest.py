@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
+from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import DataError, StoreError
+from cerebro_hydra.storage import LocalStore
 
 MANIFEST = Manifest(
     fingerprint="ab12",
@@ -46,3 +49,14 @@ def test_damaged_manifest_is_refused(lost: str) -> None:
     del document[lost]
     with pytest.raises(StoreError, match="damaged"):
         Manifest.from_json(document)
+
+
+@pytest.mark.parametrize("document", [[], None, 3, "x"])
+def test_json_that_is_no_manifest_is_refused_with_its_file(
+    document: object, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path)
+    path = f"{store.data_path('ab12')}/manifest.json"
+    store.write(path, json.dumps(document).encode())
+    with pytest.raises(StoreError, match=f"{path}.*no dictionary: delete its folder"):
+        find_prepared(store, "ab12")

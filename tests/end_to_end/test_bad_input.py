@@ -188,6 +188,28 @@ def test_arguments_that_mean_nothing(
         search(backend, tmp_path, **changes)
 
 
+@pytest.mark.parametrize(
+    ("features", "labels", "said"),
+    [
+        ("features", ["label"], r"feature_columns is 'features'; give a list: \['features'\]"),
+        ([], ["label"], r"feature_columns is \[\]; give a list of column names"),
+        (["features"], "label", r"label_columns is 'label'; give a list: \['label'\]"),
+        (["label"], ["label"], r"together names 'label' more than once"),
+    ],
+)
+def test_columns_that_a_backend_can_not_take(
+    backend: SparkBackend, df: Any, tmp_path: Path, features: Any, labels: Any, said: str
+) -> None:
+    store = LocalStore(tmp_path / "store", tmp_path)
+    for call in (
+        lambda: backend.prepare_data(store, df, 0.2, features, labels),
+        lambda: backend.existing_data(store, 0.2, features, labels),
+        lambda: backend.get_metadata_from_parquet(store, labels, features),
+    ):
+        with pytest.raises(CerebroHydraError, match=said):
+            call()
+
+
 def test_more_workers_than_slots_are_counted_and_named(spark: Any) -> None:
     said = r"(?s)9 workers need 9 slots and Spark has 4; worker 4.*set num_workers=4"
     with pytest.raises(CerebroHydraError, match=said):

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.storage import LocalStore, Store
 from cerebro_hydra.testing.stores import StoreCase
 
@@ -39,6 +41,40 @@ def test_unwritable_prefix_is_refused_with_a_remedy(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with unprivileged(), pytest.raises(StoreError, match="may write"):
         LocalStore(str(tmp_path / "store"))
+
+
+def test_folders_that_others_made_and_keep_are_refused() -> None:
+    # Below pytest's own folder nobody but root sees anything.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        LocalStore(folder)
+        os.chmod(os.path.join(folder, "data"), 0o555)
+        with (
+            unprivileged(),
+            pytest.raises(StoreError, match=r"can't write to '.*/data'.*may write"),
+        ):
+            LocalStore(folder)
+
+
+def test_paths_may_be_path_objects(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "s", tmp_path / "t", tmp_path / "v")
+    assert (
+        store.to_dict() == LocalStore(f"{tmp_path}/s", f"{tmp_path}/t", f"{tmp_path}/v").to_dict()
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "said"),
+    [
+        (None, "prefix_path is None; give the path"),
+        ("", "prefix_path is ''; give the path"),
+        (b"/tmp", "prefix_path is b'/tmp'; give"),
+        ("hdfs://node:9000/x", "'hdfs://node:9000/x'; a LocalStore takes a path of a file system"),
+    ],
+)
+def test_what_is_no_path_is_refused(prefix: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        LocalStore(prefix)
 
 
 def test_prefix_that_reads_as_a_url_is_refused(tmp_path: Path) -> None:

@@ -75,6 +75,17 @@ def test_class_numbers_as_floats_and_probabilities_are_judged_by_their_loss() ->
     with pytest.raises(ConfigurationError, match=r"fails at 3\.0"):
         check({"label": (0.0, 3.0)}, label=torch.zeros(ROWS))
 
+    with pytest.raises(ConfigurationError, match=r"fails at 1\.5: .* is no class number"):
+        check({"label": (0.0, 1.5)}, label=torch.zeros(ROWS))
+
+    def one_hot(outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, nn.functional.one_hot(labels, 3).float())
+
+    check({"label": (0, 2)}, one_hot)
+    for held, at in (((-1, 2), -1), ((0, 3), 3)):
+        with pytest.raises(ConfigurationError, match=f"the loss .*fails at {at}: "):
+            check({"label": held}, one_hot)
+
     def binary(outputs: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.binary_cross_entropy(outputs.sigmoid()[:, 0], labels)
 
@@ -90,6 +101,49 @@ def test_other_errors_are_not_judged_because_such_a_row_need_not_exist() -> None
         return outputs.mean()
 
     check({"label": (0, 7)}, picky)
+
+
+class TwoTables(nn.Module):
+    """Users and items are numbered in one column, and each has a table of its own."""
+
+    def __init__(self, users: int, items: int) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(users, 4), nn.Embedding(items, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.users(ids[:, 0]) * self.items(ids[:, -1])
+
+
+@pytest.mark.parametrize("width", [2, 500])
+def test_a_value_that_one_place_of_an_array_takes_is_not_judged(width: int) -> None:
+    model = TwoTables(1000, 50)
+    recipe = Recipe(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss())
+    columns = Columns(("ids",), ("label",))
+    example = (
+        (torch.zeros(ROWS, width, dtype=torch.int64),),
+        (torch.zeros(ROWS, dtype=torch.int64),),
+    )
+    recipe = recipe.bind(columns)
+    check_extremes(recipe, columns, example, {"ids": (0, 999)})
+    if width == 2:
+        with pytest.raises(ConfigurationError, match="forward fails at 1000"):
+            check_extremes(recipe, columns, example, {"ids": (0, 1000)})
+
+
+def test_ranges_are_those_of_the_column_alone(tmp_path: Path) -> None:
+    vector = {"type": 0, "size": 10, "indices": [3], "values": [0.5]}
+    kind = pa.struct(
+        [
+            ("type", pa.int8()),
+            ("size", pa.int32()),
+            ("indices", pa.list_(pa.int32())),
+            ("values", pa.list_(pa.float64())),
+        ]
+    )
+    table = pa.table({"y": [[3]], "y.raw": [1000], "v.w": [[[7]]], "v": pa.array([vector], kind)})
+    pq.write_table(table, tmp_path / "x")
+    names = {name: name for name in ("y", "v.w", "v")}
+    assert footer_ranges([pq.read_metadata(tmp_path / "x")], names) == {"y": (3, 3), "v.w": (7, 7)}
 
 
 def test_ranges_are_those_of_all_files_and_need_statistics(tmp_path: Path) -> None:

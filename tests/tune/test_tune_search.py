@@ -14,7 +14,7 @@ from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayErro
 from cerebro_hydra.replay import factories
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice, hp_uniform
 from tests.tune import tune_models
 
 
@@ -45,6 +45,7 @@ def arguments(path: Path, **changes: Any) -> dict[str, Any]:
         ("store", "/some/folder", "store is '/some/folder', a str; give a store"),
         ("estimator_gen_fn", 3, "estimator_gen_fn is 3; give a function"),
         ("search_space", {"lr": 0.1}, r"search_space\['lr'\] is 0.1"),
+        ("search_space", {"lr": hp_uniform(0, 1)}, "which a grid can't go through; .*RandomSearch"),
         ("num_epochs", 0, "num_epochs is 0; it is a whole number from 1"),
         ("num_epochs", 2.0, "num_epochs is 2.0"),
         ("num_epochs", True, "num_epochs is True"),
