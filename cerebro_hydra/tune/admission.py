@@ -73,12 +73,14 @@ class Admission:
         self._structures = StructureCache()
         self._reported: set[str] = set()
 
-    def admit(self, candidates: Sequence[Mapping[str, Any]]) -> Admitted:
+    def admit(
+        self, candidates: Sequence[Mapping[str, Any]], evaluation_metric: str = "loss"
+    ) -> Admitted:
         """Admit each candidate; whatever one raises refuses that one alone.
 
         Raises:
-            ConfigurationError: two trials give one metric different directions, or measure
-                different ones.
+            ConfigurationError: `evaluation_metric` is not measured, or two trials give one metric
+                different directions, or measure different ones.
         """
         admitted = Admitted()
         refused: list[tuple[Mapping[str, Any], str]] = []
@@ -91,6 +93,11 @@ class Admission:
                 continue
             metrics: dict[str, str] = {"loss": "min"}
             metrics |= {m.name: m.direction for m in recipe.metric_list}
+            if evaluation_metric not in metrics:
+                raise ConfigurationError(
+                    f"evaluation_metric is {evaluation_metric!r}, which is not measured; measured "
+                    f"are {list(metrics)}; add it to the metrics of the SparkEstimator"
+                )
             if admitted.specs and metrics != admitted.metrics:
                 raise ConfigurationError(
                     f"trials measure different things: {dict(params)} measures {metrics}, "

@@ -210,16 +210,12 @@ class Search(ABC):
         return result
 
     def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
-        samples = Samples(
-            manifest,
-            self.store,
-            self._columns(),
-        )
+        samples = Samples(manifest, self.store, self._columns())
         report = print if self.verbose else _nothing
         admission = Admission(
             self.estimator_gen_fn, self._columns(), samples, folder, self.seed, report
         )
-        return admission.admit(self.candidates())
+        return admission.admit(self.candidates(), self.evaluation_metric)
 
     def _columns(self) -> Columns:
         from cerebro_hydra.recipe import Columns
@@ -242,12 +238,6 @@ class Search(ABC):
                 )
 
     def _document(self, folder: RunFolder, manifest: Manifest, admitted: Admitted) -> RunDocument:
-        metrics = admitted.metrics
-        if self.evaluation_metric not in metrics:
-            raise ConfigurationError(
-                f"evaluation_metric is {self.evaluation_metric!r}, which is not measured; "
-                f"measured are {list(metrics)}; add it to the metrics of the SparkEstimator"
-            )
         return RunDocument(
             run_id=folder.run_id,
             factory=factories.name_of(self.estimator_gen_fn),
@@ -256,7 +246,7 @@ class Search(ABC):
             num_epochs=self.num_epochs,
             num_partitions=manifest.num_partitions,
             evaluation_metric=self.evaluation_metric,
-            metrics=metrics,
+            metrics=admitted.metrics,
             feature_columns=self.feature_columns,
             label_columns=self.label_columns,
             sample_weight_column=self.sample_weight_column,

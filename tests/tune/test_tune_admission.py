@@ -151,3 +151,17 @@ def test_models_of_other_threads_are_built_before_or_after(tmp_path: Path) -> No
     thread.join()
     assert not found.refused
     assert found.specs[0].shards == expected.specs[0].shards
+
+
+def test_a_metric_that_is_not_measured_ends_admission_at_the_first_trial(tmp_path: Path) -> None:
+    built: list[float] = []
+
+    def counting(params: dict[str, Any]) -> Any:
+        built.append(params["lr"])
+        return tune_models.small(params)
+
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    admission = Admission(counting, COLUMNS, samples(tmp_path, 70), folder, 3, lambda line: None)
+    with pytest.raises(ConfigurationError, match=r"'f1', which is not measured; measured are"):
+        admission.admit([{"lr": 0.1}, {"lr": 0.2}], "f1")
+    assert built == [0.1]
