@@ -42,9 +42,9 @@ help:
 demo: $(STAMP)
 	@$(BIN)/cerebro-hydra demo
 
-# Two processes; tests that need Spark share one of them, and so one JVM.
+# Two processes; tests that need Spark share one of them, and so one JVM (tests/conftest.py).
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -n 2 --dist loadscope
 
 test-modern: $(MODERN_STAMP)
 	@$(MODERN)/bin/python -m pytest $(MODERN_TESTS)

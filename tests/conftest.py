@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -27,17 +27,20 @@ SHARED_TEXT = CHECKOUT.parent / "shared" / "data" / "wikitext2-test.txt"
 WORDS = ("the", "a", "of", "in", "and", "to", "was", "is", "for", "on", "shard", "model", "epoch")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One JVM for the suite: with several processes, all tests that use Spark go to one of them.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal tests to processes by file; the files that use Spark all go to the one with the JVM.
 
-    Other tests stay together by file, so that no process sets up what another has already.
+    xdist's own groups don't: they rename tests, which pytest 9.2 no longer lets them.
     """
-    for item in items:
-        on_spark = item.get_closest_marker("spark") or "spark" in getattr(item, "fixturenames", ())
-        item.add_marker(
-            pytest.mark.xdist_group("spark" if on_spark else item.nodeid.split("::")[0])
-        )
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneJVM(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "spark" if "spark: " in (CHECKOUT / file).read_text() else file
+
+    return OneJVM(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 
 from pyarrow.parquet import FileMetaData
@@ -24,7 +25,7 @@ def value_ranges(manifest: Manifest, store: Store) -> dict[str, Range]:
     data_path = store.data_path(manifest.fingerprint)
     if manifest.source is not None:
         own = {spec.name: spec.name for spec in manifest.columns}
-        files = (f"{data_path}/{file.path}" for file in manifest.source.files)
+        files = (os.path.join(data_path, file.path) for file in manifest.source.files)
         return footer_ranges(map(metadata_of, files), own)
     names = {stored_name(i): spec.name for i, spec in enumerate(manifest.columns)}
     folders = (f"{data_path}/{info.path}" for info in manifest.partitions)

@@ -27,7 +27,7 @@ def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
     import torch
     from torch import nn
 
-    from cerebro_hydra.spark import SparkEstimator
+    from cerebro_hydra import SparkEstimator
 
     print("GPUS", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 4))
