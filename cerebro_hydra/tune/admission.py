@@ -93,16 +93,16 @@ class Admission:
                 continue
             metrics: dict[str, str] = {"loss": "min"}
             metrics |= {m.name: m.direction for m in recipe.metric_list}
-            if evaluation_metric not in metrics:
-                raise ConfigurationError(
-                    f"evaluation_metric is {evaluation_metric!r}, which is not measured; measured "
-                    f"are {list(metrics)}; add it to the metrics of the SparkEstimator"
-                )
             if admitted.specs and metrics != admitted.metrics:
                 raise ConfigurationError(
                     f"trials measure different things: {dict(params)} measures {metrics}, "
                     f"{dict(admitted.specs[0].params)} {admitted.metrics}; "
                     "give all SparkEstimators the same metrics"
+                )
+            if evaluation_metric not in metrics:
+                raise ConfigurationError(
+                    f"evaluation_metric is {evaluation_metric!r}, which is not measured; measured "
+                    f"are {list(metrics)}; add it to the metrics of the SparkEstimator"
                 )
             admitted.metrics = metrics
             admitted.measures.append(recipe.state_metrics)
