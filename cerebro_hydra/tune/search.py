@@ -19,7 +19,7 @@ from cerebro_hydra.plan.hop_config import ORDERS
 from cerebro_hydra.replay import factories
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
-from cerebro_hydra.tune.admission import Admission, Admitted
+from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.samples import Samples
 from cerebro_hydra.tune.space import check_space
@@ -145,14 +145,16 @@ class Search(ABC):
             AllTrialsFailed: no trial was left; the message holds every reason.
         """
         self._check_columns(df)
-        manifest = self.backend.prepare_data(
-            self.store,
-            df,
-            validation=self.validation,
-            feature_columns=self.feature_columns,
-            label_columns=self._columns().targets,
-            seed=self.seed,
-        )
+        targets = self._columns().targets
+        with loading_exporter():
+            manifest = self.backend.prepare_data(
+                self.store,
+                df,
+                validation=self.validation,
+                feature_columns=self.feature_columns,
+                label_columns=targets,
+                seed=self.seed,
+            )
         return self._fit(manifest)
 
     def fit_on_prepared_data(self, prepared: Manifest | None = None) -> SearchResult:
