@@ -9,7 +9,7 @@ MODERN_STAMP := $(MODERN)/.installed
 # Spark 4.0 over the packages of $(VENV), but for pyspark and py4j.
 SPARK4 := .venv-spark4
 CEREBRO := .venv-cerebro
-PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check
+PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
 # Of the decisions without their long searches, which know no library; of Spark one whole run.
 MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py holders.py \

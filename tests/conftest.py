@@ -15,6 +15,9 @@ from hypothesis import settings
 # Before anything imports torch: one thread against two gives other bits.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Of every JVM: tests end long before Java's second compiler has paid for itself.
+os.environ["JDK_JAVA_OPTIONS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+
 # The first example pays for imports, and the machine may be busy: a deadline would only be noise.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -48,9 +51,7 @@ def spark() -> Iterator[SparkSession]:
     """The one Spark session, and so the one JVM, of the whole suite: three worker slots."""
     import cerebro_hydra
 
-    # Tests end long before the JVM's second compiler has paid for itself.
-    quick = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-    session = cerebro_hydra.local_spark(workers=3, **{"spark.driver.extraJavaOptions": quick})
+    session = cerebro_hydra.local_spark(workers=3)
     session.sparkContext.setLogLevel("ERROR")
     # py4j logs every connection that a stopping JVM drops; none of them is a test's business.
     logging.getLogger("py4j").setLevel(logging.ERROR)

@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", type=chosen_of(PARTS), default=list(PARTS))
     parser.add_argument("--nets", type=chosen_of(NETS), default=list(NETS))
-    parser.add_argument("--rounds", type=int, default=3, help="of ours and the floor, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="of all parts, in turns")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--python-cerebro", default=str(ROOT / ".venv-cerebro/bin/python"))
     parser.add_argument("--again", action="store_true", help="also what has a result already")
@@ -55,14 +55,12 @@ def chosen_of(names: Any) -> Any:
 
 
 def plan(parts: Sequence[str], nets: Sequence[str], rounds: int) -> Iterator[tuple[str, str, int]]:
-    """Ours and the floor in turns, so that a change of the machine meets both; Cerebro once."""
+    """In turns, so that a change of the machine meets every part."""
     for net in nets:
         for number in range(rounds):
-            for part in ("floor", "ours"):
+            for part in PARTS:
                 if part in parts:
                     yield part, net, number
-        if "cerebro" in parts:
-            yield "cerebro", net, 0
 
 
 def run(python: str, part: str, net: str, path: Path) -> None:
@@ -93,46 +91,45 @@ def run(python: str, part: str, net: str, path: Path) -> None:
 
 
 def table(results: Path) -> str:
-    """Medians over rounds, and how they compare with what is claimed."""
+    """Medians over rounds, and how the parts of each round compare with what is claimed."""
     lines = []
     for net in NETS:
-        found = {part: medians(results, net, part) for part in PARTS}
-        for part, figures in found.items():
-            if figures:
-                split = ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
+        found = {part: figures_of(results, net, part) for part in PARTS}
+        for part, rounds in found.items():
+            if rounds:
+                split = ", ".join(f"{name} {v:.1f}" for name, v in medians(rounds).items())
                 lines.append(f"{net} {part}: {split}")
         floor, ours, cerebro = found["floor"], found["ours"], found["cerebro"]
-        if floor and ours:
-            lines.append(
-                verdict(
-                    f"{net}: our training / floor",
-                    ours["training"] / floor["training"],
-                    CLAIMED_OVERHEAD,
-                    at_most=True,
-                )
-            )
-        if cerebro and ours:
-            lines.append(
-                verdict(
-                    f"{net}: Cerebro's fit / ours",
-                    cerebro["fit"] / ours["fit"],
-                    CLAIMED_SPEEDUP[net],
-                    at_most=False,
-                )
-            )
+        overheads = [ours[n]["training"] / floor[n]["training"] for n in ours.keys() & floor.keys()]
+        if overheads:
+            what = f"{net}: our training / floor"
+            lines.append(verdict(what, overheads, CLAIMED_OVERHEAD, at_most=True))
+        speedups = [cerebro[n]["fit"] / ours[n]["fit"] for n in ours.keys() & cerebro.keys()]
+        if speedups:
+            what = f"{net}: Cerebro's fit / ours"
+            lines.append(verdict(what, speedups, CLAIMED_SPEEDUP[net], at_most=False))
     return "\n".join(lines)
 
 
-def verdict(what: str, ratio: float, claimed: float, at_most: bool) -> str:
+def verdict(what: str, ratios: Sequence[float], claimed: float, at_most: bool) -> str:
+    ratio = statistics.median(ratios)
     held = ratio <= claimed if at_most else ratio >= claimed
     bound = "at most" if at_most else "at least"
-    return f"{what}: {ratio:.2f} (claimed: {bound} {claimed:.2f}, {'held' if held else 'NOT held'})"
+    each = ", ".join(f"{value:.2f}" for value in sorted(ratios))
+    claim = f"claimed: {bound} {claimed:.2f}, {'held' if held else 'NOT held'}"
+    return f"{what}: {ratio:.2f} of {each} ({claim})"
 
 
-def medians(results: Path, net: str, part: str) -> dict[str, float]:
-    rounds = [json.loads(path.read_text()) for path in results.glob(f"{net}-{part}-*.json")]
-    names = [name for name, v in rounds[0].items() if isinstance(v, float)] if rounds else []
-    return {name: statistics.median(each[name] for each in rounds) for name in names}
+def figures_of(results: Path, net: str, part: str) -> dict[str, dict[str, Any]]:
+    """What a part measured, by its round."""
+    paths = results.glob(f"{net}-{part}-*.json")
+    return {path.stem.rpartition("-")[2]: json.loads(path.read_text()) for path in paths}
+
+
+def medians(rounds: dict[str, dict[str, Any]]) -> dict[str, float]:
+    first, *_ = rounds.values()
+    names = [name for name, value in first.items() if isinstance(value, float)]
+    return {name: statistics.median(each[name] for each in rounds.values()) for name in names}
 
 
 def machine() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from cerebro_hydra.data.cells import arrow_dtype, converted_kind
 from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, Manifest, Source, SourceFile
 from cerebro_hydra.data.parquet_files import describe_file, list_files, metadata_of
 from cerebro_hydra.data.pieces import partitions_of
-from cerebro_hydra.data.prepared import find_or_clear, finish, footers, prepared_in
+from cerebro_hydra.data.prepared import check_files, find_or_clear, finish, footers, prepared_in
 from cerebro_hydra.data.survey import Mapper, Stretch, Wish, specs_of, stretches, survey
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.storage import Store
@@ -157,6 +157,7 @@ def _metadata_of_prepared(store: Store, columns: Sequence[str]) -> ParquetMetada
             "one with train_path"
         )
     (manifest,) = found
+    check_files(manifest, store)
     root = store.data_path(manifest.fingerprint)
     rows = {"train": 0, "val": 0}
     nbytes = 0

@@ -45,22 +45,21 @@ def find_prepared(store: Store, fingerprint: str) -> Manifest | None:
     """
     manifest = _read(store, fingerprint)
     if manifest is not None:
-        _check_files(manifest, store)
+        check_files(manifest, store)
     return manifest
 
 
 def prepared_in(store: Store) -> list[Manifest]:
-    """All data that was prepared in the store; files that lie elsewhere are not among it.
+    """All data that was prepared in the store, by its manifests; its files are not looked at.
+
+    Files that lie elsewhere are not among it.
 
     Raises:
-        StoreError: files are not those of their manifest.
+        StoreError: a manifest can't be read.
     """
     names = store.list(f"{store.prefix}/data")
     read = [manifest for name in names if (manifest := _read(store, name)) is not None]
-    prepared = [manifest for manifest in read if manifest.source is None]
-    for manifest in prepared:
-        _check_files(manifest, store)
-    return prepared
+    return [manifest for manifest in read if manifest.source is None]
 
 
 def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
@@ -107,6 +106,7 @@ def choose_prepared(store: Store, wanted: Wanted, given: Manifest | None) -> Man
         found = [] if manifest is None else [manifest]
     fitting = [manifest for manifest in found if wanted.problem(manifest) is None]
     if len(fitting) == 1:
+        check_files(fitting[0], store)
         return fitting[0]
     if fitting:
         raise ConfigurationError(
@@ -128,7 +128,7 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
         StoreError: the files do not hold the rows of the manifest.
     """
     folder = store.data_path(manifest.fingerprint)
-    _check_files(manifest, store)
+    check_files(manifest, store)
     content = json.dumps(manifest.to_json(), indent=1).encode()
     store.write(f"{folder}/{MANIFEST_NAME}", content)
     return manifest
@@ -173,7 +173,12 @@ def _read(store: Store, fingerprint: str) -> Manifest | None:
         raise StoreError(f"{path!r}: {error}") from error
 
 
-def _check_files(manifest: Manifest, store: Store) -> None:
+def check_files(manifest: Manifest, store: Store) -> None:
+    """Compare a data set's files with its manifest, by their footers.
+
+    Raises:
+        StoreError: a file is not as the manifest says.
+    """
     folder = store.data_path(manifest.fingerprint)
     if manifest.source is not None:
         for file in manifest.source.files:

@@ -25,7 +25,7 @@ def feature(df: DataFrame, spec: ColumnSpec) -> Column:
     Vectors, dense or sparse, and floats become float32, integers int64.
 
     Raises:
-        DataError: the column is missing, or its type can't become that without loss.
+        DataError: the column is missing or there twice, or its type can't become that without loss.
     """
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions
@@ -33,6 +33,12 @@ def feature(df: DataFrame, spec: ColumnSpec) -> Column:
     if spec.name not in df.columns:
         raise DataError(
             f"feature column {spec.name!r} is not in the DataFrame, which has {df.columns}"
+        )
+    alike = named_like(df, spec.name)
+    if len(alike) > 1:
+        raise DataError(
+            f"feature column {spec.name!r} is {len(alike)} times in the DataFrame, as {alike}; "
+            "rename or drop all but one"
         )
     column = functions.col(f"`{spec.name.replace('`', '``')}`")
     data_type = df.schema[spec.name].dataType
@@ -48,6 +54,13 @@ def feature(df: DataFrame, spec: ColumnSpec) -> Column:
     for _ in range(depth):
         target = f"array<{target}>"
     return column.cast(target)
+
+
+def named_like(df: DataFrame, name: str) -> list[str]:
+    """The columns that a query for `name` means; if there are several, it is refused by Spark."""
+    if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
+        return [each for each in df.columns if each == name]
+    return [each for each in df.columns if each.lower() == name.lower()]
 
 
 def _leaf(data_type: DataType) -> tuple[int, str]:

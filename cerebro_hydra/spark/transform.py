@@ -129,7 +129,7 @@ def _check_output_names(df: DataFrame, names: Sequence[str]) -> None:
         raise ConfigurationError(
             f"output columns are {list(names)}; give one name per output, all different"
         )
-    taken = [name for name in names if name in df.columns]
+    taken = [name for name in names if arrow_columns.named_like(df, name)]
     if taken:
         raise ConfigurationError(
             f"output column {taken[0]!r} is in the DataFrame already; drop it there, or choose "

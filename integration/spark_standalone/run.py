@@ -54,6 +54,8 @@ class Cluster:
             "JAVA_HOME": str(java.java_home(os.environ, pyspark.__version__)),
             "SPARK_HOME": str(self._spark),
             "SPARK_DAEMON_MEMORY": "256m",
+            # Of seven JVMs that live a minute; Java's second compiler would be half of their work.
+            "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
             "SPARK_NO_DAEMONIZE": "1",
             "PYSPARK_PYTHON": str(self.python),
             "OMP_NUM_THREADS": "1",

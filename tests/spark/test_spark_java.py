@@ -130,7 +130,9 @@ changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.e
 print(home, spark.range(10).count(), sorted(changed & {"JAVA_HOME", "PYSPARK_PYTHON", "PATH"}))
 spark.stop()
 """
-    environ = {k: v for k, v in os.environ.items() if k not in ("JAVA_HOME", "PYSPARK_PYTHON")}
+    # Java says so when it takes options from the environment.
+    others = ("JAVA_HOME", "PYSPARK_PYTHON", "JDK_JAVA_OPTIONS")
+    environ = {k: v for k, v in os.environ.items() if k not in others}
     root = str(Path(java.__file__).parents[2])
     environ |= {"PATH": str(tmp_path), "PYTHONPATH": root}
     done = subprocess.run(

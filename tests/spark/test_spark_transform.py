@@ -220,6 +220,19 @@ def test_an_output_name_that_is_taken_is_refused(spark: SparkSession) -> None:
     factory = net_factory()
     with pytest.raises(ConfigurationError, match="output column 'id' is in the DataFrame already"):
         predict(frame(spark), factory, trained(factory), outputs=("id",))
+    with pytest.raises(ConfigurationError, match="output column 'Id' is in the DataFrame already"):
+        predict(frame(spark), factory, trained(factory), outputs=("Id",))
+
+
+def test_names_that_differ_in_case_are_two_where_spark_says_so(spark: SparkSession) -> None:
+    factory = net_factory()
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        out = predict(frame(spark), factory, trained(factory), outputs=("Id",))
+        assert {"id", "Id"} <= set(out.columns)
+        assert len(out.select("Id").head(2)) == 2
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
 
 
 def test_a_missing_or_mistyped_feature_column_is_refused(spark: SparkSession) -> None:
@@ -227,6 +240,9 @@ def test_a_missing_or_mistyped_feature_column_is_refused(spark: SparkSession) ->
     model = trained(factory)
     with pytest.raises(DataError, match="'features' is not in the DataFrame"):
         predict(frame(spark).drop("features"), factory, model)
+    twice = frame(spark).selectExpr("*", "features AS Features")
+    with pytest.raises(DataError, match=r"'features' is 2 times .*'Features'.*rename or drop"):
+        predict(twice, factory, model)
     text = spark.createDataFrame([(["a"],)], "features array<string>")
     with pytest.raises(DataError, match=r"'features' is array<string>.*float32 of shape \(4,\)"):
         predict(text, factory, model)

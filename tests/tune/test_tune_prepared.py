@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cerebro_hydra
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import GridSearch
@@ -23,8 +23,10 @@ def prepare(path: Path, workers: int = 2, validation: float | None = 0.2, seed: 
 @pytest.mark.slow
 def test_the_only_data_that_fits_is_taken_and_trained_on_as_fit_does(tmp_path: Path) -> None:
     prepare(tmp_path)
-    prepare(tmp_path, workers=3)
+    damaged = prepare(tmp_path, workers=3)
     prepare(tmp_path, validation=None)
+    # Of no concern to this search.
+    next((tmp_path / "data" / damaged.fingerprint).rglob("*.parquet")).unlink()
     search = GridSearch(**arguments(tmp_path, order="seeded"))
     result = search.fit_on_prepared_data()
     assert cerebro_hydra.replay(result.run_path, "trial-000").identical
@@ -58,6 +60,13 @@ def test_data_that_does_not_fit_is_refused_with_the_reason(
     for given in (None, manifest):
         with pytest.raises(ConfigurationError, match=said):
             search.fit_on_prepared_data(given)
+
+
+def test_the_only_data_that_fits_is_refused_if_it_is_damaged(tmp_path: Path) -> None:
+    manifest = prepare(tmp_path)
+    next((tmp_path / "data" / manifest.fingerprint).rglob("*.parquet")).unlink()
+    with pytest.raises(StoreError, match="prepare the data again"):
+        GridSearch(**arguments(tmp_path)).fit_on_prepared_data()
 
 
 def test_an_empty_store_is_refused(tmp_path: Path) -> None:
