@@ -11,20 +11,21 @@ SPARK4 := .venv-spark4
 CEREBRO := .venv-cerebro
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
-# Of the decisions without their long searches, which know no library; of Spark one whole run.
+# The decisions without their long searches, which know no library; what reads Arrow, Parquet and
+# Flight; Java's choice; of Spark one whole run.
 MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py holders.py \
   hop_state.py schedules.py seeds.py) \
   $(addprefix tests/data/test_data_,assignment.py cache.py cells.py existing.py manifest.py \
   pieces.py readers.py row_ids.py) \
-  tests/storage tests/wire tests/observe tests/spark/test_spark_checks.py \
-  tests/spark/test_spark_java.py \
+  tests/storage tests/wire/test_wire_shards.py tests/observe/test_observe_view.py \
+  tests/spark/test_spark_checks.py tests/spark/test_spark_java.py \
   tests/end_to_end/test_spark_runs.py::test_a_grid_on_spark_replays_and_transforms
 
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo test test-modern test-spark4 lint format venv clean
-.PHONY: integration-spark integration-hdfs integration-cerebro
+.PHONY: integration integration-spark integration-hdfs integration-cerebro
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
@@ -33,6 +34,7 @@ help:
 	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make format    let ruff rewrite what it can"
+	@echo "make integration   the three below, one after the other"
 	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
 	@echo "make integration-hdfs   a real HDFS on this machine, see integration/hdfs"
 	@echo "make integration-cerebro   the searches of cerebro-dl 1.1.1 with our hopper, in $(CEREBRO)"
@@ -52,6 +54,8 @@ test-modern: $(MODERN_STAMP)
 test-spark4: $(SPARK4)/.installed
 	@$(SPARK4)/bin/python -m pytest tests/ml/test_ml_params.py tests/ml/test_ml_pipelines.py \
 	  tests/spark/test_spark_transform.py
+
+integration: integration-spark integration-hdfs integration-cerebro
 
 integration-spark: $(STAMP)
 	@$(BIN)/python integration/spark_standalone/run.py

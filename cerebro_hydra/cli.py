@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a Spark setting; may come several times",
     )
     doctor.add_argument("--workers", type=_count, default=2, help="default: 2")
-    doctor.add_argument("--store", metavar="PATH", help="a folder that all machines shall share")
+    doctor.add_argument(
+        "--store", metavar="PATH", help="a folder that all machines share, or hdfs://..."
+    )
     doctor.add_argument(
         "--import",
         metavar="MODULE",
@@ -137,7 +139,10 @@ def _report(arguments: argparse.Namespace) -> int:
     from cerebro_hydra.storage import RunFolder
 
     folder = RunFolder.open(arguments.run)
-    _write(arguments.output or os.path.join(folder.path, REPORT_FILE), render(folder))
+    if arguments.output:
+        _write(arguments.output, render(folder))
+    else:
+        print(folder.write_file(REPORT_FILE, render(folder).encode()))
     if arguments.trace:
         _write(arguments.trace, json.dumps(trace(folder)))
     return 0

@@ -45,9 +45,12 @@ def main() -> None:
     pixels, labels = digits()
     table = pd.DataFrame({"features": list(pixels), "label": labels})
     df = spark.createDataFrame(table, "features array<float>, label long")
+    begun = time.time()
+    backend = SparkBackend(spark_context=spark, num_workers=WORKERS)
+    ready = time.time()
     with tempfile.TemporaryDirectory() as folder:
         search = GridSearch(
-            backend=SparkBackend(spark_context=spark, num_workers=WORKERS),
+            backend=backend,
             store=LocalStore(prefix_path=folder),
             estimator_gen_fn=estimator_gen_fn,
             search_space={name: hp_choice(values) for name, values in GRID.items()},
@@ -61,6 +64,7 @@ def main() -> None:
         result = search.fit(df)
         ended = time.time()
         document = split(started, ended, Path(folder), Path(result.run_path))
+        document["backend"] = ready - begun
         document["val_accuracy"] = [t.history["val_accuracy"][-1] for t in result.trials]
     arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     spark.stop()

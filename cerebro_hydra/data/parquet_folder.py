@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import types
 
+from cerebro_hydra.data.parquet_files import metadata_of
 from cerebro_hydra.errors import DataError
 
 # A schema in these files would be unpickled by petastorm, and ours have none.
@@ -52,11 +52,8 @@ class ParquetFolder:
         files = []
         kinds: tuple[pa.DataType, ...] | None = None
         for file in (os.path.join(path, name) for name in names):
-            try:
-                footer = pq.read_metadata(file)
-                schema = footer.schema.to_arrow_schema()
-            except (OSError, pa.ArrowException) as error:
-                raise DataError(f"{file!r} is not a whole Parquet file ({error})") from error
+            footer = metadata_of(file)
+            schema = footer.schema.to_arrow_schema()
             found = tuple(_kind(schema, name, file) for name in columns)
             for name, kind, first in zip(columns, found, kinds or found, strict=True):
                 if kind != first:

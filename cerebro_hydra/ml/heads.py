@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.objective import CLASS_INDEX_LOSSES
+from cerebro_hydra.recipe.objective import CLASS_INDEX_LOSSES, is_likelihood, is_log_odds
 from cerebro_hydra.spark import arrow_columns
 
 if TYPE_CHECKING:
@@ -26,10 +26,9 @@ SIGMOID = "sigmoid"
 """One score: of class 1 against class 0."""
 PROBABILITY = "probability"
 """One number: how likely class 1 is."""
+CLASS_HEADS = (SOFTMAX, SIGMOID, PROBABILITY)
 
 _CLASSES = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
-_SCORE = (F.binary_cross_entropy_with_logits,)
-_LIKELIHOOD = (F.binary_cross_entropy,)
 
 
 def choose_head(asked: str | None, loss: Any, shapes: Sequence[tuple[int, ...]]) -> str:
@@ -48,7 +47,6 @@ def choose_head(asked: str | None, loss: Any, shapes: Sequence[tuple[int, ...]])
     single = len(shapes) == 1
     one_number = single and shapes[0][1:] in ((), (1,))
     scores = single and len(shapes[0]) == 2 and shapes[0][1] > 1
-    likelihood = isinstance(loss, nn.BCELoss) or loss in _LIKELIHOOD
     if asked == "regression":
         if not one_number:
             raise _unfit(asked, "one number per row", shapes)
@@ -58,12 +56,12 @@ def choose_head(asked: str | None, loss: Any, shapes: Sequence[tuple[int, ...]])
             return SOFTMAX
         if not one_number:
             raise _unfit(asked, "a score per class, or one number per row", shapes)
-        return PROBABILITY if likelihood else SIGMOID
+        return PROBABILITY if is_likelihood(loss) else SIGMOID
     if scores and (isinstance(loss, CLASS_INDEX_LOSSES) or loss in _CLASSES):
         return SOFTMAX
-    if one_number and (isinstance(loss, nn.BCEWithLogitsLoss) or loss in _SCORE):
+    if one_number and is_log_odds(loss):
         return SIGMOID
-    return PROBABILITY if one_number and likelihood else RAW
+    return PROBABILITY if one_number and is_likelihood(loss) else RAW
 
 
 def _unfit(asked: str, needed: str, shapes: Sequence[tuple[int, ...]]) -> ConfigurationError:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.heads import choose_head
+from cerebro_hydra.ml.heads import CLASS_HEADS, choose_head
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE, save_exported
 from cerebro_hydra.spark.programs import ExportedProgram
 from cerebro_hydra.spark.transform import Inference
@@ -109,8 +109,8 @@ class Loaded:
         return self._program.module(torch.device("cpu"))
 
     def head(self, asked: str | None) -> str:
-        """As it was when it was saved, where nothing is asked for."""
-        if asked is None:
+        """As it was when it was saved, where nothing else is asked for."""
+        if asked is None or (asked == "classification" and self._loss_head in CLASS_HEADS):
             return self._loss_head
         shapes = [tuple(tensor.shape) for tensor in self.inference.sample]
         return choose_head(asked, None, shapes)

@@ -50,7 +50,9 @@ class MLflowTracker:
         self._runs: list[str] = []
 
     def on_record(self, record: Record) -> None:
-        """Log what a record says of epochs and ends."""
+        """Log what a record says of epochs and ends; a search may follow another."""
+        if record["kind"] == "start":
+            self._view, self._runs = RunView(), []
         self._view.apply(record)
         match record["kind"]:
             case "start":

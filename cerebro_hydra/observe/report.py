@@ -6,10 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, PackageLoader, Template
 
 from cerebro_hydra import __version__
 from cerebro_hydra.observe.observer import Record
@@ -25,8 +24,6 @@ REPORT_FILE = "report.html"
 
 COLOURS = 8
 """Trials that get a colour of their own, best first; the others are grey until pointed at."""
-
-_PAGE = Path(__file__).parent / "page"
 
 
 class ReportWriter:
@@ -54,12 +51,20 @@ def render(folder: RunFolder) -> str:
         view.apply(record)
         timeline.apply(record)
     refused = folder.read_json(REFUSED_FILE)
+    content = _content(view, timeline, refused)
+    return utf8(page().render(**content, version=__version__))
+
+
+def page() -> Template:
+    """The page to be filled; the package may lie in a zip, as Spark ships it."""
     environment = Environment(
-        loader=FileSystemLoader(_PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("cerebro_hydra.observe", "page"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"bytes": human_bytes, "duration": duration, "number": _shown}
-    content = _content(view, timeline, refused)
-    return utf8(environment.get_template("page.html.j2").render(**content, version=__version__))
+    return environment.get_template("page.html.j2")
 
 
 def _content(view: RunView, timeline: Timeline, refused: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,7 +96,9 @@ def _content(view: RunView, timeline: Timeline, refused: list[dict[str, Any]]) -
         "metric_title": metric_title(view),
         "winner": winner,
         "winner_params": _texts(winner.params) if winner else {},
-        "begun": datetime.fromtimestamp(timeline.begin, UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "begun": datetime.fromtimestamp(timeline.begin, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        if timeline.begin
+        else None,
         "busy": sum(bar.seconds for bar in timeline.tasks) / span,
         "hops": [
             {"trial": view.trials[bar.trial].trial_id, "to": bar.worker, "bar": bar.hop}

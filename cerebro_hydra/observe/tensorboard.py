@@ -35,7 +35,12 @@ class TensorBoardTracker:
         self._writers: list[Any] = []
 
     def on_record(self, record: Record) -> None:
-        """Write what a record says of epochs and ends; with the last one, close all files."""
+        """Write what a record says of epochs and ends; with the last one, close all files.
+
+        A search may follow another.
+        """
+        if record["kind"] == "start":
+            self._view, self._writers = RunView(), []
         self._view.apply(record)
         match record["kind"]:
             case "start":

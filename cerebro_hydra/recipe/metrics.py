@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.objective import is_likelihood
 
 Direction = Literal["min", "max"]
 MetricFunction = Callable[..., Tensor]
@@ -51,9 +53,13 @@ class Metric:
     label: int | None = None
 
 
-def _accuracy(outputs: Tensor, labels: Tensor) -> Tensor:
-    if outputs.dim() == labels.dim() or outputs.shape[-1] == 1:
-        hits = (outputs.reshape(labels.shape) > 0).to(labels.dtype) == labels
+def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> Tensor:
+    """Share of hits; `loss` says what one number stands for, and whether labels are shares."""
+    if isinstance(loss, nn.CrossEntropyLoss) and labels.shape == outputs.shape:
+        hits = outputs.argmax(min(1, outputs.dim() - 1)) == labels.argmax(min(1, labels.dim() - 1))
+    elif outputs.dim() == labels.dim() or outputs.shape[-1] == 1:
+        least = 0.5 if is_likelihood(loss) else 0.0
+        hits = (outputs.reshape(labels.shape) > least).to(labels.dtype) == labels
     else:
         class_dim = 1 if outputs.dim() == labels.dim() + 1 and labels.dim() > 1 else -1
         if outputs.shape[:-1] == labels.shape:
@@ -72,6 +78,7 @@ def _mae(outputs: Tensor, labels: Tensor) -> Tensor:
 
 KNOWN_METRICS = {
     "accuracy": Metric("accuracy", _accuracy, "max", label=0),
+    "acc": Metric("acc", _accuracy, "max", label=0),
     "mse": Metric("mse", _mse, "min", label=0),
     "mae": Metric("mae", _mae, "min", label=0),
 }
@@ -79,12 +86,15 @@ KNOWN_METRICS = {
 Given = Sequence[str] | Mapping[str, tuple[MetricFunction | StateMetric, str]]
 
 
-def resolve_metrics(metrics: Given, labels: Sequence[str] = ("label",)) -> tuple[Metric, ...]:
+def resolve_metrics(
+    metrics: Given, labels: Sequence[str] = ("label",), losses: Sequence[Any] = ()
+) -> tuple[Metric, ...]:
     """Turn names, or `{name: (function, "min"|"max")}`, into metrics with a declared direction.
 
     Args:
         labels: names of the label columns; with several, a known metric is measured on each, as
             `<label>_<metric>`.
+        losses: one per label column, which say what an output stands for; none if unknown.
 
     Raises:
         ConfigurationError: a metric is unknown, has no direction, or is called "loss".
@@ -107,11 +117,12 @@ def resolve_metrics(metrics: Given, labels: Sequence[str] = ("label",)) -> tuple
                     "any other is given as {name: (function, 'min'|'max')}"
                 )
             known = KNOWN_METRICS[name]
-            if len(labels) == 1:
-                resolved.append(known)
-            else:
-                for number, label in enumerate(labels):
-                    resolved.append(replace(known, name=f"{label}_{name}", label=number))
+            for number, label in enumerate(labels):
+                named = name if len(labels) == 1 else f"{label}_{name}"
+                function = known.function
+                if function is _accuracy and len(losses) == len(labels):
+                    function = partial(_accuracy, loss=losses[number])
+                resolved.append(replace(known, name=named, label=number, function=function))
     for metric in resolved:
         if metric.name == "loss":
             raise ConfigurationError("'loss' is always measured; leave it out of metrics")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
@@ -21,6 +22,16 @@ MODEL = "model"
 CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 
 Loss = Callable[..., Tensor]
+
+
+def is_likelihood(loss: Any) -> bool:
+    """Whether a loss takes, for each label of 0 or 1, how likely 1 is."""
+    return isinstance(loss, nn.BCELoss) or loss is F.binary_cross_entropy
+
+
+def is_log_odds(loss: Any) -> bool:
+    """Whether a loss takes a score for each label of 0 or 1, which is positive if 1 is likely."""
+    return isinstance(loss, nn.BCEWithLogitsLoss) or loss is F.binary_cross_entropy_with_logits
 
 
 class Objective:

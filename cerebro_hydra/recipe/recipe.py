@@ -142,7 +142,7 @@ class Recipe:
         self.columns = columns
         self._objective.bind(columns.labels, columns.weight)
         self._call = Call.of(self.model, columns, self._objective.is_models_own)
-        self._set_metrics(resolve_metrics(self.metrics, columns.labels))
+        self._set_metrics(resolve_metrics(self.metrics, columns.labels, self._objective.losses))
         self._collator.bind(columns)
         measured = ["loss", *(metric.name for metric in self._metrics)]
         if self.lr_metric not in measured:
@@ -204,6 +204,11 @@ class Recipe:
         return predictions(outputs, self.columns.labels if self.columns else ())
 
     # ------------------------------------------------------------------ measuring
+
+    @property
+    def losses(self) -> tuple[Any, ...]:
+        """One, or one per label column."""
+        return self._objective.losses
 
     @property
     def metric_list(self) -> tuple[Metric, ...]:

@@ -49,7 +49,8 @@ def feature(df: DataFrame, spec: ColumnSpec) -> Column:
             f"trained with {spec.dtype} of shape {spec.shape} per row; cast it to that"
         )
     if data_type.typeName() == "vectorudt" or data_type.simpleString() == "vector":
-        return vector_to_array(column, spec.dtype)
+        # vector_to_array ends the job at a null, which is to be named instead.
+        return functions.when(column.isNotNull(), vector_to_array(column, spec.dtype))
     target = _SPARK_NAMES[spec.dtype]
     for _ in range(depth):
         target = f"array<{target}>"
@@ -87,7 +88,7 @@ def to_tensor(array: pa.Array, spec: ColumnSpec) -> Tensor:
     """An Arrow column as a tensor of shape (rows, *spec.shape).
 
     Raises:
-        DataError: a value is null or NaN, or a row has another shape.
+        DataError: a value is null, NaN or infinite, or a row has another shape.
     """
     import pyarrow.compute as pc
 
@@ -103,9 +104,10 @@ def to_tensor(array: pa.Array, spec: ColumnSpec) -> Tensor:
         array = array.flatten()
     _refuse_nulls(array, spec)
     values = torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
-    if values.is_floating_point() and bool(values.isnan().any()):
+    if values.is_floating_point() and not bool(values.isfinite().all()):
         raise DataError(
-            f"feature column {spec.name!r} has NaN; drop or fill such rows before transform"
+            f"feature column {spec.name!r} has NaN or infinity (in float32); drop or fill such "
+            "rows before transform"
         )
     return values.reshape(rows, *spec.shape)
 

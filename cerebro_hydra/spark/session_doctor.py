@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import cerebro_hydra
-from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
+from cerebro_hydra.errors import (
+    CerebroHydraError,
+    ConfigurationError,
+    SetupError,
+    StoreError,
+)
 from cerebro_hydra.spark import checks, session
 from cerebro_hydra.spark.backend import context_of
 from cerebro_hydra.spark.checks import Finding
@@ -26,7 +31,7 @@ from cerebro_hydra.spark.probe import (
     visits,
     worker_failure,
 )
-from cerebro_hydra.storage import LocalStore, Store
+from cerebro_hydra.storage import HDFSStore, LocalStore, Store
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -160,13 +165,16 @@ def _of_executors(
     store_check = Check("store", None)
     given: Store | None = None
     try:
-        given = LocalStore(store) if isinstance(store, str) else store
-        meeting = meet(context, workers, given)
-    except StoreError as error:
-        failed_store = Finding("store", f"the driver can't use it: {error}", "give another store")
-        store_check = Check("store", None, [failed_store])
-        given = None
-        meeting = meet(context, workers)
+        given = _opened(store) if isinstance(store, str) else store
+    except CerebroHydraError as error:
+        store_check = _unusable(error)
+    try:
+        try:
+            meeting = meet(context, workers, given)
+        except StoreError as error:
+            store_check = _unusable(error)
+            given = None
+            meeting = meet(context, workers)
     except SetupError as error:
         finding = Finding("spark.driver.host", str(error), "set it to an address of the driver")
         return [executors, Check("network", None, [finding]), *map(_unchecked, _AT_WORK[2:])]
@@ -178,6 +186,15 @@ def _of_executors(
         store_check,
         _placement(context, meeting),
     ]
+
+
+def _unusable(error: CerebroHydraError) -> Check:
+    why = f"the driver can't use it: {error}"
+    return Check("store", None, [Finding("store", why, "give another store")])
+
+
+def _opened(path: str) -> Store:
+    return HDFSStore(path) if path.startswith(f"{HDFSStore.scheme}://") else LocalStore(path)
 
 
 def _placement(context: SparkContext, meeting: Meeting) -> Check:

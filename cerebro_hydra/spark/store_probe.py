@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import CerebroHydraError
 from cerebro_hydra.storage import Store
 
 
@@ -16,7 +16,7 @@ class StoreProbe:
     Without a store nothing is probed. It travels to the workers.
 
     Raises:
-        StoreError: on entering, if the driver itself can't write there.
+        CerebroHydraError: on entering, if the driver itself can't write there.
     """
 
     def __init__(self, store: Store | None) -> None:
@@ -30,7 +30,7 @@ class StoreProbe:
 
     def __exit__(self, *_: object) -> None:
         if (store := self._store()) is not None:
-            with suppress(StoreError):
+            with suppress(CerebroHydraError):
                 store.delete(store.run_path(self._name))
 
     def used_by(self, worker: int) -> str | None:
@@ -41,7 +41,7 @@ class StoreProbe:
                 if store.read(self._path(store, "driver")) != self._name.encode():
                     return "it has other bytes than the driver wrote"
                 store.write(self._path(store, f"worker-{worker}"), self._name.encode())
-        except StoreError as error:
+        except CerebroHydraError as error:
             return str(error)
         return None
 
@@ -55,7 +55,7 @@ class StoreProbe:
             try:
                 if store.read(self._path(store, f"worker-{worker}")) != self._name.encode():
                     reasons[worker] = "the driver reads other bytes than the worker wrote"
-            except StoreError as error:
+            except CerebroHydraError as error:
                 reasons[worker] = f"what the worker wrote is not seen by the driver: {error}"
         return reasons
 

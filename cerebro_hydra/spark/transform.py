@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.data.manifest import ColumnSpec
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.spark import arrow_columns
 from cerebro_hydra.spark.devices import task_device
 from cerebro_hydra.spark.outputs import Outputs
@@ -51,10 +51,24 @@ class Inference:
         """What the model predicts for two rows of zeros: the form of its predictions.
 
         Raises:
-            ConfigurationError: the weights do not fit, or the model gives no rows.
+            ConfigurationError: the weights do not fit, or the model gives no rows, or fails.
         """
         predict = self._program.load(torch.device("cpu"))
-        return _checked(predict, tuple(_zeros(spec) for spec in self.specs))
+        zeros = tuple(_zeros(spec) for spec in self.specs)
+        try:
+            return _checked(predict, zeros)
+        except CerebroHydraError:
+            raise
+        except Exception as error:
+            shapes = {
+                spec.name: list(column.shape)
+                for spec, column in zip(self.specs, zeros, strict=True)
+            }
+            raise ConfigurationError(
+                f"forward fails on two rows of zeros ({type(error).__name__}: {error}), of which "
+                f"transform learns what the model predicts; their shapes are {shapes}: let forward "
+                "take them, such as by a least length of 1"
+            ) from error
 
     def transform(
         self, df: DataFrame, outputs: Outputs, batch_size: int | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from cerebro_hydra.data.value_ranges import Range
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.recipe.objective import is_log_odds
 from cerebro_hydra.shards.sample import Example, fresh
 
 # How torch says that a number is none of a table's rows, of the classes, or no probability.
@@ -52,12 +53,26 @@ def check_extremes(
         for number, name in enumerate((*columns.features, *columns.labels)):
             given = (*example[0], *example[1])[number]
             is_feature = number < len(columns.features)
+            if name in ranges and not is_feature:
+                _check_share(recipe, number - len(columns.features), name, ranges[name])
             if name not in ranges or (is_feature and given.is_floating_point()):
                 continue
             for value in ranges[name]:
                 _check(recipe, example, number, value, (name, is_feature, ranges[name]))
     finally:
         model.train(training)
+
+
+def _check_share(recipe: Recipe, label: int, name: str, held: Range) -> None:
+    """Torch takes any number for a share, and the loss then falls without bound."""
+    losses = recipe.losses
+    loss = losses[label] if len(losses) > 1 else losses[0]
+    if is_log_odds(loss) and (held[0] < 0 or held[1] > 1):
+        raise ConfigurationError(
+            f"label column {name!r} holds values from {held[0]} to {held[1]}, and the loss "
+            f"{getattr(loss, '__name__', type(loss).__name__)} takes 0, 1 and what lies between; "
+            "correct the column, or use a loss for classes or numbers"
+        )
 
 
 def _check(

@@ -80,7 +80,8 @@ class TrainedModel:
         """The DataFrame with the model's outputs, by default in `<label>__output`.
 
         Raises:
-            ConfigurationError: a feature column is missing.
+            ConfigurationError: an output column is there already.
+            DataError: a feature column is missing, or has another type than in training.
             ReplayError: the factory can't be found; says how to give it.
             StoreError: the prepared data is gone, whose manifest says what the columns hold.
         """

@@ -156,6 +156,10 @@ class SearchResult:
         """The history of the best trial."""
         return self.best_trial.history
 
+    def get_history(self) -> History:
+        """The history of the best trial, by the name that a model has for it."""
+        return self.get_best_model_history()
+
     def get_all_model_history(self) -> dict[str, History]:
         """The history of every trial, by its id."""
         return {trial.trial_id: trial.history for trial in self.trials}

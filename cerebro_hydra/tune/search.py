@@ -163,6 +163,7 @@ class Search(ABC):
         That is what `backend.prepare_data` has written to the store; or the Parquet files of the
         store's `train_path` and `val_path`, or of Cerebro in its folder, which are read as they
         lie: their validation rows are those of `val_path`, else the share `validation` of all rows.
+        Prepared data keeps the rows that it holds out, whatever share or seed this search has.
 
         Args:
             prepared: what `backend.prepare_data` or `backend.existing_data` returned; None takes

@@ -53,10 +53,10 @@ class KillsOneAgent(threading.Thread):
     def run(self) -> None:
         while not self.over.wait(0.02):
             for workers in self._store.glob("runs/*/workers.json"):
-                if len(list(workers.parent.glob("journal/*.jsonl"))) > 6:
-                    pid = json.loads(workers.read_text())["0"]["pid"]
-                    os.kill(pid, signal.SIGKILL)
-                    self.killed = pid
+                first = json.loads(workers.read_text()).get("0")
+                if first and len(list(workers.parent.glob("journal/*.jsonl"))) > 6:
+                    os.kill(first["pid"], signal.SIGKILL)
+                    self.killed = first["pid"]
                     return
 
 
@@ -115,6 +115,7 @@ def main(store: Path, report: Path) -> None:
                 "killed": killer.killed,
                 "workers": workers,
                 "predicted_rows": out.count(),
+                "report": Path(result.run_path, "report.html").is_file(),
             }
         )
     )

@@ -30,6 +30,7 @@ def feed_forward(params: dict[str, Any]) -> Recipe:
         metrics=["accuracy"],
         batch_size=params.get("batch_size", 16),
         shards=params.get("shards", 2),
+        warm_start=params.get("warm_start"),
     )
 
 

@@ -128,7 +128,6 @@ def bert(params: dict[str, Any]) -> Any:
         metrics=["accuracy"],
         batch_size=8,
         shards=params["shards"],
-        warm_start=params.get("warm_start"),
         collate=without_padding,
     )
 

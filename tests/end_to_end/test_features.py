@@ -13,7 +13,7 @@ from cerebro_hydra.errors import AllTrialsFailed
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays
-from tests.end_to_end import rich_models
+from tests.end_to_end import models, rich_models
 from tests.end_to_end.test_runs import assert_replays, classes, search
 
 pytestmark = pytest.mark.slow
@@ -109,13 +109,20 @@ def test_a_transformer_as_it_comes_with_batches_of_any_length(tmp_path: Path) ->
 
 
 def test_a_warm_start_begins_with_the_weights_given(tmp_path: Path) -> None:
-    first = bert_search(tmp_path / "a", shards=[2])
+    first = search(tmp_path / "a", models.feed_forward, {"lr": [0.1]}, classes())
     weights = {n: t.contiguous() for n, t in first.torch().state_dict().items()}
     path = str(tmp_path / "weights.safetensors")
     safetensors.torch.save_file(weights, path)
-    second = bert_search(tmp_path / "b", shards=[2], warm_start=[path])
+    second = search(
+        tmp_path / "b", models.feed_forward, {"lr": [0.1], "warm_start": [path]}, classes()
+    )
     assert_replays(second)
     began = first.trials[0].history["train_loss"][0]
     assert second.trials[0].history["train_loss"][0] < began
     with pytest.raises(AllTrialsFailed, match="there is no such file"):
-        bert_search(tmp_path / "c", shards=[2], warm_start=[path + "x"])
+        search(
+            tmp_path / "c",
+            models.feed_forward,
+            {"lr": [0.1], "warm_start": [path + "x"]},
+            classes(),
+        )

@@ -29,5 +29,6 @@ def test_a_job_sent_to_a_cluster_trains_replays_and_leaves_nothing_behind() -> N
     assert sorted(told["workers"][k]["gpus"] for k in "01") == [["4"], ["5"]]
     assert told["workers"]["0"]["pid"] != told["killed"]
     assert told["cuda_was_shown"] == ["4", "5"]
+    assert told["report"], "the package lies in a zip, and so does the report's page"
     assert "had to kill" not in done.stderr
     assert not Path(origins[0]).parents[1].exists()

@@ -20,6 +20,7 @@ from cerebro_hydra.ml.heads import (
     choose_head,
     class_scores,
 )
+from cerebro_hydra.ml.sources import Loaded
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,9 @@ def test_an_empty_name_leaves_its_column_out() -> None:
     outputs = ClassOutputs(SOFTMAX, "", "", "class")
     assert outputs.names == ("class",) and len(outputs.types([])) == 1
     assert outputs.arrays([torch.tensor([[0.0, 1.0]])])[0].to_pylist() == [1.0]
+
+
+@pytest.mark.parametrize("head", [SOFTMAX, SIGMOID, PROBABILITY])
+def test_a_loaded_model_that_is_asked_for_classes_keeps_what_its_loss_said(head: str) -> None:
+    program: Any = None  # not asked: a probability looks like a score
+    assert Loaded(program, [], 8, head).head("classification") == head

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+import cerebro_hydra
 from cerebro_hydra import cli
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter, render
 from cerebro_hydra.storage import RunFolder
@@ -134,6 +138,45 @@ def test_report_and_trace_by_the_command_line(
     assert capsys.readouterr().out.splitlines() == [str(page), str(trace)]
     assert page.read_text() == Path(result.run_path, REPORT_FILE).read_text()
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_report_by_the_command_line_goes_into_the_run(
+    result: SearchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "runs" / "again"
+    shutil.copytree(result.run_path, there)
+    (there / REPORT_FILE).unlink()
+    assert cli.main(["report", str(there)]) == 0
+    assert capsys.readouterr().out.strip() == str(there / REPORT_FILE)
+    assert (there / REPORT_FILE).read_text() == Path(result.run_path, REPORT_FILE).read_text()
+
+
+def test_a_run_to_which_no_worker_came_says_so(result: SearchResult, tmp_path: Path) -> None:
+    there = tmp_path / "runs" / "alone"
+    shutil.copytree(result.run_path, there)
+    shutil.rmtree(there / "journal")
+    page = render(RunFolder.open(str(there)))
+    assert "no worker came" in page and "1970" not in page
+
+
+def test_the_page_is_found_where_spark_ships_the_package_as_a_zip(tmp_path: Path) -> None:
+    package = Path(cerebro_hydra.__file__).parent
+    shutil.make_archive(str(tmp_path / "shipped"), "zip", package.parent, package.name)
+    program = (
+        "import cerebro_hydra.observe.report as report\n"
+        "assert 'shipped.zip' in report.__file__\n"
+        "assert 'run report' in report.page().environment.loader.get_source("
+        "report.page().environment, 'page.html.j2')[0]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "shipped.zip")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

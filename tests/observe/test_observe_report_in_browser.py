@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.observe.report import REPORT_FILE
+from cerebro_hydra.observe.report import REPORT_FILE, render
+from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -111,6 +113,24 @@ def test_a_traceback_unfolds_and_a_legend_hides(page: Any) -> None:
     before = points.count()
     page.locator("#legend button").first.click()
     assert points.count() == before - 3
+
+
+def test_values_that_differ_by_rounding_alone_are_drawn(
+    page: Any, result: SearchResult, tmp_path: Path
+) -> None:
+    shutil.copytree(result.run_path, there := tmp_path / "runs" / "near")
+    for segment in (there / "journal").iterdir():
+        lines = [json.loads(line) for line in segment.open()]
+        for told in (each for line in lines for each in line.get("instructions", ())):
+            if told["type"] == "EndEpoch":
+                told["metrics"]["val_accuracy"] = [1.0, 1.0 - 2**-53][told["epoch"] % 2]
+        segment.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (there / REPORT_FILE).write_text(render(RunFolder.open(str(there))), encoding="utf-8")
+    near = page.context.browser.new_page()
+    near.goto((there / REPORT_FILE).as_uri())
+    assert near.locator("[data-curve='val_accuracy'] circle").count()
+    assert near.locator("[data-curve='val_accuracy'] line.grid").count() < 10
+    near.close()
 
 
 def test_nothing_went_wrong_and_nothing_was_asked_for(

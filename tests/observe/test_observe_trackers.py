@@ -12,7 +12,7 @@ from cerebro_hydra.observe.report import render
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.codec import to_json
-from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import SearchResult
 
 pytestmark = pytest.mark.slow
@@ -68,6 +68,36 @@ def test_tensorboard_forgets_epochs_that_were_trained_again(
         tracker.on_record({"kind": "journal", **journal, "instructions": [to_json(each)]})
     tracker.on_record({"kind": "finish", "seconds": 1.0})
     assert scalars(tmp_path / document.run_id / "trial-000", "val_loss") == [(1, 3.0), (2, 1.0)]
+
+
+def test_a_tracker_takes_one_search_after_another(
+    make_document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr("cerebro_hydra.observe.mlflow.render", lambda folder: "")
+    uri = (tmp_path / "mlruns").as_uri()
+    board, flow = TensorBoardTracker(tmp_path / "board"), MLflowTracker("two", uri)
+    ended = to_json(ins.EndEpoch(0, 0, {"val_loss": 1.0}))
+    event = to_json(ev.TrialStopped(0, ""))
+    for value, run_id in enumerate(("first", "second")):
+        store = LocalStore(str(tmp_path / run_id)).to_dict()
+        ended["metrics"] = {"val_loss": float(value)}
+        for tracker in (board, flow):
+            document = make_document(1, run_id=run_id, store=store)
+            tracker.on_record({"kind": "start", "document": document.to_json()})
+            journal = {"seq": 0, "time": 1.0, "event": event, "instructions": [ended]}
+            tracker.on_record({"kind": "journal", **journal})
+            tracker.on_record({"kind": "finish", "seconds": 1.0})
+        assert scalars(tmp_path / "board" / run_id / "trial-000", "val_loss") == [(1, value)]
+    client = mlflow.MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("two").experiment_id])
+    parents = {run.info.run_id: run.info.run_name for run in runs}
+    trials = [run for run in runs if run.info.run_name == "trial-000"]
+    assert {
+        parents[run.data.tags["mlflow.parentRunId"]]: run.data.metrics["val_loss"] for run in trials
+    } == {"first": 0.0, "second": 1.0}
 
 
 def test_mlflow_has_a_parent_and_a_run_per_trial(

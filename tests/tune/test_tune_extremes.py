@@ -179,3 +179,16 @@ def test_one_late_class_too_many_stops_a_search_before_any_agent(tmp_path: Path)
     with pytest.raises(AllTrialsFailed, match=said):
         search.fit(Arrays({"features": features, "label": labels}))
     assert backend.agents is launcher, "agents were launched"
+
+
+@pytest.mark.parametrize("held", [(1, 2), (-1, 1), (-0.5, 0.5)])
+def test_a_label_that_is_no_share_is_refused_where_torch_would_not(held: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = Recipe(model, optimizer, nn.BCEWithLogitsLoss())
+    columns = Columns(("features",), ("label",))
+    example = (torch.zeros(ROWS, 2),), (torch.zeros(ROWS),)
+    recipe = recipe.bind(columns)
+    check_extremes(recipe, columns, example, {"label": (0, 1)})
+    with pytest.raises(ConfigurationError, match=r"label column 'label' .*BCEWithLogitsLoss takes"):
+        check_extremes(recipe, columns, example, {"label": held})

@@ -64,7 +64,8 @@
     let low = numbers.reduce((a, b) => Math.min(a, b), Infinity);
     let high = numbers.reduce((a, b) => Math.max(a, b), -Infinity);
     if (!numbers.length) [low, high] = [0, 1];
-    if (low === high) [low, high] = [low - Math.abs(low) / 10 - 0.01, high + Math.abs(high) / 10 + 0.01];
+    // Also where they differ by rounding alone: steps that small would not count up.
+    if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) [low, high] = [low - Math.abs(low) / 10 - 0.01, high + Math.abs(high) / 10 + 0.01];
     const pad = (high - low) * 0.05;
     [low, high] = [low - pad, high + pad];
     const x = (epoch) => left + (epochs === 1 ? 0.5 : epoch / (epochs - 1)) * (W - left - right);

@@ -12,6 +12,10 @@ from cerebro_hydra import LocalStore
 class HoppingStore(LocalStore):
     """A `LocalStore`; what Cerebro logs of a model appears in `<prefix>/logs/<its run id>`."""
 
+    def to_dict(self) -> dict[str, str]:
+        """Agents, which don't know this class, open it as what it is to them."""
+        return {**super().to_dict(), "type": LocalStore.__name__}
+
     def to_remote(self, run_id: str, dataset_idx: int | None) -> Logs:
         """Where one model's logs go; `dataset_idx` is Cerebro's and not used."""
         return Logs(Path(self.prefix, "logs", run_id))
