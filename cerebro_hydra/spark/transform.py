@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -37,37 +37,45 @@ class Inference:
         program: the model.
         specs: type and shape of each feature column that `forward` takes, in order.
         batch_size: rows per forward pass.
+        rows: gives two rows that the model is known to take, a tensor per feature column.
     """
 
-    def __init__(self, program: Program, specs: Sequence[ColumnSpec], batch_size: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        specs: Sequence[ColumnSpec],
+        batch_size: int,
+        rows: Callable[[], tuple[Tensor, ...]] | None = None,
+    ) -> None:
         self.specs = tuple(specs)
         self.batch_size = batch_size
         self._program = program
+        self._rows = rows
         self._name = uuid.uuid4().hex
         self._broadcast: tuple[SparkContext, Broadcast[Program]] | None = None
 
     @cached_property
     def sample(self) -> list[Tensor]:
-        """What the model predicts for two rows of zeros: the form of its predictions.
+        """What the model predicts for two rows, known ones or zeros: the form of its predictions.
 
         Raises:
             ConfigurationError: the weights do not fit, or the model gives no rows, or fails.
         """
         predict = self._program.load(torch.device("cpu"))
-        zeros = tuple(_zeros(spec) for spec in self.specs)
+        rows = tuple(_zeros(spec) for spec in self.specs) if self._rows is None else self._rows()
         try:
-            return _checked(predict, zeros)
+            return _checked(predict, rows)
         except CerebroHydraError:
             raise
         except Exception as error:
+            what = "zeros" if self._rows is None else "those that it was trained on"
             shapes = {
-                spec.name: list(column.shape)
-                for spec, column in zip(self.specs, zeros, strict=True)
+                spec.name: list(column.shape) for spec, column in zip(self.specs, rows, strict=True)
             }
             raise ConfigurationError(
-                f"forward fails on two rows of zeros ({type(error).__name__}: {error}), of which "
-                f"transform learns what the model predicts; their shapes are {shapes}: let forward "
-                "take them, such as by a least length of 1"
+                f"forward fails on two rows of {what} ({type(error).__name__}: {error}), from "
+                f"which transform learns what it predicts; their shapes are {shapes}: let forward "
+                "take them"
             ) from error
 
     def transform(

@@ -129,7 +129,7 @@ class Store(ABC):
         for kind in Store._kinds.values():
             if kind.scheme == scheme:
                 return kind.existing(prefix_path)
-        known = sorted(kind.scheme for kind in Store._kinds.values() if kind.scheme)
+        known = sorted({kind.scheme for kind in Store._kinds.values()} - {""})
         raise StoreError(
             f"no store is known for {prefix_path!r}: known are {known}; import the module that "
             f"defines one for {scheme!r}"

@@ -298,6 +298,9 @@ def test_a_forward_that_takes_no_zeros_is_told_so(spark: SparkSession) -> None:
     model = factory({}).model
     with pytest.raises(ConfigurationError, match=r"of zeros \(RuntimeError: Length.*\[2, 4\]"):
         predict(frame(spark), factory, model)
+    program = BuiltProgram(pickle_factory(factory), {}, 0, COLUMNS, files(model))
+    known = Inference(program, FEATURES, BATCH, lambda: (torch.ones(2, 4),))
+    assert known.transform(frame(spark), RawOutputs(("prediction",))).columns[-1] == "prediction"
 
 
 def test_a_refused_row_ends_the_query_with_its_message(spark: SparkSession) -> None:
