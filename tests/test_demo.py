@@ -35,7 +35,7 @@ def demo(temporary: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.spark
 def test_demo_shows_hops_the_winner_and_a_verdict_for_every_trial(tmp_path: Path) -> None:
     store = tmp_path / "kept"
-    done = demo(tmp_path, "--keep", str(store))
+    done = demo(tmp_path, "--epochs", "3", "--keep", str(store))
     assert done.returncode == 0, done.stdout + done.stderr
     hops = re.search(r"(\d+) hops between workers moved \S+ [kMG]B", done.stdout)
     assert hops is not None
@@ -49,7 +49,7 @@ def test_demo_shows_hops_the_winner_and_a_verdict_for_every_trial(tmp_path: Path
 
     (run,) = (store / "runs").iterdir()
     result = SearchResult.open(str(run))
-    assert [len(trial.visit_log) for trial in result.trials] == [10] * 8
+    assert [len(trial.visit_log) for trial in result.trials] == [6] * 8
     # Frozen first layers are equal bytes in all trials, hence one object.
     folder = RunFolder.open(str(run))
     frozen = {

@@ -7,9 +7,11 @@ or touch CUDA: a forked process can't use the threads and contexts of its parent
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import sys
 import warnings
+import zipimport
 
 # torch._dynamo is what torch.export, which cuts models, takes longest to load.
 PRELOADED = (
@@ -36,8 +38,21 @@ def preload() -> None:
                 importlib.import_module(name)
 
 
+def settle() -> None:
+    """Spare every task of the forked workers two costs that grow with what was loaded here.
+
+    Before a task Spark's worker invalidates import caches, for which Python up to 3.12 reads the
+    directories of Spark's archives anew, once per package within; after it, it collects garbage.
+    """
+    for path, finder in list(sys.path_importer_cache.items()):
+        if isinstance(finder, zipimport.zipimporter):
+            del sys.path_importer_cache[path]
+    gc.freeze()
+
+
 if __name__ == "__main__":
     preload()
     from pyspark.daemon import manager
 
+    settle()
     manager()

@@ -126,7 +126,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
         # Which rows share a batch depends on the session, and other batches round otherwise.
         transform_batch_size=1,
     )
-    grid = ParamGridBuilder().addGrid(estimator.lr, [0.03, 1e-5]).addGrid(estimator.hidden, [8, 16])
+    grid = ParamGridBuilder().baseOn({estimator.hidden: 16}).addGrid(estimator.lr, [0.03, 1e-5])
     validator = CrossValidator(
         estimator=estimator,
         estimatorParamMaps=grid.build(),
@@ -141,23 +141,23 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     assert again.getEstimator().trial_params() == {"lr": 0.01, "hidden": 8}
     assert again.getEstimator().getStore().to_dict() == estimator.getStore().to_dict()
     assert again.getEstimator().factory() is factory
-    assert len(again.getEstimatorParamMaps()) == 4
+    assert len(again.getEstimatorParamMaps()) == 2
     assert again.getEstimatorParamMaps()[1][again.getEstimator().hidden] == 16
 
     fitted = pipeline.fit(df)
 
     *folds, last = runs_of(tmp_path / "store")
-    assert [len(run.trials) for run in folds] == [4, 4] and len(last.trials) == 1
+    assert [len(run.trials) for run in folds] == [2, 2] and len(last.trials) == 1
     for run in folds:
         assert run.totals.hops > 0
         assert {tuple(sorted(trial.visit_log)) for trial in run.trials} == {
             ((0, 0), (0, 1), (0, 2))
         }
     cross = fitted.stages[-1]
-    learned, still = cross.avgMetrics[:2], cross.avgMetrics[2:]
-    assert min(learned) > 0.55 and min(learned) > max(still)
+    learned, still = cross.avgMetrics
+    assert learned > 0.55 and learned > still
     model = cross.bestModel
-    assert isinstance(model, SparkModel) and model.trial.params["lr"] == 0.03
+    assert isinstance(model, SparkModel) and model.trial.params == {"lr": 0.03, "hidden": 16}
     assert model.run_path == last.run_path
     assert len(model.history["train_loss"]) == 1
 

@@ -50,6 +50,25 @@ def test_there_is_one_slot_more_than_workers(spark: SparkSession) -> None:
     assert SparkBackend(spark).num_workers == 3
 
 
+def test_a_task_pays_nothing_for_the_modules_that_its_worker_started_with(
+    spark: SparkSession,
+) -> None:
+    def look(rows: object) -> list[tuple[bool, list[str]]]:
+        import gc
+        import sys
+        import zipimport
+
+        found = {
+            path: finder
+            for path, finder in sys.path_importer_cache.items()
+            if isinstance(finder, zipimport.zipimporter)
+        }
+        return [(gc.get_freeze_count() > len(gc.get_objects()), [p for p in found if "/ml" in p])]
+
+    (seen,) = spark.sparkContext.parallelize([0], 1).mapPartitions(look).collect()
+    assert seen == (True, [])
+
+
 def test_workers_start_with_the_heavy_modules_and_an_untouched_cuda(spark: SparkSession) -> None:
     heavy = set(required_modules())
 
