@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cerebro_hydra.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 NULL = "is null, or holds null"
 UNFIT = {
@@ -43,6 +46,26 @@ def column_names(argument: str, value: Any) -> tuple[str, ...]:
         if list(value).count(name) > 1:
             raise ConfigurationError(f"{argument} names {name!r} more than once; name it once")
     return tuple(value)
+
+
+def require_dataframe(caller: str, df: Any) -> None:
+    """Refuse what is no DataFrame of Spark.
+
+    Raises:
+        ConfigurationError: it is something else; says what.
+    """
+    if not isinstance(getattr(df, "columns", None), list):
+        raise ConfigurationError(
+            f"{caller} got a {type(df).__module__}.{type(df).__name__}; give a Spark DataFrame, "
+            "such as spark.createDataFrame(...) makes"
+        )
+
+
+def named_like(df: DataFrame, name: str) -> list[str]:
+    """The columns that a query for `name` means; if there are several, it is refused by Spark."""
+    if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
+        return [each for each in df.columns if each == name]
+    return [each for each in df.columns if each.lower() == name.lower()]
 
 
 def not_there(what: str, name: str, where: str, columns: Sequence[str]) -> str:

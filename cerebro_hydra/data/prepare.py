@@ -56,6 +56,7 @@ def prepare(
         DataError: a column can't be used as it is, or there are too few rows.
         StoreError: the store can't be written, or holds files that contradict their manifest.
     """
+    faults.require_dataframe("prepare_data", df)
     _check_arguments(df, num_partitions, validation, columns)
     plans = [_Plan.of(df, name, stored_name(i)) for i, name in enumerate(columns)]
     by_flag = isinstance(validation, str)
@@ -101,12 +102,14 @@ def _check_arguments(
 
 
 def _check_present(df: DataFrame, name: str, what: str) -> None:
-    count = df.columns.count(name)
-    if count == 1:
-        return
-    if count > 1:
-        raise ConfigurationError(f"the DataFrame has {count} columns {name!r}: rename them")
-    raise ConfigurationError(faults.not_there(what, name, "the DataFrame", df.columns))
+    if name not in df.columns:
+        raise ConfigurationError(faults.not_there(what, name, "the DataFrame", df.columns))
+    alike = faults.named_like(df, name)
+    if len(alike) > 1:
+        raise ConfigurationError(
+            f"{what} {name!r} is {len(alike)} times in the DataFrame, as {alike}: rename or drop "
+            "all but one"
+        )
 
 
 def _column(name: str) -> Column:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param import Param
 
@@ -95,6 +95,13 @@ class SparkEstimator(Recipe, TrialEstimator):
         """What builds recipes of copies of the instances."""
         return Copies({each.name: getattr(self, each.name) for each in fields(self) if each.init})
 
+    def factory_name(self) -> None:
+        """None: instances have no name by which another process could find them."""
+
+    def varied(self) -> list[str]:
+        """The options that are numbers or names."""
+        return list(self._varied)
+
     def trial_params(self) -> dict[str, Any]:
         """Those that were set as Params; all others are in the instances."""
         return {n: self._paramMap[p] for n, p in self._varied.items() if p in self._paramMap}
@@ -131,18 +138,6 @@ class SparkEstimator(Recipe, TrialEstimator):
             self.set(self._varied[name], kwargs.pop(name))
         super()._set(**kwargs)
         return self
-
-    def write(self) -> NoReturn:
-        """Refuse: instances can't be saved without pickle.
-
-        Raises:
-            ConfigurationError: always; says what can be saved.
-        """
-        raise ConfigurationError(
-            f"{self.uid} is made of instances (model, optimizer, loss), which only a pickle could "
-            "save; save the fitted model, or make the estimator with SparkEstimator.from_factory, "
-            "of a function that can be imported, and save that"
-        )
 
 
 def _signature() -> inspect.Signature:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import Estimator
 from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.param import Param
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from cerebro_hydra.errors import TrialFailed
 from cerebro_hydra.ml.output_params import OutputParams
@@ -18,6 +19,7 @@ from cerebro_hydra.ml.run_params import RunParams
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+    from cerebro_hydra.ml.factory_estimator import FactoryEstimator
     from cerebro_hydra.ml.model import SparkModel
     from cerebro_hydra.tune.listed import ListSearch
     from cerebro_hydra.tune.model import TrainedModel
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 _one_run = threading.Lock()
 
 
-class TrialEstimator(Estimator["SparkModel"], RunParams, OutputParams):
+class TrialEstimator(
+    Estimator["SparkModel"], RunParams, OutputParams, MLWritable, MLReadable["FactoryEstimator"]
+):
     """An estimator whose param maps are trials."""
 
     @abstractmethod
@@ -36,8 +40,29 @@ class TrialEstimator(Estimator["SparkModel"], RunParams, OutputParams):
         """The `estimator_gen_fn` of a run."""
 
     @abstractmethod
+    def factory_name(self) -> str | None:
+        """By which another process can import the factory, if it can."""
+
+    @abstractmethod
+    def varied(self) -> list[str]:
+        """Names of the Params that can be a trial's parameters."""
+
+    @abstractmethod
     def trial_params(self) -> dict[str, Any]:
         """What the factory is called with, as JSON."""
+
+    def write(self) -> MLWriter:
+        """What saves it; it warns where the saved estimator could not be fitted."""
+        from cerebro_hydra.ml.estimator_files import EstimatorWriter
+
+        return EstimatorWriter(self)
+
+    @classmethod
+    def read(cls) -> MLReader[FactoryEstimator]:
+        """What loads it: an estimator of its factory, whatever it was made of."""
+        from cerebro_hydra.ml.estimator_files import EstimatorReader
+
+        return EstimatorReader()
 
     @classmethod
     def names(cls) -> list[str]:

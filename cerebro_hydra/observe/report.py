@@ -27,16 +27,20 @@ COLOURS = 8
 
 
 class ReportWriter:
-    """An observer that writes the report when a run is over, however it ended."""
+    """An observer that writes the report when a run is over, however it ended.
+
+    `path` is the report's, once it is written.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         """Write into a run's folder."""
         self._folder = folder
+        self.path: str | None = None
 
     def on_record(self, record: Record) -> None:
         """Write when the last record comes; the rest is read from the folder."""
         if record["kind"] == "finish":
-            self._folder.write_file(REPORT_FILE, render(self._folder).encode())
+            self.path = self._folder.write_file(REPORT_FILE, render(self._folder).encode())
 
 
 def render(folder: RunFolder) -> str:

@@ -7,7 +7,7 @@ random keys, how a loss is applied) lives in this package and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.autocast import AUTOCAST, autocasting
 from cerebro_hydra.recipe.blocks import checked_shards
 from cerebro_hydra.recipe.collating import Collate, Collator
 from cerebro_hydra.recipe.columns import Call, Columns, predictions
@@ -28,8 +29,6 @@ from cerebro_hydra.recipe.metrics import (
 from cerebro_hydra.recipe.objective import Objective
 from cerebro_hydra.recipe.optimizers import check_optimizer, check_parameters
 from cerebro_hydra.recipe.randomness import RandomKey
-
-AUTOCAST = {"bfloat16": torch.bfloat16}
 
 
 @dataclass(eq=False)  # a recipe is itself alone: tensors have no one answer to ==
@@ -124,7 +123,7 @@ class Recipe:
                 f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is "
                 f"{self.clip_grad_value!r}; choose one of them"
             )
-        if self.autocast is not None and self.autocast not in AUTOCAST:
+        if self.autocast not in (None, *AUTOCAST):
             raise ConfigurationError(
                 f"autocast is {self.autocast!r}; it is one of {sorted(AUTOCAST)}, or None"
             )
@@ -183,17 +182,11 @@ class Recipe:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with self._autocasting():
+            device = next((p.device.type for p in self.model.parameters()), "cpu")
+            with autocasting(self.autocast, device):
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-
-    def _autocasting(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return nullcontext()
-        device = next((p.device.type for p in self.model.parameters()), "cpu")
-        # Without its cache, a weight's cast doesn't depend on what else ran before.
-        return torch.autocast(device, AUTOCAST[self.autocast], cache_enabled=False)
 
     def compute_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
         """The mean loss of one batch, a scalar with its graph."""

@@ -24,11 +24,13 @@ from torch.export.passes import move_to_device_pass
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.autocast import autocasting
 from cerebro_hydra.shards.differences import same_bits
 
 GRAPH_FILE = "graph.pt2"
 WEIGHTS_FILE = "weights.safetensors"
 
+_AUTOCAST = "autocast"  # its name in the archive: a graph has none of the casts it was traced with
 _MODEL = "model"  # where the wrapper keeps the model, so the first part of every name in the graph
 
 
@@ -39,12 +41,14 @@ class ExportedModel(nn.Module):
     1. It knows no training: `train` and `eval` change nothing, and gradients are not recorded.
     """
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, program: ExportedProgram, autocast: str | None, device: str) -> None:
         super().__init__()
         self._run = program.module(check_guards=False)
+        self._autocast = autocast
+        self._device = device
 
     def forward(self, *features: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
+        with torch.no_grad(), autocasting(self._autocast, self._device):
             return tuple(self._run(*features))
 
     def train(self, mode: bool = True) -> ExportedModel:
@@ -89,8 +93,9 @@ def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     predictor = _Predictor(recipe)
-    with _evaluating(predictor), torch.no_grad(), recipe.precision():
-        program = _export(recipe, predictor, features)
+    with _evaluating(predictor), torch.no_grad():
+        with recipe.precision():
+            program = _export(recipe, predictor, features)
         _write_weights(program, target / WEIGHTS_FILE)
         _write_graph(recipe, program, target / GRAPH_FILE)
         loaded = load_exported(target)
@@ -113,7 +118,8 @@ def load_exported(folder: str | Path, device: str | torch.device = "cpu") -> Exp
         if not path.is_file():
             raise ConfigurationError(f"{str(path)!r} is no file; give the folder of save_exported")
     _refuse_pickles(graph)
-    program = torch.export.load(graph)
+    extra = {_AUTOCAST: ""}
+    program = torch.export.load(graph, extra_files=extra)
     strides = _strides(program)
     with safetensors.safe_open(weights, "pt") as file:  # type: ignore[no-untyped-call]
         names = set(file.keys())
@@ -134,7 +140,7 @@ def load_exported(folder: str | Path, device: str | torch.device = "cpu") -> Exp
     if device.type != "cpu":
         # Not `Module.to`: the graph itself names the device of what it creates.
         program = move_to_device_pass(program, device)
-    return ExportedModel(program)
+    return ExportedModel(program, extra[_AUTOCAST] or None, device.type)
 
 
 @contextmanager
@@ -173,7 +179,8 @@ def _check(
     recipe: Recipe, predictor: _Predictor, loaded: ExportedModel, batch: Sequence[Tensor]
 ) -> None:
     """A forward may read values or sizes in Python, where the graph keeps those of one batch."""
-    expected = predictor(*[x.clone() for x in batch])
+    with recipe.precision():
+        expected = predictor(*[x.clone() for x in batch])
     try:
         given = loaded(*[x.clone() for x in batch])
     except Exception as error:
@@ -212,7 +219,7 @@ def _write_graph(recipe: Recipe, program: ExportedProgram, path: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the stand-ins are one element each
-            torch.export.save(program, path)
+            torch.export.save(program, path, extra_files={_AUTOCAST: recipe.autocast or ""})
     except Exception as error:
         raise _failed(recipe, f"{type(error).__name__}: {error}") from error
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cerebro_hydra.data import faults
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import DataError
 
@@ -34,7 +35,7 @@ def feature(df: DataFrame, spec: ColumnSpec) -> Column:
         raise DataError(
             f"feature column {spec.name!r} is not in the DataFrame, which has {df.columns}"
         )
-    alike = named_like(df, spec.name)
+    alike = faults.named_like(df, spec.name)
     if len(alike) > 1:
         raise DataError(
             f"feature column {spec.name!r} is {len(alike)} times in the DataFrame, as {alike}; "
@@ -55,13 +56,6 @@ def feature(df: DataFrame, spec: ColumnSpec) -> Column:
     for _ in range(depth):
         target = f"array<{target}>"
     return column.cast(target)
-
-
-def named_like(df: DataFrame, name: str) -> list[str]:
-    """The columns that a query for `name` means; if there are several, it is refused by Spark."""
-    if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
-        return [each for each in df.columns if each == name]
-    return [each for each in df.columns if each.lower() == name.lower()]
 
 
 def _leaf(data_type: DataType) -> tuple[int, str]:

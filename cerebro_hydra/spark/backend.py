@@ -9,6 +9,7 @@ from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.spark import checks
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.session import WORKERS_SETTING
+from cerebro_hydra.storage import Store, require_store
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from cerebro_hydra.data.existing import ParquetMetadata
     from cerebro_hydra.data.manifest import Manifest
-    from cerebro_hydra.storage import Store
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -79,6 +79,7 @@ class SparkBackend:
         """
         from cerebro_hydra.data.prepare import prepare
 
+        require_store(store)
         columns = _columns(feature_columns, label_columns)
         return prepare(df, store, self.num_workers, validation, columns, seed)
 
@@ -109,6 +110,7 @@ class SparkBackend:
         """
         from cerebro_hydra.data.existing import describe
 
+        require_store(store)
         columns = _columns(feature_columns, label_columns)
         return describe(store, columns, self.num_workers, validation, seed, self._mapped)
 
@@ -129,6 +131,7 @@ class SparkBackend:
         """
         from cerebro_hydra.data.existing import metadata_from
 
+        require_store(store)
         return metadata_from(store, _columns(feature_columns, label_columns))
 
     def _mapped(self, function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:

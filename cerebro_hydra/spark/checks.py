@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cerebro_hydra.errors import SetupError
+from cerebro_hydra.spark.java import parse_version, pip_java, supported_versions
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -153,15 +154,34 @@ def wait_for_slots(spark_context: SparkContext, num_workers: int) -> int:
     return slots
 
 
+def java_of(spark_context: SparkContext) -> str:
+    """The version of the Java that the driver runs on."""
+    return str(spark_context._jvm.System.getProperty("java.version"))  # type: ignore[union-attr]
+
+
+def java_findings(java: str, pyspark: str) -> list[Finding]:
+    """Whether a Spark version runs whole on a Java: on a newer one `transform` fails."""
+    suited = supported_versions(pyspark)
+    if parse_version(java) in suited:
+        return []
+    wanted = " or ".join(map(str, sorted(suited)))
+    problem = f"Spark {pyspark} does not run whole on Java {java}; it needs {wanted}"
+    return [
+        Finding(
+            "Java", problem, f"pip install {pip_java(pyspark)}, or set JAVA_HOME to such a Java"
+        )
+    ]
+
+
 def check(spark_context: SparkContext, num_workers: int) -> None:
     """Refuse a Spark whose settings, versions or executors agents can't live with.
 
     Raises:
         SetupError: lists everything that was found, each with its remedy.
     """
-    found = version_findings(
-        importlib.metadata.version("pyspark"), importlib.metadata.version("pyarrow")
-    )
+    pyspark = importlib.metadata.version("pyspark")
+    found = java_findings(java_of(spark_context), pyspark)
+    found += version_findings(pyspark, importlib.metadata.version("pyarrow"))
     settings = dict(spark_context.getConf().getAll())
     found += settings_findings(settings, wait_for_slots(spark_context, num_workers), num_workers)
     raise_findings(found)

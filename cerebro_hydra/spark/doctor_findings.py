@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cerebro_hydra.spark.checks import Finding, parse_local_master
-from cerebro_hydra.spark.java import parse_version, pip_java, supported_versions
 from cerebro_hydra.spark.meeting import Attendance
 from cerebro_hydra.spark.session import DAEMON_MODULE, MAX_FAILURES
 
 LEAST_SCRATCH = 1 << 30
 """Bytes of scratch below which a worker is warned of: it decodes its partitions there."""
-
-
-def java_findings(java: str, pyspark: str) -> list[Finding]:
-    """Whether a Spark version runs whole on the Java that the driver runs on."""
-    suited = supported_versions(pyspark)
-    if parse_version(java) in suited:
-        return []
-    wanted = " or ".join(map(str, sorted(suited)))
-    problem = f"Spark {pyspark} does not run whole on Java {java}; it needs {wanted}"
-    return [
-        Finding(
-            "Java", problem, f"pip install {pip_java(pyspark)}, or set JAVA_HOME to such a Java"
-        )
-    ]
 
 
 def advice_findings(settings: Mapping[str, str]) -> list[Finding]:

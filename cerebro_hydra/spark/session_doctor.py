@@ -19,7 +19,6 @@ from cerebro_hydra.spark.checks import Finding
 from cerebro_hydra.spark.doctor_findings import (
     advice_findings,
     gpu_findings,
-    java_findings,
     placement_findings,
 )
 from cerebro_hydra.spark.doctor_report import Check, DoctorReport
@@ -63,6 +62,8 @@ def doctor(
         SetupError: there is no session.
         ConfigurationError: an argument can't be used.
     """
+    if isinstance(modules, str):
+        raise ConfigurationError(f"modules is {modules!r}; give a list: [{modules!r}]")
     context = context_of(spark)
     settings = dict(context.getConf().getAll())
     if num_workers is None:
@@ -125,14 +126,14 @@ def _of_driver(
 ) -> list[Check]:
     versions = {name: _version(name) for name in _SHOWN_PACKAGES}
     pyspark = importlib.metadata.version("pyspark")
-    java = str(context._jvm.System.getProperty("java.version"))  # type: ignore[union-attr]
+    java = checks.java_of(context)
     home = context._jvm.System.getProperty("java.home")  # type: ignore[union-attr]
     preventing = checks.settings_findings(settings, slots, num_workers)
     of_slots = [finding for finding in preventing if finding.setting == "task slots"]
     others = [finding for finding in preventing if finding.setting != "task slots"]
     per_task = settings.get("spark.task.resource.gpu.amount", "0")
     return [
-        Check("Java", f"{java} at {home}", java_findings(java, pyspark)),
+        Check("Java", f"{java} at {home}", checks.java_findings(java, pyspark)),
         Check(
             "packages",
             f"cerebro_hydra {cerebro_hydra.__version__}, "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cerebro_hydra.data import faults
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.spark import arrow_columns
@@ -151,7 +152,7 @@ def _check_output_names(df: DataFrame, names: Sequence[str]) -> None:
         raise ConfigurationError(
             f"output columns are {list(names)}; give one name per output, all different"
         )
-    taken = [name for name in names if arrow_columns.named_like(df, name)]
+    taken = [name for name in names if faults.named_like(df, name)]
     if taken:
         raise ConfigurationError(
             f"output column {taken[0]!r} is in the DataFrame already; drop it there, or choose "

@@ -6,6 +6,6 @@ from cerebro_hydra.storage.hdfs import HDFSStore
 from cerebro_hydra.storage.local import LocalStore
 from cerebro_hydra.storage.remote import RemoteStore
 from cerebro_hydra.storage.run_folder import RunFolder
-from cerebro_hydra.storage.store import Store
+from cerebro_hydra.storage.store import Store, require_store
 
-__all__ = ["HDFSStore", "LocalStore", "RemoteStore", "RunFolder", "Store"]
+__all__ = ["HDFSStore", "LocalStore", "RemoteStore", "RunFolder", "Store", "require_store"]

@@ -155,3 +155,16 @@ class Store(ABC):
                 "import the module that defines it"
             )
         return kind(**{name: path for name, path in description.items() if name != "type"})
+
+
+def require_store(store: object) -> None:
+    """Refuse what is no store.
+
+    Raises:
+        ConfigurationError: it is something else, such as a path.
+    """
+    if not isinstance(store, Store):
+        raise ConfigurationError(
+            f"store is {store!r}, a {type(store).__name__}; give a store, such as "
+            'LocalStore(prefix_path="/some/folder")'
+        )

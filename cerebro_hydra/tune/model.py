@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.prepared import find_prepared
@@ -87,7 +88,12 @@ class TrainedModel:
         """
         from cerebro_hydra.spark.outputs import RawOutputs
 
-        return self.inference().transform(df, RawOutputs(tuple(self._output_columns)))
+        return self._inference.transform(df, RawOutputs(tuple(self._output_columns)))
+
+    @cached_property
+    def _inference(self) -> Inference:
+        """Kept, because a second transform then needs neither to read nor to send the weights."""
+        return self.inference()
 
     def inference(self, recipe: Recipe | None = None) -> Inference:
         """What predicts on executors; raises as `transform` does.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +193,15 @@ class SearchResult:
 
     def transform(self, df: DataFrame) -> DataFrame:
         """The DataFrame with the best model's outputs; see `TrainedModel.transform`."""
-        return self.get_best_model().transform(df)
+        model = self._transforming
+        if self._output_columns is not None:
+            model.set_output_columns(self._output_columns)
+        return model.transform(df)
+
+    @cached_property
+    def _transforming(self) -> TrainedModel:
+        """The best model, whose weights are read and sent once; nobody else renames its columns."""
+        return self.get_best_model()
 
     def _model(self, trial: Trial) -> TrainedModel:
         number = self.trials.index(trial)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.existing import existing_paths
-from cerebro_hydra.data.faults import column_names
+from cerebro_hydra.data.faults import column_names, require_dataframe
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import Wanted, choose_prepared
 from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
-from cerebro_hydra.observe import REPORT_FILE, Observer, ReportWriter, console_observer
+from cerebro_hydra.observe import Observer, ReportWriter, console_observer
 from cerebro_hydra.plan.hop_config import ORDERS
 from cerebro_hydra.replay import factories
-from cerebro_hydra.storage import RunFolder, Store
+from cerebro_hydra.storage import RunFolder, Store, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
 from cerebro_hydra.tune.result import SearchResult
@@ -84,11 +84,7 @@ class Search(ABC):
                 raise ConfigurationError(
                     f"backend is a {type(backend).__name__}; give a SparkBackend"
                 )
-        if not isinstance(store, Store):
-            raise ConfigurationError(
-                f"store is {store!r}, a {type(store).__name__}; give a store, such as "
-                'LocalStore(prefix_path="/some/folder")'
-            )
+        require_store(store)
         if not callable(estimator_gen_fn):
             raise ConfigurationError(
                 f"estimator_gen_fn is {estimator_gen_fn!r}; give a function of the parameters "
@@ -120,6 +116,8 @@ class Search(ABC):
             raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
         self.order = order
         self.verbose = whole("verbose", verbose, least=0)
+        if not isinstance(observers, Sequence):
+            raise ConfigurationError(f"observers is {observers!r}; give a list: [{observers!r}]")
         for observer in observers:
             if not callable(getattr(observer, "on_record", None)):
                 raise ConfigurationError(
@@ -226,11 +224,7 @@ class Search(ABC):
         return Columns(self.feature_columns, self.label_columns, self.sample_weight_column)
 
     def _check_columns(self, df: DataFrame) -> None:
-        if not isinstance(getattr(df, "columns", None), list):
-            raise ConfigurationError(
-                f"fit got a {type(df).__module__}.{type(df).__name__}; give a Spark DataFrame, "
-                "such as spark.createDataFrame(...) makes"
-            )
+        require_dataframe("fit", df)
         wanted = [*self.feature_columns, *self._columns().targets]
         if isinstance(self.validation, str):
             wanted.append(self.validation)
@@ -266,7 +260,7 @@ class Search(ABC):
     ) -> None:
         from cerebro_hydra.hopper.coordinator import Coordinator
 
-        observer = console_observer(self.verbose)
+        observer, report = console_observer(self.verbose), ReportWriter(folder)
         coordinator = Coordinator(
             folder,
             document,
@@ -274,15 +268,15 @@ class Search(ABC):
             self.estimator_gen_fn,
             manifest=manifest,
             # Trackers come after the report, which they may keep as an artifact.
-            observers=[observer, ReportWriter(folder), *self.observers],
+            observers=[observer, report, *self.observers],
             measure=admitted.measure,
         )
         try:
             coordinator.run()
         finally:
             observer.close()
-            if self.verbose:
-                print(f"report: {folder.path}/{REPORT_FILE}")
+            if self.verbose and report.path:
+                print(f"report: {report.path}")
 
 
 THREADS = 1

@@ -14,6 +14,8 @@ import numpy as np
 
 from cerebro_hydra.errors import ConfigurationError
 
+_LARGEST_EXPONENT = 300  # of what a float can hold
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -68,7 +70,7 @@ def hp_loguniform(min: float, max: float) -> Uniform:
     """10 to the power of any number from `min` to `max`: `hp_loguniform(-4, -1)` is 0.0001 to 0.1.
 
     Raises:
-        ConfigurationError: as `hp_uniform`.
+        ConfigurationError: as `hp_uniform`, or 10 to that power is beyond what a float holds.
     """
     return _checked("hp_loguniform", Uniform(min, max, log=True))
 
@@ -77,7 +79,8 @@ def hp_qloguniform(min: float, max: float, q: float) -> Uniform:
     """As `hp_loguniform`, rounded to a multiple of `q`.
 
     Raises:
-        ConfigurationError: as `hp_uniform`, or `q` is not above 0, or not below the largest value.
+        ConfigurationError: as `hp_loguniform`, or `q` is not above 0, or not below the largest
+            value.
     """
     return _checked("hp_qloguniform", Uniform(min, max, q, log=True))
 
@@ -96,6 +99,12 @@ def _checked(function: str, dimension: Uniform) -> Uniform:
         raise ConfigurationError(
             f"{function} got min={dimension.low!r} and max={dimension.high!r}; min is below "
             f"max{hint}"
+        )
+    if dimension.log and max(-low, high) > _LARGEST_EXPONENT:
+        raise ConfigurationError(
+            f"{function} got min={dimension.low!r} and max={dimension.high!r}; they are exponents "
+            f"of 10 and lie between -{_LARGEST_EXPONENT} and {_LARGEST_EXPONENT}: "
+            f"{function}(-4, -1, ...) is 0.0001 to 0.1"
         )
     if dimension.quantum is None:
         return Uniform(low, high, log=dimension.log)

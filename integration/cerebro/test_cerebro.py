@@ -227,6 +227,13 @@ def test_a_schedule_over_epochs_is_refused(
         search.fit(df)
 
 
+def test_a_search_without_validation_rows_is_refused(
+    backend: HoppingBackend, tmp_path: Path, df: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"validation is None.*compare models on"):
+        backend.prepare_data(HoppingStore(str(tmp_path)), df, validation=None)
+
+
 def test_validation_before_training_is_refused(backend: HoppingBackend, tmp_path: Path) -> None:
     model = hopping(make_factory())({"lr": 0.1})
     with pytest.raises(ConfigurationError, match="has not been trained"):

@@ -286,6 +286,21 @@ def test_wrong_arguments_are_refused_by_value(
         prepare(numbers, store, count, validation, columns)
 
 
+def test_columns_that_spark_takes_for_one_are_refused(
+    numbers: DataFrame, store: LocalStore
+) -> None:
+    twice = numbers.withColumn("other", F.col("n")).withColumnRenamed("other", "N")
+    with pytest.raises(
+        ConfigurationError, match=r"'n' is 2 times in the DataFrame, as \['n', 'N'\]"
+    ):
+        prepare(twice, store, 2, None, ["n"])
+
+
+def test_what_is_no_frame_of_spark_is_refused(numbers: DataFrame, store: LocalStore) -> None:
+    with pytest.raises(ConfigurationError, match=r"got a pandas\..*DataFrame; give a Spark"):
+        prepare(numbers.toPandas(), store, 2, None, ["n"])
+
+
 @pytest.mark.parametrize(
     ("validation", "count", "message"),
     [

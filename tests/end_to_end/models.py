@@ -99,7 +99,7 @@ class TiedGPT2(nn.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         config = GPT2Config(
-            vocab_size=vocabulary, n_embd=32, n_layer=3, n_head=2, n_positions=32, use_cache=False
+            vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=2, n_positions=32, use_cache=False
         )
         self.gpt2 = GPT2LMHeadModel(config)
 

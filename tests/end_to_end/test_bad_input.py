@@ -210,6 +210,15 @@ def test_columns_that_a_backend_can_not_take(
             call()
 
 
+def test_a_path_is_no_store(backend: SparkBackend, df: Any, tmp_path: Path) -> None:
+    path: Any = str(tmp_path)
+    for call in (backend.existing_data, backend.get_metadata_from_parquet):
+        with pytest.raises(CerebroHydraError, match=r"store is '.*', a str; give a store"):
+            call(path)
+    with pytest.raises(CerebroHydraError, match=r"store is '.*', a str; give a store"):
+        backend.prepare_data(path, df)
+
+
 def test_more_workers_than_slots_are_counted_and_named(spark: Any) -> None:
     said = r"(?s)9 workers need 9 slots and Spark has 4; worker 4.*set num_workers=4"
     with pytest.raises(CerebroHydraError, match=said):

@@ -187,11 +187,6 @@ def test_an_optimizers_own_attributes_are_copied() -> None:
     assert recipe.optimizer.extra == 3  # type: ignore[attr-defined]
 
 
-def test_instances_cannot_be_saved_and_the_error_says_what_can() -> None:
-    with pytest.raises(ConfigurationError, match=r"only a pickle could save.*from_factory"):
-        nets.binary().write()
-
-
 @given(st.lists(st.integers(0, 3)))
 def test_equal_settings_become_one_run_in_the_order_of_the_maps(kinds: list[int]) -> None:
     groups = grouped([{"num_epochs": kind} for kind in kinds])

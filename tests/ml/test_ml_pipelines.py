@@ -204,7 +204,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
 def test_instances_in_a_pipeline_under_a_validator_regress(
     spark: Any, df: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pyspark.ml import Pipeline
+    from pyspark.ml import Pipeline, PipelineModel
     from pyspark.ml.evaluation import RegressionEvaluator
     from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
 
@@ -236,7 +236,7 @@ def test_instances_in_a_pipeline_under_a_validator_regress(
         check(*given)
 
     monkeypatch.setattr(checks, "check", checked)
-    fitted = Pipeline(stages=[*stages("features"), split]).fit(df)
+    whole = fitted = Pipeline(stages=[*stages("features"), split]).fit(df)
     assert alone == [True, True]
     assert [len(run.trials) for run in runs_of(tmp_path)] == [2, 1]
     bad, good = fitted.stages[-1].validationMetrics
@@ -256,6 +256,16 @@ def test_instances_in_a_pipeline_under_a_validator_regress(
     renamed = loaded.copy({loaded.predictionCol: "other", loaded.output: "raw"})
     assert renamed.transform(inputs).columns[-1] == "other"
     assert renamed.source is loaded.source  # and with it what executors hold
+
+    with pytest.warns(UserWarning, match=f"{estimator.uid} is saved without what builds its model"):
+        whole.save(str(tmp_path / "whole"))
+    again = PipelineModel.load(str(tmp_path / "whole"))
+    assert again.transform(df).orderBy("id").collect() == out.orderBy("id").collect()
+    unfit = again.stages[-1].getEstimator()
+    assert unfit.uid == estimator.uid and unfit.getPredictionCol() == "expected"
+    assert [map_[unfit.lr] for map_ in again.stages[-1].getEstimatorParamMaps()] == [1e-6, 0.1]
+    with pytest.raises(ConfigurationError, match="was saved without what builds its model"):
+        unfit.fit(df)
 
 
 class Decides(nn.Module):
@@ -301,10 +311,13 @@ def test_what_cannot_be_exported_is_refused_before_an_old_file_is_lost(
     assert [each.name for each in kept.iterdir()] == ["of-another"]
 
 
-def test_an_estimator_whose_factory_cannot_be_imported_is_not_saved(
+def test_an_estimator_whose_factory_cannot_be_imported_is_saved_with_a_warning(
     spark: Any, tmp_path: Path
 ) -> None:
-    here = SparkEstimator.from_factory(lambda params: nets.made(params), {"lr": 0.1})
-    with pytest.raises(ConfigurationError, match=r"its factory .*lambda.* can't be imported"):
+    here = SparkEstimator.from_factory(lambda params: nets.made(params), {"lr": 0.1}, num_epochs=7)
+    with pytest.warns(UserWarning, match="can't be fitted"):
         here.save(str(tmp_path / "estimator"))
-    assert not (tmp_path / "estimator").exists()
+    again = SparkEstimator.load(str(tmp_path / "estimator"))
+    assert (again.trial_params(), again.getNumEpochs()) == ({"lr": 0.1}, 7)
+    with pytest.raises(ConfigurationError, match="was saved without what builds its model"):
+        again.factory()

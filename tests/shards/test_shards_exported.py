@@ -44,6 +44,18 @@ def test_every_number_of_rows_gives_the_bits_of_the_model(tmp_path, build, batch
     assert_same_predictions(recipe, tmp_path, *(b.features for b in batches(1, 2, 4, 9, seed=3)))
 
 
+def test_a_model_of_mixed_precision_is_as_mixed_when_it_is_loaded(tmp_path):
+    recipe = recipe_of(zoo.mlp(), autocast="bfloat16")
+    save_exported(recipe, zoo.vectors(4)[0].features, tmp_path)
+    (batch,) = zoo.vectors(3, seed=3)
+    (found,) = load_exported(tmp_path)(*batch.features)
+    recipe.model.eval()
+    with torch.no_grad(), recipe.precision():
+        expected = recipe.model(*batch.features)
+    assert found.dtype == torch.bfloat16
+    assert same_bits(found, expected)
+
+
 def test_weights_in_another_order_of_memory_keep_their_bits_and_order(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten())
     recipe = recipe_of(model.to(memory_format=torch.channels_last))

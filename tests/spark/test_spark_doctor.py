@@ -112,3 +112,8 @@ def test_a_store_by_an_unknown_url_is_a_problem_of_the_store_alone(spark: SparkS
 def test_a_number_of_workers_that_is_none_is_refused(spark: SparkSession, workers: object) -> None:
     with pytest.raises(ConfigurationError, match="num_workers is"):
         cerebro_hydra.doctor(spark, num_workers=workers)  # type: ignore[arg-type]
+
+
+def test_a_module_that_is_no_list_is_refused(spark: SparkSession) -> None:
+    with pytest.raises(ConfigurationError, match=r"modules is 'mine'; give a list: \['mine'\]"):
+        cerebro_hydra.doctor(spark, num_workers=1, modules="mine")

@@ -16,7 +16,6 @@ from cerebro_hydra.spark.doctor_findings import (
     LEAST_SCRATCH,
     advice_findings,
     gpu_findings,
-    java_findings,
     placement_findings,
 )
 from cerebro_hydra.spark.doctor_report import Check, DoctorReport
@@ -38,7 +37,7 @@ CLUSTER = {"spark.master": "spark://host:7077", "spark.task.maxFailures": "8"} |
     ],
 )
 def test_java_fits_its_spark_or_is_a_problem(java: str, pyspark: str, fits: bool) -> None:
-    assert (java_findings(java, pyspark) == []) is fits
+    assert (checks.java_findings(java, pyspark) == []) is fits
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def arguments(path: Path, **changes: Any) -> dict[str, Any]:
         ("validation", 1.0, "validation is 1.0; a share lies between 0 and 1"),
         ("validation", 0, "validation is 0; .* None is for no validation"),
         ("validation", [0.2], r"validation is \[0.2\]; give a share"),
+        ("observers", print, r"observers is .*print.*; give a list"),
         ("observers", [print], "observers holds .*print.* which has no on_record"),
         ("validation", None, "evaluation_metric is 'accuracy' and validation is None"),
         ("feature_columns", "features", r"feature_columns is 'features'; give a list: \['feat"),

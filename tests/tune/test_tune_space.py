@@ -114,6 +114,8 @@ def test_the_same_seed_draws_the_same_and_more_draws_only_add() -> None:
         (lambda: hp_uniform(0, float("inf")), "max=inf"),
         (lambda: hp_quniform(0, 1, 0), "q=0; it lies between 0 and 1"),
         (lambda: hp_quniform(0, 1, 2), "q=2; it lies between 0 and 1"),
+        (lambda: hp_loguniform(16, 512), "min=16 and max=512; they are exponents of 10"),
+        (lambda: hp_qloguniform(-400, 2, 1), "min=-400 and max=2; they are exponents of 10"),
         (lambda: hp_qloguniform(-2, 0, 1), "q=1; it lies between 0 and 1"),
     ],
 )

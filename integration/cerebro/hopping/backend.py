@@ -53,11 +53,16 @@ class HoppingBackend:
             DataError: rows can't be used.
             ConfigurationError: `validation` can't be used.
         """
+        if not validation:
+            raise ConfigurationError(
+                f"validation is {validation!r}, and Cerebro's searches compare models on "
+                "validation rows; give a share such as 0.25, or a column's name"
+            )
         columns = [name for name in df.columns if name != validation]
         self._manifest = self._backend.prepare_data(
             store,
             df,
-            validation=validation or None,
+            validation=validation,
             feature_columns=columns,
             label_columns=[],
             seed=self._seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 Factory = Callable[[dict[str, Any]], SparkEstimator]
 
 _numbers = itertools.count()
+_process = uuid.uuid4().hex[:8]  # two programs may log to one store
 
 
 class _NoLayers:
@@ -38,7 +40,7 @@ class HoppingEstimator:
         self.verbose = 1
         self.backend: HoppingBackend | None = None
         """Whoever trains it, once it has."""
-        self._run_id = f"model_{next(_numbers)}"
+        self._run_id = f"model_{next(_numbers)}_{_process}"
         self._epochs = 0
 
     def getRunId(self) -> str:

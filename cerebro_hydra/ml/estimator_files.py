@@ -1,0 +1,60 @@
+"""An estimator's file: Spark's metadata with its factory's name; no pickle, and no instances."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+
+from cerebro_hydra.ml.factory_estimator import FactoryEstimator
+from cerebro_hydra.ml.trial_estimator import TrialEstimator
+from cerebro_hydra.storage import LocalStore, Store
+
+__all__ = ["EstimatorReader", "EstimatorWriter", "LocalStore"]  # stores are found once imported
+
+
+class EstimatorWriter(MLWriter):
+    """Saves an estimator's Params, its store's description and its factory's name.
+
+    Spark saves the estimator of a fitted validator with it, so one whose model can't be named is
+    saved too, with a warning: loaded it has its Params, and can't be fitted.
+    """
+
+    def __init__(self, estimator: TrialEstimator) -> None:
+        super().__init__()
+        self._estimator = estimator
+
+    def saveImpl(self, path: str) -> None:
+        estimator = self._estimator
+        name = estimator.factory_name()
+        if name is None:
+            warnings.warn(
+                f"{estimator.uid} is saved without what builds its model, which is no function "
+                "that can be imported by name: loaded again, as part of a validator or pipeline "
+                "too, it can't be fitted. Fitted models are whole. To save what can be fitted, "
+                "use SparkEstimator.from_factory with a function of a module",
+                stacklevel=2,
+            )
+        values: dict[str, Any] = {p.name: value for p, value in estimator._paramMap.items()}
+        values.pop("backend", None)
+        if values.get("store") is not None:
+            values["store"] = values["store"].to_dict()
+        extra = {"factory": name, "params": estimator.varied()}
+        DefaultParamsWriter.saveMetadata(estimator, path, self.sc, extra, values)
+
+
+class EstimatorReader(MLReader[FactoryEstimator]):
+    """Loads any saved estimator as one of a factory, which is imported when it is first fitted."""
+
+    def load(self, path: str) -> FactoryEstimator:
+        """Load it; nothing of the user's is imported."""
+        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
+        defaults = metadata["defaultParamMap"]
+        params = {name: defaults[name] for name in metadata["params"]}
+        estimator = FactoryEstimator(metadata["factory"], params)
+        estimator._resetUid(metadata["uid"])
+        if metadata["paramMap"].get("store") is not None:
+            metadata["paramMap"]["store"] = Store.from_dict(metadata["paramMap"]["store"])
+        DefaultParamsReader.getAndSetParams(estimator, metadata)
+        return estimator
