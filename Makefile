@@ -12,19 +12,19 @@ CEREBRO := .venv-cerebro
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
 # The decisions without their long searches, which know no library; what reads Arrow, Parquet and
-# Flight; Java's choice; of Spark one whole run.
+# Flight; of Spark one whole run.
 MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py holders.py \
   hop_state.py schedules.py seeds.py) \
   $(addprefix tests/data/test_data_,assignment.py cache.py cells.py existing.py manifest.py \
   pieces.py readers.py row_ids.py) \
   tests/storage tests/wire/test_wire_shards.py tests/observe/test_observe_view.py \
-  tests/spark/test_spark_checks.py tests/spark/test_spark_java.py \
+  tests/spark/test_spark_checks.py \
   tests/end_to_end/test_spark_runs.py::test_a_grid_on_spark_replays_and_transforms
 
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-modern test-spark4 lint format venv clean
+.PHONY: help demo test test-modern test-spark4 lint format venv venv-modern clean
 .PHONY: integration integration-spark integration-hdfs integration-cerebro
 
 help:
@@ -47,6 +47,8 @@ demo: $(STAMP)
 # Two processes; tests that need Spark share one of them, and so one JVM (tests/conftest.py).
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadscope
+
+venv-modern: $(MODERN_STAMP)
 
 test-modern: $(MODERN_STAMP)
 	@$(MODERN)/bin/python -m pytest $(MODERN_TESTS)
@@ -84,7 +86,7 @@ $(STAMP): LAST_PYTHON := 12
 $(MODERN_STAMP): requirements-modern.lock
 $(MODERN_STAMP): LAST_PYTHON := 13
 
-# The package is installed by link, so that only a change of the pins needs a new installation.
+# A lock names everything, so pip has nothing to resolve. The package is installed by link, so that only a change of the pins needs a new installation.
 $(STAMP) $(MODERN_STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $(LAST_PYTHON)))' 2>/dev/null || { \
 	  echo "$(PYTHON) is not a Python 3.11 to 3.$(LAST_PYTHON). Install Python 3.11, or name yours: make PYTHON=/path/to/python3.11 ..."; \
@@ -93,7 +95,7 @@ $(STAMP) $(MODERN_STAMP): pyproject.toml
 	  echo "$(PYTHON) can't make a virtual environment. On Debian and Ubuntu: apt install python3.11-venv"; \
 	  rm -rf $(@D); exit 1; }
 	@echo "Installing the pinned packages into $(@D); the first time this takes some minutes."
-	@$(@D)/bin/python $(PIP_INSTALL) -r $(filter %.lock,$^)
+	@$(@D)/bin/python $(PIP_INSTALL) --no-deps -r $(filter %.lock,$^)
 	@$(@D)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 

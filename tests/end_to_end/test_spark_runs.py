@@ -123,23 +123,32 @@ def test_what_a_trial_prints_and_logs_reaches_the_driver(
     assert "a warning from the loss" in out
 
 
-def test_agents_end_when_the_driver_is_killed(tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_no_agent_and_no_scratch_behind(tmp_path: Path) -> None:
+    local = tmp_path / "local"
     driver = subprocess.Popen(
         [sys.executable, str(HERE / "doomed_driver.py"), str(tmp_path)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]),
+            "SPARK_LOCAL_DIRS": str(local),
+        },
     )
     try:
         line = driver.stdout.readline()
         agents = json.loads(line)
         assert len(agents) == 2
+        assert len(list(local.rglob("worker-*"))) == 2
         watched = [_gone(pid) for pid in agents]
         driver.kill()
         for ended in watched:
             assert ended.wait(60), "an agent outlived its driver"
+        # The JVM holds the pipe too: it is read to the end only when Java has gone.
+        driver.stderr.read()
+        assert not list(local.rglob("worker-*"))
     finally:
         os.killpg(driver.pid, signal.SIGKILL)
         driver.wait()

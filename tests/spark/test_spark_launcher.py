@@ -7,8 +7,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import cerebro_hydra
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.spark import SparkLauncher
 
@@ -247,39 +244,3 @@ def test_a_factory_that_captures_a_lock_is_refused_by_name(
 
     with pytest.raises(ConfigurationError, match=r"locking.*create what it needs inside"):
         SparkLauncher(spark.sparkContext, 1, make_agent()).start({}, locking, exits.put)
-
-
-DRIVER = """
-import sys, threading
-import cerebro_hydra
-from cerebro_hydra.spark import SparkLauncher
-def agent(worker, spec, factory):
-    import json, os, signal, socket
-    connection = socket.create_connection(("127.0.0.1", spec["port"]))
-    hello = {"worker": worker, "pid": os.getpid(), "spec": spec}
-    connection.sendall(json.dumps(hello).encode() + b"\\n")
-    connection.recv(1)
-spark = cerebro_hydra.local_spark(workers=2)
-launcher = SparkLauncher(spark.sparkContext, 2, agent)
-launcher.start({"port": int(sys.argv[1])}, len, print)
-threading.Event().wait()
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_driver_leaves_no_agent_and_no_scratch_behind(exchange: Exchange) -> None:
-    root = str(Path(cerebro_hydra.__file__).parents[1])
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(exchange.port)],
-        env=os.environ | {"PYTHONPATH": root},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    agents = exchange.accept_all(2)
-    driver.kill()
-    driver.wait(WAIT)
-    assert all(agent.has_ended() for agent in agents.values())
-    assert driver.stderr is not None
-    # The JVM holds the pipe too: it is read to the end only when Java has gone.
-    driver.stderr.read()
-    assert not any(Path(agent.hello["spec"]["scratch"]).exists() for agent in agents.values())
