@@ -12,13 +12,13 @@ CEREBRO := .venv-cerebro
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
 # The decisions without their long searches, which know no library; what reads Arrow, Parquet and
-# Flight; of Spark one whole run.
+# Flight; Java's choice; of Spark one whole run.
 MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py holders.py \
   hop_state.py schedules.py seeds.py) \
   $(addprefix tests/data/test_data_,assignment.py cache.py cells.py existing.py manifest.py \
   pieces.py readers.py row_ids.py) \
   tests/storage tests/wire/test_wire_shards.py tests/observe/test_observe_view.py \
-  tests/spark/test_spark_checks.py \
+  tests/spark/test_spark_checks.py tests/spark/test_spark_java.py \
   tests/end_to_end/test_spark_runs.py::test_a_grid_on_spark_replays_and_transforms
 
 # One thread per task: another number of threads gives other bits.
@@ -86,7 +86,8 @@ $(STAMP): LAST_PYTHON := 12
 $(MODERN_STAMP): requirements-modern.lock
 $(MODERN_STAMP): LAST_PYTHON := 13
 
-# A lock names everything, so pip has nothing to resolve. The package is installed by link, so that only a change of the pins needs a new installation.
+# A lock names everything, so pip has nothing to resolve. The package is installed by link, so that
+# only a change of the pins needs a new installation.
 $(STAMP) $(MODERN_STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $(LAST_PYTHON)))' 2>/dev/null || { \
 	  echo "$(PYTHON) is not a Python 3.11 to 3.$(LAST_PYTHON). Install Python 3.11, or name yours: make PYTHON=/path/to/python3.11 ..."; \

@@ -109,3 +109,31 @@ def two_heads(params: dict[str, Any]) -> Recipe:
 def kind_accuracy(outputs: tuple[Tensor, Tensor], kind: Tensor, size: Tensor) -> Tensor:
     """Accuracy of the first head."""
     return accuracy(outputs[0], kind)
+
+
+def bert(params: dict[str, Any]) -> Any:
+    """A classifier of `transformers`, with its own loss."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=64, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+            intermediate_size=32, max_position_embeddings=16, num_labels=3,
+        )
+    )  # fmt: skip
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),
+        loss="model",
+        metrics=["accuracy"],
+        batch_size=8,
+        shards=params["shards"],
+        collate=without_padding,
+    )
+
+
+def without_padding(batch: dict[str, Tensor], training: bool) -> dict[str, Tensor]:
+    """As long as the longest row of the batch."""
+    length = max(2, int(batch["attention_mask"].sum(1).max()))
+    cut = {name: batch[name][:, :length] for name in ("input_ids", "attention_mask")}
+    return batch | cut

@@ -85,6 +85,29 @@ def test_two_inputs_by_name_and_two_losses(tmp_path: Path) -> None:
     assert max(result.best_trial.history["val_kind_accuracy"]) > 0.5
 
 
+def text(rows: int = 96) -> Arrays:
+    random = np.random.default_rng(3)
+    lengths = random.integers(3, 13, rows)
+    mask = (np.arange(12) < lengths[:, None]).astype(np.int64)
+    tokens = random.integers(1, 64, (rows, 12)) * mask
+    return Arrays({"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, 0] % 3})
+
+
+def bert_search(path: Path, **space: list) -> object:
+    return search(
+        path, rich_models.bert, {"lr": [0.003], **space}, text(),
+        feature_columns=["input_ids", "attention_mask"], label_columns=["labels"],
+    )  # fmt: skip
+
+
+def test_a_transformer_as_it_comes_with_batches_of_any_length(tmp_path: Path) -> None:
+    result = bert_search(tmp_path, shards=[1, 3])
+    assert_replays(result)
+    one, three = result.trials
+    if one.visit_log == three.visit_log:
+        assert one.history == three.history
+
+
 def test_a_warm_start_begins_with_the_weights_given(tmp_path: Path) -> None:
     first = search(tmp_path / "a", models.feed_forward, {"lr": [0.1]}, classes())
     weights = {n: t.contiguous() for n, t in first.torch().state_dict().items()}
