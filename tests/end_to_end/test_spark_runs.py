@@ -143,11 +143,14 @@ def test_a_killed_driver_leaves_no_agent_and_no_scratch_behind(tmp_path: Path) -
         assert len(agents) == 2
         assert len(list(local.rglob("worker-*"))) == 2
         watched = [_gone(pid) for pid in agents]
+        # The JVM holds the pipe too: it is read to the end only when Java has gone.
+        draining = threading.Thread(target=driver.stderr.read, daemon=True)
+        draining.start()
         driver.kill()
         for ended in watched:
             assert ended.wait(60), "an agent outlived its driver"
-        # The JVM holds the pipe too: it is read to the end only when Java has gone.
-        driver.stderr.read()
+        draining.join(60)
+        assert not draining.is_alive(), "Java outlived its driver"
         assert not list(local.rglob("worker-*"))
     finally:
         os.killpg(driver.pid, signal.SIGKILL)

@@ -126,10 +126,11 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
         # Which rows share a batch depends on the session, and other batches round otherwise.
         transform_batch_size=1,
     )
-    grid = ParamGridBuilder().baseOn({estimator.hidden: 16}).addGrid(estimator.lr, [0.03, 1e-5])
+    learns, stays = ParamGridBuilder().addGrid(estimator.lr, [0.03, 1e-5]).build()
+    grid = [learns | {estimator.hidden: 8}, stays | {estimator.hidden: 16}]
     validator = CrossValidator(
         estimator=estimator,
-        estimatorParamMaps=grid.build(),
+        estimatorParamMaps=grid,
         evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
         numFolds=2,
         parallelism=2,
@@ -157,7 +158,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     learned, still = cross.avgMetrics
     assert learned > 0.55 and learned > still
     model = cross.bestModel
-    assert isinstance(model, SparkModel) and model.trial.params == {"lr": 0.03, "hidden": 16}
+    assert isinstance(model, SparkModel) and model.trial.params == {"lr": 0.03, "hidden": 8}
     assert model.run_path == last.run_path
     assert len(model.history["train_loss"]) == 1
 
