@@ -27,7 +27,7 @@ class JournalError(CerebroHydraError):
     """The journal of a run is incomplete or contradicts itself."""
 
 
-class TransferFailed(CerebroHydraError):
+class TransferError(CerebroHydraError):
     """Shards could not be fetched from their owner; never the trial's own fault."""
 
 

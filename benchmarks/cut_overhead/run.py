@@ -21,10 +21,10 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.layout import Segments, initial_segments
 from cerebro_hydra.shards.sample import Sample
-from cerebro_hydra.shards.structure import StructureCache
 
 SHARDS = (2, 4, 8)
 SEED = 7
@@ -135,12 +135,12 @@ class Cut:
 
     def __init__(self, case: Case, batch: Batch, shards: int) -> None:
         recipe = make_recipe(case, shards)
-        cache = StructureCache()
+        cache = CutModelCache()
         example = (batch.features, batch.labels)
         admission = admit(recipe, [example], SEED, cache)
-        structure = cache.get(recipe.model, admission.spec, Sample.of(recipe, example))
-        self.shards = structure.num_shards
-        self._engine = Engine(structure, admission.layout, recipe, SEED, steps_per_epoch=1000)
+        cut_model = cache.get(recipe.model, admission.spec, Sample.of(recipe, example))
+        self.shards = cut_model.num_shards
+        self._engine = Engine(cut_model, admission.layout, recipe, SEED, steps_per_epoch=1000)
         self._segments = initial_segments(recipe, admission.layout)
         self._cursors: list[dict[str, Any] | None] = [None] * self.shards
         self._batch = batch

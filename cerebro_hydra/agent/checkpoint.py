@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from cerebro_hydra.agent.shelf import Shelf
+from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
-def write_checkpoint(folder: RunFolder, shelf: Shelf, trial: int, visit: int, shards: int) -> None:
+def write_checkpoint(
+    folder: RunFolder, shard_store: ShardStore, trial: int, visit: int, shards: int
+) -> None:
     """Write the segments that the folder lacks, then the document that names them all.
 
     Raises:
-        TransferFailed: the state is not here whole.
+        TransferError: the state is not here whole.
     """
     entries = []
     for number in range(shards):
-        shard = shelf.wait(trial, visit, number, given_up=lambda: True)
+        shard = shard_store.wait(trial, visit, number, given_up=lambda: True)
         for digest, buffer in shard.segments.values():
             folder.write_object(digest, buffer.data)
         frozen, trainable = shard.digests

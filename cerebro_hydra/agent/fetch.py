@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cerebro_hydra.agent.shelf import Bytes, Shard, Shelf, State
-from cerebro_hydra.errors import StoreError, TransferFailed
+from cerebro_hydra.agent.shard_store import Bytes, Shard, ShardStore, State
+from cerebro_hydra.errors import StoreError, TransferError
 from cerebro_hydra.plan.events import Hop
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import aligned
@@ -47,7 +47,7 @@ class HopMeter:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FetchRequest:
     """A state and where it is: at a peer's address, or in the store (no address)."""
 
     trial: int
@@ -64,8 +64,8 @@ class Fetch:
     A fetch that fails retracts the state, which ends the waits for it; `error` says why.
     """
 
-    wanted: Wanted
-    shelf: Shelf
+    request: FetchRequest
+    shard_store: ShardStore
     folder: RunFolder
     connect: Connect
     meter: HopMeter
@@ -75,8 +75,8 @@ class Fetch:
     _client: ShardClient | None = None
 
     def start(self) -> Fetch:
-        state = self.shelf.expect(self.wanted.trial, self.wanted.visit, self.wanted.shards)
-        name = f"fetch-{self.wanted.trial}-{self.wanted.visit}"
+        state = self.shard_store.expect(self.request.trial, self.request.visit, self.request.shards)
+        name = f"fetch-{self.request.trial}-{self.request.visit}"
         threading.Thread(target=self._run, args=(state,), name=name, daemon=True).start()
         return self
 
@@ -91,40 +91,40 @@ class Fetch:
         return self._cancelled.is_set()
 
     def _run(self, state: State) -> None:
-        wanted = self.wanted
+        request = self.request
         try:
-            for number in range(wanted.shards):
-                shard = self._from_store(number) if wanted.uri is None else self._retry(number)
-                self.shelf.put(state, number, shard)
+            for number in range(request.shards):
+                shard = self._from_store(number) if request.uri is None else self._retry(number)
+                self.shard_store.put(state, number, shard)
         except Exception as error:
             self.error = str(error) or type(error).__name__
-            self.shelf.retract(state)
+            self.shard_store.retract(state)
             return
         finally:
             if self._client is not None:
                 self._client.cancel()
         if not self.cancelled:
-            self.on_whole(wanted.trial, wanted.visit)
+            self.on_whole(request.trial, request.visit)
 
     def _retry(self, number: int) -> Shard:
         """Ask the owner, a few times: a transfer may break while both ends live."""
         for left in reversed(range(TRIES)):
             try:
                 return self._from_peer(number)
-            except TransferFailed:
+            except TransferError:
                 if not left or self._cancelled.wait(RETRY_SECONDS):
                     raise
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _from_peer(self, number: int) -> Shard:
-        wanted = self.wanted
-        assert wanted.uri is not None and wanted.incarnation is not None
+        request = self.request
+        assert request.uri is not None and request.incarnation is not None
         if self._client is None:
-            self._client = self.connect(wanted.uri)
+            self._client = self.connect(request.uri)
         if self.cancelled:
-            raise TransferFailed("cancelled")
-        key = ShardKey(wanted.trial, wanted.visit, number, wanted.incarnation)
-        held = self.shelf.segments()
+            raise TransferError("cancelled")
+        key = ShardKey(request.trial, request.visit, number, request.incarnation)
+        held = self.shard_store.segments()
         fetched = self._client.fetch(key, held, aligned)
         self.meter.add(fetched.bytes_moved, fetched.bytes_saved, fetched.seconds)
         segments = {
@@ -134,16 +134,16 @@ class Fetch:
         return Shard(segments, fetched.cursor)
 
     def _from_store(self, number: int) -> Shard:
-        wanted = self.wanted
+        request = self.request
         try:
-            entry = self.folder.read_state(wanted.trial, wanted.visit)["shards"][number]
+            entry = self.folder.read_state(request.trial, request.visit)["shards"][number]
             segments = {name: self._object(entry[name]) for name in ("frozen", "trainable")}
         except StoreError as error:
-            raise TransferFailed(str(error)) from error
+            raise TransferError(str(error)) from error
         return Shard(segments, entry["cursor"] or {})
 
     def _object(self, name: str) -> tuple[str, Bytes]:
-        held = self.shelf.segment(name)
+        held = self.shard_store.segment(name)
         if held is not None:
             self.meter.add(0, held.nbytes, 0.0)
             return name, held
@@ -152,6 +152,6 @@ class Fetch:
         buffer = aligned(content.nbytes)
         buffer[:] = content
         if (found := digest(buffer)) != name:
-            raise TransferFailed(f"object {name} of the run folder is damaged: it has {found}")
+            raise TransferError(f"object {name} of the run folder is damaged: it has {found}")
         self.meter.add(buffer.nbytes, 0, time.perf_counter() - begun)
         return name, buffer

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from cerebro_hydra.agent import watchdog
-from cerebro_hydra.agent.arrivals import Arrivals
 from cerebro_hydra.agent.checkpoint import write_checkpoint
-from cerebro_hydra.agent.kit import Kits
+from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
-from cerebro_hydra.agent.shelf import Shard, Shelf
+from cerebro_hydra.agent.shard_store import Shard, ShardStore
 from cerebro_hydra.agent.trainer import Task, Trainer
+from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import TransferFailed
+from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.instructions import (
@@ -108,16 +108,16 @@ class _Agent:
     ) -> None:
         self._incarnation = uuid.uuid4().hex
         self._folder = RunFolder(Store.from_dict(spec["store"]), spec["run_id"])
-        self._shelf = Shelf()
+        self._shard_store = ShardStore()
         self._tasks: queue.SimpleQueue[tuple[Task, str | None] | None] = queue.SimpleQueue()
         self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stopping = threading.Event()
         self._ready = threading.Event()
         host = spec.get("host") or own_host(spec["control"])
         self._server = ShardServer(host, spec["secret"], self._published)
-        self._arrivals = Arrivals(
+        self._fetch_manager = FetchManager(
             self._incarnation,
-            self._shelf,
+            self._shard_store,
             self._folder,
             lambda uri: ShardClient(uri, spec["secret"], digest),
             lambda trial, visit: self._report(
@@ -147,12 +147,12 @@ class _Agent:
         except Exception as error:
             self._fail(error)
             raise
-        self._kits = Kits(document, factory, training, validation)
+        self._builder = TrialBuilder(document, factory, training, validation)
         self._trainer = Trainer(
             self._incarnation,
-            self._kits,
-            self._shelf,
-            self._arrivals,
+            self._builder,
+            self._shard_store,
+            self._fetch_manager,
             self._report,
             self._control.send,
         )
@@ -171,15 +171,15 @@ class _Agent:
         with forwarded(self._control.send):
             while (item := self._tasks.get()) is not None:
                 self._trainer.perform(*item)
-        self._arrivals.close()
+        self._fetch_manager.close()
         self._io.shutdown(cancel_futures=True)
         self._control.close()
         self._server.close()
 
     def _published(self, key: ShardKey) -> Shard:
         if key.incarnation != self._incarnation:
-            raise TransferFailed(f"{key} was asked for, but here is {self._incarnation}")
-        return self._shelf.wait(key.trial, key.visit, key.shard)
+            raise TransferError(f"{key} was asked for, but here is {self._incarnation}")
+        return self._shard_store.wait(key.trial, key.visit, key.shard)
 
     def _fail(self, error: Exception) -> None:
         """End the run, not only this agent: a new one would meet the same."""
@@ -217,14 +217,14 @@ class _Agent:
             case Cancel():
                 self._trainer.cancel(instruction.attempt)
             case Drop():
-                self._arrivals.drop(instruction.trial, instruction.visit)
+                self._fetch_manager.drop(instruction.trial, instruction.visit)
             case Checkpoint():
                 self._io.submit(self._checkpoint, instruction.trial, instruction.visit)
 
     def _checkpoint(self, trial: int, visit: int) -> None:
         try:
-            shards = self._kits.num_shards(trial)
-            write_checkpoint(self._folder, self._shelf, trial, visit, shards)
+            shards = self._builder.num_shards(trial)
+            write_checkpoint(self._folder, self._shard_store, trial, visit, shards)
         except Exception as error:
             why = f"checkpoint of trial {trial}: {error}"
             self._control.send({"kind": "fatal", "type": type(error).__name__, "error": why})

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from cerebro_hydra.agent.arrivals import Arrivals
-from cerebro_hydra.agent.fetch import Wanted
-from cerebro_hydra.agent.kit import Kits
+from cerebro_hydra.agent.fetch import FetchRequest
+from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import current_trial
-from cerebro_hydra.agent.shelf import Bytes, Shard, Shelf, State
+from cerebro_hydra.agent.shard_store import Bytes, Shard, ShardStore, State
+from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.errors import Cancelled, DataError, TransferFailed
+from cerebro_hydra.errors import Cancelled, DataError, TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
 from cerebro_hydra.shards.digest import digest
@@ -40,16 +40,16 @@ class Trainer:
     def __init__(
         self,
         incarnation: str,
-        kits: Kits,
-        shelf: Shelf,
-        arrivals: Arrivals,
+        builder: TrialBuilder,
+        shard_store: ShardStore,
+        fetch_manager: FetchManager,
         report: Report,
         send: Send,
     ) -> None:
         self._incarnation = incarnation
-        self._kits = kits
-        self._shelf = shelf
-        self._arrivals = arrivals
+        self._builder = builder
+        self._shard_store = shard_store
+        self._fetch_manager = fetch_manager
         self._report = report
         self._send = send
         self._lock = threading.Lock()
@@ -63,19 +63,21 @@ class Trainer:
             self._cancelled.add(attempt)
             made = self._made.get(attempt)
         if made is not None:
-            self._shelf.retract(made)
-        self._shelf.wake()
+            self._shard_store.retract(made)
+        self._shard_store.wake()
 
     def stop(self) -> None:
         """Take everything back: the run is over; called from any thread."""
         self._stopped = True
-        self._shelf.wake()
+        self._shard_store.wake()
 
     def bring(self, task: Task | FetchShards, uri: str | None) -> None:
         """Start fetching the state that a task begins with."""
-        shards = self._kits.num_shards(task.trial)
+        shards = self._builder.num_shards(task.trial)
         source = task.source
-        self._arrivals.bring(Wanted(task.trial, source.visit, shards, source.incarnation, uri))
+        self._fetch_manager.bring(
+            FetchRequest(task.trial, source.visit, shards, source.incarnation, uri)
+        )
 
     def perform(self, task: Task, uri: str | None) -> None:
         """Do one task and report how it ended; never raises for what a trial did."""
@@ -86,14 +88,14 @@ class Trainer:
                 self._train(task) if isinstance(task, StartSubEpoch) else self._evaluate(task)
             except (Exception, SystemExit) as error:  # user code that exits ends its trial only
                 if (made := self._made.get(task.attempt)) is not None:
-                    self._shelf.retract(made)
+                    self._shard_store.retract(made)
                 self._report_failure(task, error)
 
     def _report_failure(self, task: Task, error: BaseException) -> None:
         if isinstance(error, Cancelled) or self._is_cancelled(task.attempt):
             return
-        if isinstance(error, TransferFailed):
-            why = self._arrivals.error(task.trial, task.source.visit) or str(error)
+        if isinstance(error, TransferError):
+            why = self._fetch_manager.error(task.trial, task.source.visit) or str(error)
             self._report(events.TransferFailed(task.attempt, self._incarnation, why))
         else:
             why = "".join(traceback.format_exception(error))
@@ -102,8 +104,8 @@ class Trainer:
     # ------------------------------------------------------------------ training
 
     def _train(self, task: StartSubEpoch) -> None:
-        kit = self._kits.get(task.trial)
-        state = self._announce(task, kit.num_shards)
+        runtime = self._builder.get(task.trial)
+        state = self._announce(task, runtime.num_shards)
         inputs: dict[int, Shard] = {}
         digests: dict[int, tuple[str, str]] = {}
         nbytes = 0
@@ -129,16 +131,16 @@ class Trainer:
             ready = Shard({"frozen": frozen, "trainable": (digest(trainable), trainable)}, cursor)
             digests[number] = ready.digests
             nbytes += sum(buffer.nbytes for buffer in ready.buffers.values())
-            self._shelf.put(state, number, ready)
+            self._shard_store.put(state, number, ready)
 
         start_step = int(shard(0).cursor.get("step", 0))
         begun = time.perf_counter()
-        totals = kit.engine.train(
-            self._windows(task, kit.spec.steps[task.partition]),
+        totals = runtime.engine.train(
+            self._windows(task, runtime.spec.steps[task.partition]),
             start_step,
             need,
             publish,
-            self._progress(task, kit.spec.steps[task.partition], start_step),
+            self._progress(task, runtime.spec.steps[task.partition], start_step),
             epoch_metrics=task.metrics or None,
         )
         seconds = time.perf_counter() - begun
@@ -149,22 +151,22 @@ class Trainer:
                 incarnation=self._incarnation,
                 rows=totals.rows,
                 loss_sum=totals.loss_sum,
-                digests=tuple(digests[number] for number in range(kit.num_shards)),
+                digests=tuple(digests[number] for number in range(runtime.num_shards)),
                 nbytes=nbytes,
                 seconds=seconds,
-                hop=self._arrivals.take_hop(task.trial),
+                hop=self._fetch_manager.take_hop(task.trial),
             )
         )
 
     def _announce(self, task: StartSubEpoch, shards: int) -> State:
         with self._lock:  # a cancel comes before this, or finds what it has to retract
             self._check_cancelled(task.attempt)
-            state = self._shelf.expect(task.trial, task.visit, shards)
+            state = self._shard_store.expect(task.trial, task.visit, shards)
             self._made[task.attempt] = state
             return state
 
     def _windows(self, task: StartSubEpoch, steps: int) -> Iterator[Sequence[Batch]]:
-        windows = self._kits.windows(task.trial, task.epoch, task.partition)
+        windows = self._builder.windows(task.trial, task.epoch, task.partition)
         for number, window in enumerate(windows, start=1):
             self._check_cancelled(task.attempt)
             if number == steps:
@@ -172,7 +174,7 @@ class Trainer:
             yield window
 
     def _check_rows(self, task: StartSubEpoch, rows: int) -> None:
-        expected = self._kits.rows(task.partition)
+        expected = self._builder.rows(task.partition)
         if rows != expected:
             raise DataError(
                 f"epoch {task.epoch} trained on {rows} rows of partition {task.partition}, "
@@ -206,7 +208,7 @@ class Trainer:
     # ------------------------------------------------------------------ evaluation
 
     def _evaluate(self, task: Evaluate) -> None:
-        kit = self._kits.get(task.trial)
+        runtime = self._builder.get(task.trial)
 
         def need(number: int) -> tuple[dict[str, Bytes], dict[str, Any] | None]:
             given = self._wait(task, number)
@@ -214,9 +216,9 @@ class Trainer:
 
         self._wait(task, 0)
         begun = time.perf_counter()
-        found = kit.engine.evaluate(self._watched(task), need)
+        found = runtime.engine.evaluate(self._watched(task), need)
         seconds = time.perf_counter() - begun
-        hop = self._arrivals.take_hop(task.trial)
+        hop = self._fetch_manager.take_hop(task.trial)
         self._report(
             events.EvaluationDone(
                 task.attempt, self._incarnation, found.sums, seconds, hop, found.states
@@ -224,7 +226,7 @@ class Trainer:
         )
 
     def _watched(self, task: Evaluate) -> Iterator[Batch]:
-        for batch in self._kits.validation(task.trial, task.partition):
+        for batch in self._builder.validation(task.trial, task.partition):
             self._check_cancelled(task.attempt)
             yield batch
 
@@ -235,9 +237,9 @@ class Trainer:
 
         def given_up() -> bool:
             # What was asked for is here or on its way; if it is neither, its fetch has failed.
-            return self._is_cancelled(task.attempt) or not self._shelf.knows(*name)
+            return self._is_cancelled(task.attempt) or not self._shard_store.knows(*name)
 
-        return self._shelf.wait(*name, number, given_up)
+        return self._shard_store.wait(*name, number, given_up)
 
     def _is_cancelled(self, attempt: int) -> bool:
         return self._stopped or attempt in self._cancelled

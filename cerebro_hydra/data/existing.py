@@ -24,11 +24,11 @@ import pyarrow.parquet as pq
 from cerebro_hydra.data import faults, row_store
 from cerebro_hydra.data.assignment import check_rows, check_validation
 from cerebro_hydra.data.cells import arrow_dtype, converted_kind
-from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, Manifest, Source, SourceFile
+from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, ExistingFiles, Manifest, SourceFile
 from cerebro_hydra.data.parquet_files import describe_file, list_files, metadata_of
-from cerebro_hydra.data.pieces import partitions_of
 from cerebro_hydra.data.prepared import check_files, find_or_clear, finish, footers, prepared_in
-from cerebro_hydra.data.survey import Mapper, Stretch, Wish, specs_of, stretches, survey
+from cerebro_hydra.data.row_ranges import partitions_of
+from cerebro_hydra.data.survey import ColumnRequest, Mapper, Stretch, specs_of, stretches, survey
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.storage import Store
 
@@ -94,7 +94,7 @@ def describe(
     """
     check_validation(validation)
     train, val = _folders(store, validation)
-    wishes = _wishes([train, *val], columns)
+    requests = _column_requests([train, *val], columns)
     base = store.data_path("described")
     train_files = train.described(store, base)
     val_files = [file for folder in val for file in folder.described(store, base)]
@@ -103,8 +103,8 @@ def describe(
     held_back = round(rows * share)
     validated = None if validation is None else val_rows or held_back
     check_rows(rows - held_back, validated, num_partitions)
-    source = Source(
-        tuple(wish.codec for wish in wishes),
+    source = ExistingFiles(
+        tuple(request.codec for request in requests),
         (*train_files, *val_files),
         seed if held_back else None,
     )
@@ -114,12 +114,12 @@ def describe(
         held_back,
         num_partitions,
     )
-    fingerprint = _fingerprint(wishes, source, num_partitions, held_back, len(val_files))
+    fingerprint = _fingerprint(requests, source, num_partitions, held_back, len(val_files))
     found = find_or_clear(store, fingerprint)
     if found is not None:
         return found
     paths = [path for folder in (train, *val) for path in folder.files]
-    specs = specs_of(wishes, mapper(survey, stretches(paths, wishes)), rows + val_rows)
+    specs = specs_of(requests, mapper(survey, stretches(paths, requests)), rows + val_rows)
     return finish(store, Manifest(fingerprint, specs, partitions, source))
 
 
@@ -135,10 +135,10 @@ def metadata_from(store: Store, columns: Sequence[str]) -> ParquetMetadata:
         return _metadata_of_prepared(store, columns)
     train = _Folder.open(paths.train, "train_path")
     val = [] if paths.val is None else [_Folder.open(paths.val, "val_path")]
-    wishes = _wishes([train, *val], columns)
+    requests = _column_requests([train, *val], columns)
     first = next(path for path in train.files if metadata_of(path).num_rows)
-    one = survey(Stretch(first, 0, 1, wishes))
-    specs = specs_of(wishes, [one], 1)
+    one = survey(Stretch(first, 0, 1, requests))
+    specs = specs_of(requests, [one], 1)
     rows, nbytes = _rows_and_bytes(train.files)
     val_rows = sum(metadata_of(path).num_rows for folder in val for path in folder.files)
     return ParquetMetadata(rows, val_rows, {spec.name: spec for spec in specs}, nbytes / rows)
@@ -236,9 +236,11 @@ def _folders(store: Store, validation: float | str | None) -> tuple[_Folder, lis
     return train, [val]
 
 
-def _wishes(folders: Sequence[_Folder], columns: Sequence[str]) -> tuple[Wish, ...]:
+def _column_requests(
+    folders: Sequence[_Folder], columns: Sequence[str]
+) -> tuple[ColumnRequest, ...]:
     """The columns, which all files must hold alike."""
-    found: list[tuple[Wish, ...]] = []
+    found: list[tuple[ColumnRequest, ...]] = []
     types: dict[str, tuple[pa.DataType, str]] = {}
     for folder in folders:
         filled = [path for path in folder.files if metadata_of(path).num_rows]
@@ -252,7 +254,7 @@ def _wishes(folders: Sequence[_Folder], columns: Sequence[str]) -> tuple[Wish, .
             codecs = [(None, None)] * len(columns)
         found.append(
             tuple(
-                Wish(name, dtype or arrow_dtype(name, types[name][0]), codec)
+                ColumnRequest(name, dtype or arrow_dtype(name, types[name][0]), codec)
                 for name, (dtype, codec) in zip(columns, codecs, strict=True)
             )
         )
@@ -290,11 +292,15 @@ def _check_types(
 
 
 def _fingerprint(
-    wishes: Sequence[Wish], source: Source, num_partitions: int, held_back: int, val_files: int
+    requests: Sequence[ColumnRequest],
+    source: ExistingFiles,
+    num_partitions: int,
+    held_back: int,
+    val_files: int,
 ) -> str:
     described = {
         "format": FORMAT,
-        "columns": [asdict(wish) for wish in wishes],
+        "columns": [asdict(request) for request in requests],
         "source": asdict(source),
         "num_partitions": num_partitions,
         "held_back": held_back,

@@ -8,7 +8,7 @@ from typing import Any
 
 from cerebro_hydra.errors import DataError, StoreError
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout of prepared data; part of every fingerprint."""
 
 MANIFEST_NAME = "manifest.json"
@@ -50,7 +50,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExistingFiles:
     """Existing Parquet files that are read where they lie."""
 
     codecs: tuple[Codec | None, ...]
@@ -60,9 +60,9 @@ class Source:
     """Of the rows that each partition holds back for validation; None where none are."""
 
     @staticmethod
-    def from_json(document: Mapping[str, Any]) -> Source:
+    def from_json(document: Mapping[str, Any]) -> ExistingFiles:
         """Rebuild a source from its dataclass's dictionary."""
-        return Source(
+        return ExistingFiles(
             tuple(None if codec is None else Codec(**codec) for codec in document["codecs"]),
             tuple(SourceFile(**file) for file in document["files"]),
             document["seed"],
@@ -70,7 +70,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowRange:
     """Consecutive rows of one file of a `Source`."""
 
     file: int
@@ -89,7 +89,7 @@ class PartitionInfo:
     """`row_ids.checksum` of its row ids; None in existing files, which have none."""
     path: str
     """Of its folder, relative to the data's folder; empty where it consists of pieces."""
-    pieces: tuple[Piece, ...] = ()
+    row_ranges: tuple[RowRange, ...] = ()
     """With the rows of the other split among them where rows are held back."""
 
     def to_json(self) -> dict[str, Any]:
@@ -98,15 +98,17 @@ class PartitionInfo:
             name: getattr(self, name) for name in ("split", "index", "rows")
         }
         if self.checksum is None:
-            return {**document, "pieces": [[p.file, p.first, p.rows] for p in self.pieces]}
+            return {**document, "row_ranges": [[p.file, p.first, p.rows] for p in self.row_ranges]}
         return {**document, "checksum": f"{self.checksum:016x}", "path": self.path}
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> PartitionInfo:
         """Rebuild a partition from `to_json`."""
-        if "pieces" in document:
-            pieces = tuple(Piece(*piece) for piece in document["pieces"])
-            return PartitionInfo(**{**document, "checksum": None, "path": "", "pieces": pieces})
+        if "row_ranges" in document:
+            row_ranges = tuple(RowRange(*row_range) for row_range in document["row_ranges"])
+            return PartitionInfo(
+                **{**document, "checksum": None, "path": "", "row_ranges": row_ranges}
+            )
         return PartitionInfo(**{**document, "checksum": int(document["checksum"], 16)})
 
 
@@ -117,7 +119,7 @@ class Manifest:
     fingerprint: str
     columns: tuple[ColumnSpec, ...]
     partitions: tuple[PartitionInfo, ...]
-    source: Source | None = None
+    source: ExistingFiles | None = None
     """The files of existing data; None if it was prepared."""
 
     @property
@@ -181,7 +183,9 @@ class Manifest:
                     for spec in document["columns"]
                 ),
                 partitions=tuple(map(PartitionInfo.from_json, document["partitions"])),
-                source=Source.from_json(document["source"]) if "source" in document else None,
+                source=ExistingFiles.from_json(document["source"])
+                if "source" in document
+                else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(

@@ -14,13 +14,13 @@ from cerebro_hydra.data import row_store
 from cerebro_hydra.data.cells import cells_of
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, PartitionInfo, stored_name
 from cerebro_hydra.data.parquet_files import check_file, read_range
-from cerebro_hydra.data.pieces import is_chosen
 from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.data.row_ranges import is_chosen
 from cerebro_hydra.errors import DataError
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowBlock:
     """Some consecutive rows of a partition."""
 
     ids: NDArray[np.int64] | None
@@ -38,14 +38,14 @@ def described(info: PartitionInfo, manifest: Manifest, data_path: str) -> str:
     if manifest.source is None:
         return f"{info.split} partition {info.index} in {os.path.join(data_path, info.path)!r}"
     files = [
-        os.path.normpath(os.path.join(data_path, manifest.source.files[piece.file].path))
-        for piece in info.pieces
+        os.path.normpath(os.path.join(data_path, manifest.source.files[row_range.file].path))
+        for row_range in info.row_ranges
     ]
     more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
     return f"{info.split} partition {info.index} in {files[0]!r}{more}"
 
 
-def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterator[Rows]:
+def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterator[RowBlock]:
     """Yield all rows of a partition, a stretch after the other.
 
     Raises:
@@ -55,7 +55,7 @@ def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterat
     if manifest.source is None:
         names = [stored_name(i) for i in range(len(manifest.columns))]
         for group in read_columns(os.path.join(data_path, info.path), [ROW_ID, *names]):
-            yield Rows(
+            yield RowBlock(
                 group[ROW_ID],
                 tuple(
                     _shaped(group[name], spec, what)
@@ -65,15 +65,15 @@ def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterat
         return
     chosen = is_chosen(info, manifest.source.seed)
     start = 0
-    for piece in info.pieces:
-        file = manifest.source.files[piece.file]
+    for row_range in info.row_ranges:
+        file = manifest.source.files[row_range.file]
         path = os.path.normpath(os.path.join(data_path, file.path))
         check_file(path, file)
-        mask = None if chosen is None else chosen[start : start + piece.rows]
-        start += piece.rows
+        mask = None if chosen is None else chosen[start : start + row_range.rows]
+        start += row_range.rows
         names = [spec.name for spec in manifest.columns]
-        for batch in read_range(path, names, piece.first, piece.rows, mask):
-            yield Rows(
+        for batch in read_range(path, names, row_range.first, row_range.rows, mask):
+            yield RowBlock(
                 None,
                 tuple(
                     _decoded(batch.column(spec.name), spec, codec, path)

@@ -71,7 +71,7 @@ def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DatasetQuery:
     """What a search asks of prepared data."""
 
     columns: tuple[str, ...]
@@ -92,7 +92,7 @@ class Wanted:
         return None
 
 
-def choose_prepared(store: Store, wanted: Wanted, given: Manifest | None) -> Manifest:
+def choose_prepared(store: Store, wanted: DatasetQuery, given: Manifest | None) -> Manifest:
     """The prepared data of a store that a search wants: the given one, or the only one that fits.
 
     Raises:

@@ -15,7 +15,7 @@ from cerebro_hydra.errors import CerebroHydraError, DataError
 
 
 @dataclass(frozen=True)
-class Wish:
+class ColumnRequest:
     """A column to survey."""
 
     name: str
@@ -30,7 +30,7 @@ class Stretch:
     path: str
     first: int
     rows: int
-    columns: tuple[Wish, ...]
+    columns: tuple[ColumnRequest, ...]
 
 
 Place = tuple[str, int]
@@ -38,7 +38,7 @@ Place = tuple[str, int]
 
 
 @dataclass
-class Finding:
+class ColumnSurvey:
     """What one column is like; of each fault its number of rows and the first one."""
 
     faults: dict[str, tuple[int, Place]] = field(default_factory=dict)
@@ -48,13 +48,13 @@ class Finding:
     """The first row that `lengths` is of."""
 
 
-Findings = dict[str, Finding]
+Findings = dict[str, ColumnSurvey]
 Surveyed = Findings | CerebroHydraError
 Mapper = Callable[[Callable[[Stretch], Surveyed], Sequence[Stretch]], Iterable[Surveyed]]
 """Applies a function to items, in order; a cluster may do so in parallel."""
 
 
-def stretches(paths: Sequence[str], columns: Sequence[Wish]) -> list[Stretch]:
+def stretches(paths: Sequence[str], columns: Sequence[ColumnRequest]) -> list[Stretch]:
     """Cut files at their row groups."""
     found = []
     for path in paths:
@@ -80,22 +80,22 @@ def survey(stretch: Stretch) -> Surveyed:
 
 
 def _surveyed(stretch: Stretch) -> Findings:
-    found: Findings = {wish.name: Finding() for wish in stretch.columns}
+    found: Findings = {request.name: ColumnSurvey() for request in stretch.columns}
     first = stretch.first
     for batch in read_range(stretch.path, list(found), first, stretch.rows):
-        for wish in stretch.columns:
-            array = batch.column(wish.name)
-            if wish.codec is None:
-                cells = cells_of(array, wish.dtype)
+        for request in stretch.columns:
+            array = batch.column(request.name)
+            if request.codec is None:
+                cells = cells_of(array, request.dtype)
             else:
-                cells = row_store.decode(array, wish.codec, wish.dtype)
-            _join(found[wish.name], _finding(cells, stretch.path, first), wish.name)
+                cells = row_store.decode(array, request.codec, request.dtype)
+            _join(found[request.name], _finding(cells, stretch.path, first), request.name)
         first += batch.num_rows
     return found
 
 
 def specs_of(
-    columns: Sequence[Wish], surveyed: Iterable[Surveyed], rows: int
+    columns: Sequence[ColumnRequest], surveyed: Iterable[Surveyed], rows: int
 ) -> tuple[ColumnSpec, ...]:
     """The columns with the shape that all rows have.
 
@@ -104,21 +104,22 @@ def specs_of(
             a file can't be read.
         SetupError: what reads them is not on a worker.
     """
-    total: Findings = {wish.name: Finding() for wish in columns}
+    total: Findings = {request.name: ColumnSurvey() for request in columns}
     for findings in surveyed:
         if isinstance(findings, CerebroHydraError):
             raise findings
         for name, finding in findings.items():
             _join(total[name], finding, name)
-    for wish in columns:
-        for fault, (count, place) in total[wish.name].faults.items():
-            raise faults.faulty(wish.name, fault, count, rows, _shown(place))
+    for request in columns:
+        for fault, (count, place) in total[request.name].faults.items():
+            raise faults.faulty(request.name, fault, count, rows, _shown(place))
     return tuple(
-        ColumnSpec(wish.name, wish.dtype, _shape(wish.name, total[wish.name])) for wish in columns
+        ColumnSpec(request.name, request.dtype, _shape(request.name, total[request.name]))
+        for request in columns
     )
 
 
-def _shape(name: str, finding: Finding) -> tuple[int, ...]:
+def _shape(name: str, finding: ColumnSurvey) -> tuple[int, ...]:
     lengths = finding.lengths or []
     for dimension, (shortest, longest, place) in enumerate(lengths):
         if shortest != longest:
@@ -128,17 +129,17 @@ def _shape(name: str, finding: Finding) -> tuple[int, ...]:
     return tuple(longest for _, longest, _ in lengths)
 
 
-def _finding(cells: Cells, path: str, first: int) -> Finding:
+def _finding(cells: Cells, path: str, first: int) -> ColumnSurvey:
     wrong = {
         fault: (len(rows), (path, first + int(rows[0]))) for fault, rows in cells.faults.items()
     }
     if len(cells.faults) and not cells.values.size:
-        return Finding(wrong)  # nothing is left that could have a length
+        return ColumnSurvey(wrong)  # nothing is left that could have a length
     lengths = [(each.shortest, each.longest, (path, first + each.row)) for each in cells.lengths]
-    return Finding(wrong, lengths, (path, first))
+    return ColumnSurvey(wrong, lengths, (path, first))
 
 
-def _join(into: Finding, other: Finding, name: str) -> None:
+def _join(into: ColumnSurvey, other: ColumnSurvey, name: str) -> None:
     for fault, (count, place) in other.faults.items():
         before, earlier = into.faults.get(fault, (0, place))
         into.faults[fault] = (before + count, earlier)

@@ -25,8 +25,8 @@ from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import (
     EvaluationDone,
     Event,
-    Measured,
-    MeasureFailed,
+    MetricsMerged,
+    MetricsMergeFailed,
     SubEpochDone,
     WorkerLost,
 )
@@ -40,7 +40,7 @@ from cerebro_hydra.plan.instructions import (
     FetchShards,
     FinishRun,
     Instruction,
-    Measure,
+    MergeMetrics,
     StartSubEpoch,
 )
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
@@ -67,7 +67,7 @@ class _Exit:
     error: BaseException | None
 
 
-MeasureStates = Callable[[int, list[dict[str, Any]]], dict[str, float]]
+MergeStates = Callable[[int, list[dict[str, Any]]], dict[str, float]]
 """Merges what a trial's custom metrics made of each validation partition, in partition order."""
 
 _Item = Event | dict[str, Any] | _Exit
@@ -105,7 +105,7 @@ class Coordinator:
         manifest: Manifest,
         observers: Sequence[Observer] = (),
         join_timeout: float = 120.0,
-        measure: MeasureStates | None = None,
+        merge_metrics: MergeStates | None = None,
     ) -> None:
         self._folder = folder
         self._document = document
@@ -115,7 +115,7 @@ class Coordinator:
         self._observers = Observers(observers)
         self._join_timeout = join_timeout
         self._config = hop_config(document, manifest)
-        self._measure = _checked(measure, self._config)
+        self._merge_metrics = _checked(merge_metrics, self._config)
         self._state = HopState(self._config)
         self._roster = Roster(launcher.num_workers)
         self._numeric: dict[str, Any] = {}
@@ -265,29 +265,29 @@ class Coordinator:
                 uri = self._roster.uri(source.incarnation) if source is not None else None
                 message = {"do": to_json(instruction), "uri": uri}
                 self._control.send(instruction.incarnation, message)
-            elif isinstance(instruction, Measure):
-                self._inbox.put(self._measured(instruction))
+            elif isinstance(instruction, MergeMetrics):
+                self._inbox.put(self._merged_metrics(instruction))
             elif isinstance(instruction, FinishRun):
                 return
 
-    def _measured(self, task: Measure) -> Measured | MeasureFailed:
+    def _merged_metrics(self, task: MergeMetrics) -> MetricsMerged | MetricsMergeFailed:
         named = (task.attempt, task.trial, task.epoch)
         names = self._config.trials[task.trial].custom_metrics
         try:
-            values = self._measure(task.trial, list(task.states))
+            values = self._merge_metrics(task.trial, list(task.states))
             if values.keys() != set(names):
                 raise ConfigurationError(
                     f"the custom metrics are {list(names)}, but {sorted(values)} were measured; "
                     "return one value for each"
                 )
-            return Measured(*named, {name: float(values[name]) for name in names})
+            return MetricsMerged(*named, {name: float(values[name]) for name in names})
         except Exception:
-            return MeasureFailed(*named, traceback.format_exc())
+            return MetricsMergeFailed(*named, traceback.format_exc())
 
 
-def _checked(measure: MeasureStates | None, config: HopConfig) -> MeasureStates:
-    if measure is not None:
-        return measure
+def _checked(merge_metrics: MergeStates | None, config: HopConfig) -> MergeStates:
+    if merge_metrics is not None:
+        return merge_metrics
     for trial in config.trials:
         if trial.custom_metrics:
             raise ConfigurationError(

@@ -9,7 +9,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from cerebro_hydra.ml.heads import NUMBER, RAW, ClassOutputs, NumberOutput
 from cerebro_hydra.ml.output_params import OutputParams
-from cerebro_hydra.ml.sources import Fitted, Source
+from cerebro_hydra.ml.sources import Fitted, ModelSource
 from cerebro_hydra.spark.outputs import Outputs, RawOutputs
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class SparkModel(Model, OutputParams, MLWritable, MLReadable["SparkModel"]):
     stands alone: it needs neither the run, nor the store, nor the source of the network.
     """
 
-    def __init__(self, source: Source, trial: Trial, run_path: str) -> None:
+    def __init__(self, source: ModelSource, trial: Trial, run_path: str) -> None:
         """Use an estimator's `fit`, or `SparkModel.load`."""
         super().__init__()
         self.source = source

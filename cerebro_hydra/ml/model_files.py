@@ -22,7 +22,7 @@ from cerebro_hydra.ml.model import SparkModel
 from cerebro_hydra.ml.sources import Loaded
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
 from cerebro_hydra.spark import hadoop_files
-from cerebro_hydra.spark.programs import ExportedProgram
+from cerebro_hydra.spark.predictors import ExportedPredictor
 from cerebro_hydra.tune.result import Trial
 
 FORMAT = 1
@@ -87,7 +87,7 @@ class ModelReader(MLReader[SparkModel]):
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
             for name in FILES:
                 hadoop_files.download(self.sc, f"{path}/model/{name}", str(Path(folder, name)))
-            program = ExportedProgram.of(folder)
+            program = ExportedPredictor.of(folder)
         specs = [
             ColumnSpec(each["name"], each["dtype"], tuple(each["shape"]))
             for each in metadata["columns"]

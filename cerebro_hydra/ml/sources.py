@@ -12,7 +12,7 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.ml.heads import CLASS_HEADS, choose_head
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE, save_exported
-from cerebro_hydra.spark.programs import ExportedProgram
+from cerebro_hydra.spark.predictors import ExportedPredictor
 from cerebro_hydra.spark.transform import Inference
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cerebro_hydra.tune.model import TrainedModel
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """A trained network; copies of a model share it, and with it what was sent to executors."""
 
     @property
@@ -98,7 +98,11 @@ class Loaded:
     """
 
     def __init__(
-        self, program: ExportedProgram, specs: Sequence[ColumnSpec], batch_size: int, loss_head: str
+        self,
+        program: ExportedPredictor,
+        specs: Sequence[ColumnSpec],
+        batch_size: int,
+        loss_head: str,
     ) -> None:
         self.inference = Inference(program, specs, batch_size)
         self._program = program

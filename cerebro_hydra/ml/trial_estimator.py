@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from cerebro_hydra.ml.factory_estimator import FactoryEstimator
     from cerebro_hydra.ml.model import SparkModel
-    from cerebro_hydra.tune.listed import ListSearch
+    from cerebro_hydra.tune.list_search import ListSearch
     from cerebro_hydra.tune.model import TrainedModel
     from cerebro_hydra.tune.result import SearchResult, Trial
 
@@ -112,7 +112,7 @@ class TrialEstimator(
     ) -> ListSearch:
         # Agents import this file for what their factories return, and need none of these.
         from cerebro_hydra.spark.backend import SparkBackend
-        from cerebro_hydra.tune.listed import ListSearch
+        from cerebro_hydra.tune.list_search import ListSearch
 
         backend = settings["backend"]
         if backend is None:

@@ -14,7 +14,7 @@ from cerebro_hydra.observe.observer import Record
 from cerebro_hydra.plan import events, instructions
 from cerebro_hydra.plan.codec import from_json
 
-Outcome = Literal["running", "done", "repeated", "failed", "cancelled", "lost"]
+AttemptOutcome = Literal["running", "done", "repeated", "failed", "cancelled", "lost"]
 
 _Task = instructions.StartSubEpoch | instructions.Evaluate
 
@@ -54,7 +54,7 @@ class TaskBar:
     told: float
     start: float
     end: float
-    outcome: Outcome = "running"
+    outcome: AttemptOutcome = "running"
     seconds: float = 0.0
     loss: float | None = None
     hop: HopBar | None = None
@@ -180,7 +180,7 @@ class Timeline:
         lanes[lane : lane + 1] = [end]
         return HopBar(source, start, end, hop.bytes_moved, hop.bytes_saved, lane)
 
-    def _close(self, attempt: int, outcome: Outcome, now: float) -> None:
+    def _close(self, attempt: int, outcome: AttemptOutcome, now: float) -> None:
         """End a task's bar; one that is over already stays as it is."""
         if attempt in self._open:
             bar, _ = self._open.pop(attempt)

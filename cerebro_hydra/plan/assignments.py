@@ -14,11 +14,11 @@ from cerebro_hydra.plan.instructions import (
     Evaluate,
     FetchShards,
     Instruction,
-    Source,
     StartSubEpoch,
+    StateSource,
 )
 from cerebro_hydra.plan.outcome import outcome
-from cerebro_hydra.plan.visits import Agent, Attempt, Choice, Kind, Trial, visit_order
+from cerebro_hydra.plan.visits import Agent, Attempt, Kind, TaskChoice, TrialProgress, visit_order
 
 
 class Assignments:
@@ -30,7 +30,7 @@ class Assignments:
 
     def __init__(self, config: HopConfig) -> None:
         self.config = config
-        self.trials = [Trial(trial) for trial in config.trials]
+        self.trials = [TrialProgress(trial) for trial in config.trials]
         self.agents: dict[int, Agent] = {}  # live ones, by worker slot
         self.attempts: dict[int, Attempt] = {}  # live ones, by number
         self.holders = Holders()
@@ -55,24 +55,26 @@ class Assignments:
                 return agent
         return None
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[TaskChoice]:
         """Every task that could be given to a worker now."""
         found = []
         for index, trial in enumerate(self.trials):
             for kind, partition in self._open_tasks(index, trial):
                 agent = self.agent_of(partition)
                 if agent is not None and agent.open:
-                    found.append(Choice(index, kind, partition, agent))
+                    found.append(TaskChoice(index, kind, partition, agent))
         return found
 
-    def _open_tasks(self, index: int, trial: Trial) -> list[tuple[Kind, int]]:
+    def _open_tasks(self, index: int, trial: TrialProgress) -> list[tuple[Kind, int]]:
         if trial.status is not None or outcome(self.config, trial) is not None:
             return []
         partitions = range(self.config.partitions)
         if trial.epoch_trained(len(partitions)):
             busy = trial.sums.keys() | trial.evaluations.keys()
             return [("evaluate", partition) for partition in partitions if partition not in busy]
-        if len(trial.chain) > 1 or (trial.chain and not trial.chain[0].ending):
+        if len(trial.pending_visits) > 1 or (
+            trial.pending_visits and not trial.pending_visits[0].ending
+        ):
             return []
         visited = trial.visited(len(partitions))
         if self.config.order == "seeded" and len(visited) < len(partitions):
@@ -81,9 +83,9 @@ class Assignments:
 
     # ------------------------------------------------------------------ giving out and taking back
 
-    def _give(self, choice: Choice) -> None:
+    def _give(self, choice: TaskChoice) -> None:
         trial, agent = self.trials[choice.trial], choice.agent
-        before = trial.newest + len(trial.chain)
+        before = trial.newest + len(trial.pending_visits)
         attempt = Attempt(
             number=self._next_attempt,
             kind=choice.kind,
@@ -99,7 +101,7 @@ class Assignments:
         self._next_attempt += 1
         self.attempts[attempt.number] = attempt
         if attempt.kind == "train":
-            trial.chain.append(attempt)
+            trial.pending_visits.append(attempt)
         else:
             trial.evaluations[attempt.partition] = attempt
         if agent.running is None:
@@ -112,25 +114,25 @@ class Assignments:
                     FetchShards(attempt.trial, agent.worker, agent.incarnation, attempt.source)
                 )
 
-    def _source(self, choice: Choice, visit: int) -> Source:
+    def _source(self, choice: TaskChoice, visit: int) -> StateSource:
         """The agent itself, else another one (a different one after a failure), else the store."""
         trial = self.trials[choice.trial]
-        if choice.kind == "train" and trial.chain:
-            return Source(visit, trial.chain[0].incarnation)
+        if choice.kind == "train" and trial.pending_visits:
+            return StateSource(visit, trial.pending_visits[0].incarnation)
         if self.holders.holds(choice.trial, visit, choice.agent.incarnation):
-            return Source(visit, choice.agent.incarnation)
+            return StateSource(visit, choice.agent.incarnation)
         agents = [place for place in self.holders.where(choice.trial, visit) if place != STORE]
         if not agents:
-            return Source(visit, None)
+            return StateSource(visit, None)
         spread = choice.partition if choice.kind == "evaluate" else 0
-        return Source(visit, agents[(spread + trial.transfer_failures) % len(agents)])
+        return StateSource(visit, agents[(spread + trial.transfer_failures) % len(agents)])
 
     def _start(self, attempt: Attempt) -> None:
         attempt.started = True
         attempt.started_at = self.estimates.now
-        chain = self.trials[attempt.trial].chain
-        if chain[1:] == [attempt]:  # it waits for the end of the one before it
-            first = chain[0]
+        pending_visits = self.trials[attempt.trial].pending_visits
+        if pending_visits[1:] == [attempt]:  # it waits for the end of the one before it
+            first = pending_visits[0]
             expected = self.estimates.seconds(first.kind, first.trial, first.partition)
             attempt.started_at = max(attempt.started_at, first.started_at + expected)
         kind: Callable[..., Instruction] = Evaluate
@@ -170,8 +172,8 @@ class Assignments:
         if agent is not None and agent.reserved is attempt:
             agent.reserved = None
 
-    def _abandon_all(self, trial: Trial) -> None:
-        for attempt in (*trial.evaluations.values(), *trial.chain[:1]):
+    def _abandon_all(self, trial: TrialProgress) -> None:
+        for attempt in (*trial.evaluations.values(), *trial.pending_visits[:1]):
             self._abandon(attempt)
 
     def _abandon(self, attempt: Attempt) -> None:
@@ -180,10 +182,10 @@ class Assignments:
         over = [attempt]
         if attempt.kind == "evaluate":
             trial.evaluations.pop(attempt.partition, None)
-        elif attempt in trial.chain:
-            at = trial.chain.index(attempt)
-            over = trial.chain[at:]
-            del trial.chain[at:]
+        elif attempt in trial.pending_visits:
+            at = trial.pending_visits.index(attempt)
+            over = trial.pending_visits[at:]
+            del trial.pending_visits[at:]
         for each in over:
             if self.attempts.pop(each.number, None) is None:
                 continue
@@ -195,7 +197,7 @@ class Assignments:
             source = (each.source.visit, each.incarnation)
             shared = any((a.source.visit, a.incarnation) == source for a in trial.attempts)
             if not shared and not self.holders.holds(each.trial, *source):
-                trial.doubtful.add(source)
+                trial.abandoned_fetches.add(source)
                 self._out.append(Drop(each.trial, *source))
 
     def _has_source(self, attempt: Attempt) -> None:

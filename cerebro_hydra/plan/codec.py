@@ -10,11 +10,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.plan.events import Event, Hop
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.instructions import Instruction, Source
+from cerebro_hydra.plan.instructions import Instruction, StateSource
 
 _TYPES: dict[str, type] = {
     kind.__name__: kind
-    for kind in (*get_args(Event), *get_args(Instruction), Hop, Source, HopConfig, TrialConfig)
+    for kind in (*get_args(Event), *get_args(Instruction), Hop, StateSource, HopConfig, TrialConfig)
 }
 
 

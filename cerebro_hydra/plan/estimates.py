@@ -50,7 +50,7 @@ class Estimates:
         """Something was seen to end at this moment."""
         self.now = max(self.now, moment)
 
-    def snapshot(self) -> dict[str, object]:
+    def comparable(self) -> dict[str, object]:
         """All that is known, for comparisons."""
         return {
             "now": self.now,

@@ -110,8 +110,8 @@ class EvaluationDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """The custom metrics of an epoch, by name; answers the ``Measure`` of the same attempt."""
+class MetricsMerged:
+    """The custom metrics of an epoch, by name; answers the ``MergeMetrics`` of the same attempt."""
 
     attempt: int
     trial: int
@@ -120,7 +120,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureFailed:
+class MetricsMergeFailed:
     """The user's code that merges custom metrics failed: the trial fails with this traceback."""
 
     attempt: int
@@ -155,8 +155,8 @@ Event = (
     | TaskFailed
     | TransferFailed
     | EvaluationDone
-    | Measured
-    | MeasureFailed
+    | MetricsMerged
+    | MetricsMergeFailed
     | Checkpointed
     | TrialStopped
 )

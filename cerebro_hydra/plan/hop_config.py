@@ -17,8 +17,8 @@ class TrialConfig:
 
     ``cost`` is the relative work of one sub-epoch (any positive unit, the same for all trials);
     ``nbytes`` the size of its state; ``initial_digests`` one (frozen, trainable) pair per shard;
-    ``custom_metrics`` names what the user's code merges after every epoch (``Measure``). With a
-    ``patience``, the trial ends when so many epochs in a row were not better, and its result is
+    ``custom_metrics`` names what the user's code merges after every epoch (``MergeMetrics``). With
+    a ``patience``, the trial ends when so many epochs in a row were not better, and its result is
     the state after its best epoch; with None it trains all epochs, and its result is the newest.
     """
 

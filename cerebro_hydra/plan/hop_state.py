@@ -3,7 +3,7 @@
 ::
 
     WorkerJoined ─┐                      ┌─► StartSubEpoch, Evaluate, FetchShards, Cancel
-    SubEpochDone ─┤   ┌─────────────┐    ├─► Commit, Redo, Measure, EndEpoch
+    SubEpochDone ─┤   ┌─────────────┐    ├─► Commit, Redo, MergeMetrics, EndEpoch
     StateReceived ┼──►│  HopState   ├────┼─► Checkpoint, Drop
     WorkerLost ───┤   └─────────────┘    └─► FinishTrial, FinishRun
     TaskFailed ───┘  the coordinator, the in-process driver and the simulator all drive this
@@ -25,8 +25,8 @@ from cerebro_hydra.plan.events import (
     Checkpointed,
     EvaluationDone,
     Event,
-    Measured,
-    MeasureFailed,
+    MetricsMerged,
+    MetricsMergeFailed,
     StateReceived,
     SubEpochDone,
     SubEpochEnding,
@@ -46,13 +46,13 @@ from cerebro_hydra.plan.instructions import (
     FinishRun,
     FinishTrial,
     Instruction,
-    Measure,
+    MergeMetrics,
     Redo,
 )
-from cerebro_hydra.plan.keeping import Keeping
 from cerebro_hydra.plan.outcome import best_visit, outcome, result
 from cerebro_hydra.plan.policy import Policy
-from cerebro_hydra.plan.visits import Agent, Attempt, Trial, Visit
+from cerebro_hydra.plan.retention import Retention
+from cerebro_hydra.plan.visits import Agent, Attempt, TrialProgress, Visit
 
 MAX_TRANSFER_FAILURES = 3
 
@@ -62,7 +62,7 @@ class HopState(Assignments):
 
     def __init__(self, config: HopConfig) -> None:
         super().__init__(config)
-        self.keeping = Keeping(config, self.holders)
+        self.keeping = Retention(config, self.holders)
         self.policy = Policy(config)
         self.finished = False
         self._fenced: set[str] = set()  # incarnations that are over
@@ -87,10 +87,10 @@ class HopState(Assignments):
                 self._done(event)
             case EvaluationDone():
                 self._evaluated(event)
-            case Measured():
+            case MetricsMerged():
                 if self._measuring(event):
                     self._end_epoch(event.trial, event.values)
-            case MeasureFailed():
+            case MetricsMergeFailed():
                 if self._measuring(event):
                     self._end(event.trial, "failed", event.error)
             case StateReceived():
@@ -154,7 +154,7 @@ class HopState(Assignments):
             if trial.status is None:
                 self._recover(index, trial, incarnation, reason)
 
-    def _recover(self, index: int, trial: Trial, lost: str, reason: str) -> None:
+    def _recover(self, index: int, trial: TrialProgress, lost: str, reason: str) -> None:
         """Go back if a state that the trial needs is gone, and leave sources that are."""
         if not self.keeping.intact(index, trial):
             self._go_back(index, trial, self.keeping.fallback(index, trial), reason)
@@ -162,7 +162,7 @@ class HopState(Assignments):
             if attempt.source.incarnation == lost and not attempt.received:
                 self._abandon(attempt)
 
-    def _go_back(self, index: int, trial: Trial, left: int, reason: str) -> None:
+    def _go_back(self, index: int, trial: TrialProgress, left: int, reason: str) -> None:
         void = tuple(range(left + 1, trial.newest + 1))
         self._abandon_all(trial)
         for visit in void:
@@ -193,10 +193,10 @@ class HopState(Assignments):
         self.estimates.learn("train", attempt.trial, attempt.partition, event.seconds)
         self.estimates.reach(attempt.started_at + event.hop.seconds + event.seconds)
         trial = self.trials[attempt.trial]
-        while trial.chain and trial.chain[0].done is not None:
-            self._commit(trial, trial.chain.pop(0))
+        while trial.pending_visits and trial.pending_visits[0].done is not None:
+            self._commit(trial, trial.pending_visits.pop(0))
 
-    def _commit(self, trial: Trial, attempt: Attempt) -> None:
+    def _commit(self, trial: TrialProgress, attempt: Attempt) -> None:
         done = attempt.done
         assert done is not None
         del self.attempts[attempt.number]
@@ -207,7 +207,7 @@ class HopState(Assignments):
         trial.transfer_failures = 0
         self.holders.define(attempt.trial, visit, done.digests)
         self.holders.add(attempt.trial, visit, where)
-        for successor in trial.chain:  # it may have the state before the commit is known
+        for successor in trial.pending_visits:  # it may have the state before the commit is known
             if successor.received:
                 self._has_source(successor)
         self._log(
@@ -234,14 +234,14 @@ class HopState(Assignments):
         del trial.evaluations[attempt.partition]
         del self.attempts[attempt.number]
 
-    def _measuring(self, event: Measured | MeasureFailed) -> bool:
+    def _measuring(self, event: MetricsMerged | MetricsMergeFailed) -> bool:
         return self.trials[event.trial].measuring == event.attempt
 
     def _received(self, event: StateReceived) -> None:
         trial, held = self.trials[event.trial], (event.visit, event.incarnation)
         if self.agent(event.incarnation) is None or self.holders.holds(event.trial, *held):
             return
-        if held not in trial.doubtful:
+        if held not in trial.abandoned_fetches:
             for attempt in trial.attempts:
                 if (attempt.source.visit, attempt.incarnation) == held:
                     self._has_source(attempt)
@@ -307,7 +307,7 @@ class HopState(Assignments):
             self.finished = True
             self._out.append(FinishRun())
 
-    def _advance(self, index: int, trial: Trial) -> None:
+    def _advance(self, index: int, trial: TrialProgress) -> None:
         partitions = self.config.partitions
         evaluated = len(trial.sums) == partitions or not self.config.evaluate
         if trial.epoch_trained(partitions) and evaluated and trial.stop is None:
@@ -317,7 +317,7 @@ class HopState(Assignments):
                 trial.measuring = self._next_attempt
                 self._next_attempt += 1
                 states = tuple(trial.states[partition] for partition in range(partitions))
-                self._out.append(Measure(trial.measuring, index, len(trial.history), states))
+                self._out.append(MergeMetrics(trial.measuring, index, len(trial.history), states))
         if trial.status is not None:
             return
         if over := outcome(self.config, trial):
@@ -343,7 +343,7 @@ class HopState(Assignments):
             )
             self._end(index, "failed", reason)
 
-    def _saved(self, index: int, trial: Trial, visit: int) -> bool:
+    def _saved(self, index: int, trial: TrialProgress, visit: int) -> bool:
         """Whether the state is in the store; has it written if nothing else is being written."""
         places = self.holders.where(index, visit)
         if STORE in places:
@@ -353,7 +353,7 @@ class HopState(Assignments):
             self._out.append(Checkpoint(index, visit, places[0]))
         return False
 
-    def _collect(self, index: int, trial: Trial) -> None:
+    def _collect(self, index: int, trial: TrialProgress) -> None:
         """Drop every copy that need not be kept."""
         kept = self.keeping.kept(index, trial)
         for visit in self.holders.visits(index):

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StateSource:
     """Where a state can be fetched: an agent's incarnation, or the store (``None``)."""
 
     visit: int
@@ -30,7 +30,7 @@ class StartSubEpoch:
     partition: int
     worker: int
     incarnation: str
-    source: Source
+    source: StateSource
     metrics: dict[str, float]
 
 
@@ -41,7 +41,7 @@ class FetchShards:
     trial: int
     worker: int
     incarnation: str
-    source: Source
+    source: StateSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Evaluate:
     partition: int
     worker: int
     incarnation: str
-    source: Source
+    source: StateSource
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class MergeMetrics:
     """Let the user's code merge an epoch's custom metrics: it is evaluated on every partition.
 
     ``states`` has what the metrics made of each partition, in partition order. ``attempt`` is a
@@ -154,7 +154,7 @@ Instruction = (
     StartSubEpoch
     | FetchShards
     | Evaluate
-    | Measure
+    | MergeMetrics
     | Cancel
     | Checkpoint
     | Drop

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.outcome import best_visit, needed, result
-from cerebro_hydra.plan.visits import Attempt, Trial
+from cerebro_hydra.plan.visits import Attempt, TrialProgress
 
 if TYPE_CHECKING:
     from cerebro_hydra.plan.hop_state import HopState
@@ -46,7 +46,7 @@ def _check_agents(state: HopState) -> None:
         assert agent.running or not agent.reserved, f"{agent.reserved} waits for nothing"
 
 
-def _check_visits(state: HopState, index: int, trial: Trial) -> None:
+def _check_visits(state: HopState, index: int, trial: TrialProgress) -> None:
     partitions = state.config.partitions
     seen: set[tuple[int, int]] = set()
     for place, visit in enumerate(trial.visits):
@@ -67,21 +67,25 @@ def _check_visits(state: HopState, index: int, trial: Trial) -> None:
     assert len(set(visited)) == len(visited), f"trial {index} would visit twice: {visited}"
 
 
-def _check_chain(index: int, trial: Trial) -> None:
+def _check_chain(index: int, trial: TrialProgress) -> None:
     """Check that a trial has one writer, and at most one that waits for it."""
-    assert len(trial.chain) <= 2, f"trial {index} has {len(trial.chain)} attempts at once"
-    for ahead, attempt in enumerate(trial.chain, start=1):
+    assert len(trial.pending_visits) <= 2, (
+        f"trial {index} has {len(trial.pending_visits)} attempts at once"
+    )
+    for ahead, attempt in enumerate(trial.pending_visits, start=1):
         assert attempt.visit == trial.newest + ahead == attempt.source.visit + 1, f"{attempt}"
-    if trial.chain:
+    if trial.pending_visits:
         assert not trial.evaluations, f"trial {index} trains while it is evaluated"
-        assert trial.chain[0].done is None, f"{trial.chain[0]} is done but not committed"
-    if len(trial.chain) == 2:
-        first, second = trial.chain
+        assert trial.pending_visits[0].done is None, (
+            f"{trial.pending_visits[0]} is done but not committed"
+        )
+    if len(trial.pending_visits) == 2:
+        first, second = trial.pending_visits
         assert first.ending, f"{second} waits for {first}, which is not ending"
         assert second.source.incarnation == first.incarnation, f"{second} has another source"
 
 
-def _check_states(state: HopState, index: int, trial: Trial) -> None:
+def _check_states(state: HopState, index: int, trial: TrialProgress) -> None:
     visits = state.holders.visits(index)
     if trial.saving is not None:
         assert state.agent(trial.saving[1]), f"trial {index} is saved by {trial.saving[1]}: lost"
@@ -109,13 +113,13 @@ def _check_states(state: HopState, index: int, trial: Trial) -> None:
         assert back <= trial.newest, f"trial {index} would not outlive worker {lost.worker}"
 
 
-def _check_attempt(state: HopState, trial: Trial, attempt: Attempt) -> None:
+def _check_attempt(state: HopState, trial: TrialProgress, attempt: Attempt) -> None:
     agent = state.agent(attempt.incarnation)
     assert agent is not None, f"{attempt} has no live agent"
     if attempt.done is None:
         task = agent.running if attempt.started else agent.reserved
         assert task is attempt, f"{attempt} is not what its agent does"
-    waits_for_writer = trial.chain[1:] == [attempt]
+    waits_for_writer = trial.pending_visits[1:] == [attempt]
     if not attempt.received and not waits_for_writer:
         place = attempt.source.incarnation or STORE
         held = state.holders.holds(attempt.trial, attempt.source.visit, place)

@@ -48,15 +48,15 @@ def fold(config: HopConfig, records: Iterable[dict[str, Any]]) -> HopState:
     return state
 
 
-def snapshot(state: HopState) -> dict[str, Any]:
+def comparable(state: HopState) -> dict[str, Any]:
     """Return everything that the state's next decisions depend on, as a comparable dict."""
     return {
         "trials": [_comparable(asdict(trial)) for trial in state.trials],
         "agents": {worker: asdict(agent) for worker, agent in state.agents.items()},
         "attempts": sorted(state.attempts),
         "holders": [asdict(holder) for holder in state.holders],
-        "estimates": state.estimates.snapshot(),
-        "policy": state.policy.snapshot(),
+        "estimates": state.estimates.comparable(),
+        "policy": state.policy.comparable(),
         "finished": state.finished,
     }
 

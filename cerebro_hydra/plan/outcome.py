@@ -7,7 +7,7 @@ from math import inf, isfinite
 from typing import NamedTuple
 
 from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.visits import Trial
+from cerebro_hydra.plan.visits import TrialProgress
 
 
 class Outcome(NamedTuple):
@@ -17,7 +17,7 @@ class Outcome(NamedTuple):
     reason: str
 
 
-def outcome(config: HopConfig, trial: Trial) -> Outcome | None:
+def outcome(config: HopConfig, trial: TrialProgress) -> Outcome | None:
     """Return how the trial ends, or None while it has epochs to train."""
     if trial.stop is not None:
         return Outcome("stopped", trial.stop)
@@ -53,7 +53,7 @@ def best_epoch(values: Iterable[float], direction: str) -> int | None:
     return at
 
 
-def best_visit(config: HopConfig, trial: Trial, visits: int) -> int | None:
+def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
     """Return the state after the best of the epochs that ended within the first ``visits``.
 
     None if the trial has no patience, or no such epoch was finite.
@@ -65,18 +65,18 @@ def best_visit(config: HopConfig, trial: Trial, visits: int) -> int | None:
     return None if best is None else (best + 1) * config.partitions
 
 
-def result(config: HopConfig, trial: Trial) -> int:
+def result(config: HopConfig, trial: TrialProgress) -> int:
     """Return the state that is the trial's result as things stand: its best, else its newest."""
     best = best_visit(config, trial, trial.newest)
     return trial.newest if best is None else best
 
 
-def needed(config: HopConfig, trial: Trial) -> set[int]:
+def needed(config: HopConfig, trial: TrialProgress) -> set[int]:
     """Return the states that a trial can't do without: its result, and what it goes on from."""
     if outcome(config, trial) is not None:
         return {result(config, trial)}
     return {result(config, trial), trial.newest}
 
 
-def _values(config: HopConfig, trial: Trial) -> Sequence[float]:
+def _values(config: HopConfig, trial: TrialProgress) -> Sequence[float]:
     return [metrics[config.metric] for metrics in trial.history]

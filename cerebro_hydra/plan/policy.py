@@ -14,9 +14,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from cerebro_hydra.plan.outlook import Bias, Outlook, Step, look
+from cerebro_hydra.plan.lookahead import Bias, Lookahead, Step, snapshot
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.plan.visits import Choice
+from cerebro_hydra.plan.visits import TaskChoice
 
 if TYPE_CHECKING:
     from cerebro_hydra.plan.hop_config import HopConfig
@@ -53,20 +53,20 @@ class Policy:
         self.plan = Plan(plain, 0.0)
         self._untried = [Plan(ring, patience) for patience in PATIENCE]
 
-    def choose(self, state: HopState, choices: list[Choice]) -> list[Choice]:
+    def choose(self, state: HopState, choices: list[TaskChoice]) -> list[TaskChoice]:
         """Return the choices to take, at most one per worker and one sub-epoch per trial."""
-        outlook = look(state)
-        bound = outlook.bound * GOOD_ENOUGH
+        lookahead = snapshot(state)
+        bound = lookahead.bound * GOOD_ENOUGH
         nearby = _nearby(state, choices)
-        end, steps = _imagine(outlook, self.plan, nearby)
+        end, steps = _rollout(lookahead, self.plan, nearby)
         effort = len(steps)
         while end > bound and effort < EFFORT:
             plan = self._untried.pop() if self._untried else self._varied()
-            other_end, other = _imagine(outlook, plan, nearby)
+            other_end, other = _rollout(lookahead, plan, nearby)
             effort += max(1, len(other))
             if other_end < end:
                 self.plan, end, steps = plan, other_end, other
-        return _first_steps(outlook, steps, choices)
+        return _first_steps(lookahead, steps, choices)
 
     def _varied(self) -> Plan:
         random = self._random.random
@@ -76,39 +76,41 @@ class Policy:
         ]
         return Plan(preferences, self._random.choice(PATIENCE))
 
-    def snapshot(self) -> object:
+    def comparable(self) -> object:
         """All that the next choice depends on, for comparisons."""
         return self.plan, self._untried, self._random.getstate()
 
 
-def _first_steps(outlook: Outlook, steps: list[Step], choices: list[Choice]) -> list[Choice]:
+def _first_steps(
+    lookahead: Lookahead, steps: list[Step], choices: list[TaskChoice]
+) -> list[TaskChoice]:
     """The choices that are the first thing their worker, and their trial, does in this future."""
     open_ = {Step(c.trial, c.kind, c.partition): c for c in choices}
     workers: set[int] = set()
     trials: set[int] = set()
     given = []
     for step in steps:
-        worker = outlook.workers[step.partition]
+        worker = lookahead.workers[step.partition]
         if worker not in workers and step.trial not in trials and step in open_:
             given.append(open_[step])
         workers.add(worker)
         if step.kind == "train":
             trials.add(step.trial)
-        if len(workers) == len(outlook.free):
+        if len(workers) == len(lookahead.free):
             break
     return given
 
 
-def _imagine(
-    outlook: Outlook, plan: Plan, nearby: dict[tuple[int, int], float]
+def _rollout(
+    lookahead: Lookahead, plan: Plan, nearby: dict[tuple[int, int], float]
 ) -> tuple[float, list[Step]]:
-    bias = [[outlook.mean * value for value in row] for row in plan.preferences]
+    bias = [[lookahead.mean * value for value in row] for row in plan.preferences]
     for (trial, partition), share in nearby.items():
-        bias[trial][partition] += outlook.mean * share
-    return outlook.imagine(bias, plan.patience * outlook.mean, HORIZON)
+        bias[trial][partition] += lookahead.mean * share
+    return lookahead.rollout(bias, plan.patience * lookahead.mean, HORIZON)
 
 
-def _nearby(state: HopState, choices: list[Choice]) -> dict[tuple[int, int], float]:
+def _nearby(state: HopState, choices: list[TaskChoice]) -> dict[tuple[int, int], float]:
     """Preferences for workers that have bytes of the trial's state already."""
     largest = max(1, *(trial.config.nbytes for trial in state.trials))
     nearby = {}

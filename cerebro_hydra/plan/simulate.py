@@ -40,7 +40,7 @@ class TaskSpan:
 
 
 @dataclass(slots=True)
-class Timeline:
+class SimulatedTimeline:
     """What a simulated run did, and when."""
 
     makespan: float = 0.0
@@ -75,7 +75,7 @@ class Simulation:
     ) -> None:
         self.state = HopState(config)
         self.now = 0.0
-        self.timeline = Timeline()
+        self.timeline = SimulatedTimeline()
         self._workers = workers
         self._seconds, self._hop_seconds, self._ending = seconds, hop_seconds, ending
         self._measure, self._after = measure, after
@@ -92,7 +92,7 @@ class Simulation:
         for loss in losses:
             self._at(loss.at, lambda loss=loss: self._lose(loss))  # type: ignore[misc]
 
-    def run(self) -> Timeline:
+    def run(self) -> SimulatedTimeline:
         """Run to the end.
 
         Raises:
@@ -157,10 +157,10 @@ class Simulation:
                 state = (instruction.incarnation, instruction.trial, instruction.visit)
                 self._held.discard(state)
                 self._fetches.pop(state, None)
-            case ins.Measure():
+            case ins.MergeMetrics():
                 names = self.state.config.trials[instruction.trial].custom_metrics
                 value = self._measure(instruction.trial, instruction.epoch)
-                measured = ev.Measured(
+                measured = ev.MetricsMerged(
                     instruction.attempt,
                     instruction.trial,
                     instruction.epoch,
@@ -175,7 +175,7 @@ class Simulation:
 
     # ------------------------------------------------------------------ the agents
 
-    def _fetch(self, incarnation: str, trial: int, source: ins.Source) -> None:
+    def _fetch(self, incarnation: str, trial: int, source: ins.StateSource) -> None:
         state = (incarnation, trial, source.visit)
         if state in self._held or state in self._fetches:
             return

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cerebro_hydra.plan.events import SubEpochDone
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.instructions import Source
+from cerebro_hydra.plan.instructions import StateSource
 from cerebro_hydra.plan.seeds import seed_of
 
 Kind = Literal["train", "evaluate"]
@@ -28,7 +28,7 @@ class Attempt:
     partition: int
     worker: int
     incarnation: str
-    source: Source
+    source: StateSource
     started: bool = False  # False: a reservation, behind another task of the worker
     received: bool = False  # the source state is whole at the worker
     ending: bool = False
@@ -53,7 +53,7 @@ class Agent:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TaskChoice:
     """A task that could be given to an agent now."""
 
     trial: int
@@ -74,20 +74,22 @@ class Visit:
 
 
 @dataclass(slots=True)
-class Trial:
+class TrialProgress:
     """One trial: its surviving visits, its ended epochs, and what runs for it now."""
 
     config: TrialConfig
     visits: list[Visit] = field(default_factory=list)
     history: list[dict[str, float]] = field(default_factory=list)
-    chain: list[Attempt] = field(default_factory=list)  # the next visit, and the one after it
+    pending_visits: list[Attempt] = field(
+        default_factory=list
+    )  # the next visit, and the one after it
     evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
     sums: dict[int, Sums] = field(default_factory=dict)  # evaluated partitions of this epoch
     states: dict[int, dict[str, Any]] = field(default_factory=dict)  # of custom metrics, likewise
-    measuring: int | None = None  # the number of the ``Measure`` that is not answered yet
+    measuring: int | None = None  # the number of the ``MergeMetrics`` that is not answered yet
     transfer_failures: int = 0  # in a row, since the last thing that worked
     # (visit, incarnation) whose fetch was given up: a receipt may be late and speak of that one
-    doubtful: set[tuple[int, str]] = field(default_factory=set)
+    abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
     saving: tuple[int, str] | None = None  # the checkpoint under way: visit, incarnation
     stop: str | None = None  # why it was stopped, once it was
     status: str | None = None  # how it ended, once it has
@@ -102,7 +104,7 @@ class Trial:
     @property
     def attempts(self) -> list[Attempt]:
         """Everything that runs or is reserved for it."""
-        return [*self.chain, *self.evaluations.values()]
+        return [*self.pending_visits, *self.evaluations.values()]
 
     def forget_evaluation(self) -> None:
         """The epoch that was being evaluated is over, or void."""
@@ -111,7 +113,7 @@ class Trial:
     def visited(self, partitions: int) -> list[int]:
         """The partitions of this epoch that are trained or being trained, in visit order."""
         epoch = self.visits[len(self.history) * partitions :]
-        return [visit.partition for visit in epoch] + [a.partition for a in self.chain]
+        return [visit.partition for visit in epoch] + [a.partition for a in self.pending_visits]
 
     def epoch_trained(self, partitions: int) -> bool:
         """Whether the epoch under way is trained whole and committed."""

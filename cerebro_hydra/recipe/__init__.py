@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cerebro_hydra.recipe.build import build_aside, build_recipe, generator_alone, recipe_of
 from cerebro_hydra.recipe.columns import Call, Columns, predictions
-from cerebro_hydra.recipe.metrics import Metric, StateMetric, measure, resolve_metrics
+from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
 from cerebro_hydra.recipe.randomness import RandomKey, numeric_fingerprint, trial_seed, units
 from cerebro_hydra.recipe.recipe import Recipe
 from cerebro_hydra.recipe.warm_start import load_warm_start
@@ -20,7 +20,7 @@ __all__ = [
     "build_recipe",
     "generator_alone",
     "load_warm_start",
-    "measure",
+    "merge_metrics",
     "numeric_fingerprint",
     "predictions",
     "recipe_of",

@@ -145,7 +145,9 @@ def _given(name: str, value: Any) -> Metric:
     return Metric(name, function, cast(Direction, direction))
 
 
-def measure(metrics: Sequence[Metric], states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def merge_metrics(
+    metrics: Sequence[Metric], states: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
     """Merge the states of all partitions, in their order, and compute each `StateMetric`."""
     values: dict[str, float] = {}
     for metric in metrics:

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.data.batches import row_order
 from cerebro_hydra.errors import ReplayError
-from cerebro_hydra.recipe import Columns, RandomKey, Recipe, build_recipe, measure, units
+from cerebro_hydra.recipe import Columns, RandomKey, Recipe, build_recipe, merge_metrics, units
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
 from cerebro_hydra.replay.factories import find
 from cerebro_hydra.replay.run_data import RunData, with_threads
@@ -130,7 +130,7 @@ def evaluate(recipe: Recipe, model: nn.Module, run: RunData, spec: TrialSpec) ->
                 measured[name][partition] = total + value * batch.rows, rows + batch.rows
     merged = {name: mean(sums) for name, sums in measured.items()}
     if states:
-        merged |= measure(recipe.state_metrics, states)
+        merged |= merge_metrics(recipe.state_metrics, states)
     return {f"val_{name}": value for name, value in merged.items()}
 
 

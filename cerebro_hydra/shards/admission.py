@@ -8,24 +8,24 @@ from functools import partial
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe, units
-from cerebro_hydra.shards.cut_choice import Choice, Places, by_blocks, by_name, by_time, whole
+from cerebro_hydra.shards.cut_check import CutCheck
+from cerebro_hydra.shards.cut_choice import CutChoice, Places, by_blocks, by_name, by_time, whole
+from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import UnfitShape
 from cerebro_hydra.shards.layout import TrialLayout
-from cerebro_hydra.shards.module_program import layer_starts
+from cerebro_hydra.shards.module_graph import layer_starts
 from cerebro_hydra.shards.report import CutReport
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.shard_times import measure_layers, measure_shards
 from cerebro_hydra.shards.state_template import StateTemplate
-from cerebro_hydra.shards.structure import Structure, StructureCache
 from cerebro_hydra.shards.trace import CutFailed
-from cerebro_hydra.shards.trial_run import TrialRun
 
-__all__ = ["Admission", "CutReport", "StateTemplate", "admit"]
+__all__ = ["AdmittedCut", "CutReport", "StateTemplate", "admit"]
 
 
 @dataclass(frozen=True)
-class Admission:
+class AdmittedCut:
     """An admitted trial: its cut, what that gives, its optimizer state, where all of it lies."""
 
     spec: CutSpec
@@ -38,8 +38,8 @@ def admit(
     recipe: Recipe,
     examples: Sequence[Example],
     trial_seed: int,
-    cache: StructureCache | None = None,
-) -> Admission:
+    cache: CutModelCache | None = None,
+) -> AdmittedCut:
     """Choose a cut and hold it against plain training: two steps at every batch size.
 
     Loss, parameters, buffers and optimizer state must agree in every bit, with graphs kept and
@@ -55,8 +55,8 @@ def admit(
     """
     if not examples:
         raise ConfigurationError("admission needs a batch to try the model on; there are no rows")
-    cache = cache or StructureCache()
-    run = TrialRun.plain(recipe, examples, trial_seed)
+    cache = cache or CutModelCache()
+    run = CutCheck.plain(recipe, examples, trial_seed)
     template = StateTemplate.learn(run.reference.model, run.reference.optimizer)
     largest = max(examples, key=lambda e: e[0][0].shape[0] if e[0][0].dim() else 0)
     sample = Sample.of(recipe, largest)
@@ -64,12 +64,12 @@ def admit(
     reasons: list[str] = []
     for choice in _candidates(recipe, sample, largest, template, cache, reasons):
         try:
-            structure = cache.get(recipe.model, choice.spec, sample)
-            layout = TrialLayout.make(recipe, structure, template)
+            cut_model = cache.get(recipe.model, choice.spec, sample)
+            layout = TrialLayout.make(recipe, cut_model, template)
             # Modules run as they are may keep something to themselves, which would not hop.
-            hop = partial(Structure.build, recipe.model, choice.spec, sample)
+            hop = partial(CutModel.build, recipe.model, choice.spec, sample)
             again = None if choice.spec.mode == "export" else hop
-            difference = run.difference(structure, layout, again)
+            difference = run.difference(cut_model, layout, again)
         except UnfitShape as error:
             difference = str(error)
         except ConfigurationError:
@@ -78,8 +78,8 @@ def admit(
             difference = f"{type(error).__name__}: {error}"
         if difference is None:
             notes = [*reasons, *([choice.note] if choice.note else [])]
-            report = CutReport.of(structure, layout, choice.why, "; ".join(notes) or None)
-            return Admission(choice.spec, report, template, layout)
+            report = CutReport.of(cut_model, layout, choice.why, "; ".join(notes) or None)
+            return AdmittedCut(choice.spec, report, template, layout)
         mode = choice.spec.mode
         reasons.append(f"cut by {mode}, training differs from the uncut model: {difference}")
     raise ConfigurationError(
@@ -91,14 +91,14 @@ def admit(
 
 def _candidates(
     recipe: Recipe, sample: Sample, example: Example, template: StateTemplate,
-    cache: StructureCache, reasons: list[str],
-) -> Iterator[Choice]:  # fmt: skip
+    cache: CutModelCache, reasons: list[str],
+) -> Iterator[CutChoice]:  # fmt: skip
     """Cuts to try, the finest first; why one can't be tried goes into `reasons`."""
     if recipe.shards == 1 or recipe.shards == [] or recipe.shards == [[]]:
         yield whole()
         return
 
-    def choose(places: Places) -> Choice:
+    def choose(places: Places) -> CutChoice:
         if isinstance(recipe.shards, int):
             return by_time(places, times(places), recipe.shards)
         if isinstance(recipe.shards[0], str):
@@ -111,9 +111,9 @@ def _candidates(
         def measure() -> list[float]:
             if places.mode == "layers":
                 return measure_layers(recipe, places.legal, sample)
-            structure = cache.get(recipe.model, spec, sample)
-            layout = TrialLayout.make(recipe, structure, template)
-            return measure_shards(recipe, structure, layout, example)
+            cut_model = cache.get(recipe.model, spec, sample)
+            layout = TrialLayout.make(recipe, cut_model, template)
+            return measure_shards(recipe, cut_model, layout, example)
 
         return cache.times(recipe.model, spec, sample, measure)
 

@@ -26,7 +26,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CutChoice:
     """A cut, why each shard begins where it does, and what could not be had as asked."""
 
     spec: CutSpec
@@ -34,12 +34,12 @@ class Choice:
     note: str | None = None
 
 
-def whole() -> Choice:
+def whole() -> CutChoice:
     """The model as one shard."""
-    return Choice(CutSpec("whole"), ("it is the whole model",))
+    return CutChoice(CutSpec("whole"), ("it is the whole model",))
 
 
-def by_time(places: Places, seconds: Sequence[float], number: int) -> Choice:
+def by_time(places: Places, seconds: Sequence[float], number: int) -> CutChoice:
     """As many shards of as equal time as can be.
 
     Args:
@@ -58,10 +58,10 @@ def by_time(places: Places, seconds: Sequence[float], number: int) -> Choice:
     note = None
     if count < number:
         note = f"{number} shards were asked for, the model has blocks with parameters for {count}"
-    return Choice(CutSpec(places.mode, at), why, note)
+    return CutChoice(CutSpec(places.mode, at), why, note)
 
 
-def by_name(places: Places, names: Sequence[str]) -> Choice:
+def by_name(places: Places, names: Sequence[str]) -> CutChoice:
     """A shard begins at each module named.
 
     Raises:
@@ -71,10 +71,10 @@ def by_name(places: Places, names: Sequence[str]) -> Choice:
     at = tuple(unit for unit in places.legal if unit in starts)
     why = ["it begins the model"]
     why += [_named(starts[unit], unit) for unit in at]
-    return Choice(CutSpec(places.mode, at), tuple(why))
+    return CutChoice(CutSpec(places.mode, at), tuple(why))
 
 
-def by_blocks(places: Places, blocks: Sequence[Sequence[str]]) -> Choice:
+def by_blocks(places: Places, blocks: Sequence[Sequence[str]]) -> CutChoice:
     """Each shard holds the blocks listed for it, and begins with the first of them.
 
     Raises:
@@ -92,7 +92,7 @@ def by_blocks(places: Places, blocks: Sequence[Sequence[str]]) -> Choice:
                 )
     why = ["it begins the model"]
     why += [_named(shard[0], unit) for shard, unit in zip(blocks[1:], at, strict=True)]
-    return Choice(CutSpec(places.mode, at), tuple(why))
+    return CutChoice(CutSpec(places.mode, at), tuple(why))
 
 
 def _start(name: str, places: Places) -> str:

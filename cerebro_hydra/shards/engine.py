@@ -19,10 +19,10 @@ from cerebro_hydra.plan.validate import validate
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.clipping import clamp_grads, clip_coefficient, grad_norms, scale_grads
 from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
+from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.state import ShardState, read_state
-from cerebro_hydra.shards.structure import Structure
 from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
 
 __all__ = ["Engine", "Evaluation", "Mode", "TrainTotals", "UnfitShape", "read_state"]
@@ -40,7 +40,7 @@ class UnfitShape(ConfigurationError):
     """A batch has a shape that the cut model can't take; uncut it may."""
 
 
-class Batch(Protocol):
+class BatchTensors(Protocol):
     """Rows of one batch; tensors have them as first dimension. `labels` ends with a row's weight,
     if the recipe's columns have one."""
 
@@ -86,7 +86,7 @@ class Engine:
 
     def __init__(
         self,
-        structure: Structure,
+        cut_model: CutModel,
         layout: TrialLayout,
         recipe: Recipe,
         trial_seed: int,
@@ -95,19 +95,19 @@ class Engine:
     ) -> None:
         if mode not in ("keep", "recompute"):
             raise ValueError(f"mode is {mode!r}; it is 'keep' or 'recompute'")
-        self._structure = structure
+        self._cut_model = cut_model
         self._layout = layout
         self._recipe = recipe
         self._trial_seed = trial_seed
         self._steps_per_epoch = steps_per_epoch
         self._keep = mode == "keep"
         self._programs: dict[tuple[int, bool], list[Action]] = {}
-        self._owner = {t.name: t.owner for t in (*structure.params, *structure.buffers)}
+        self._owner = {t.name: t.owner for t in (*cut_model.params, *cut_model.buffers)}
         self._shapes_seen: set[tuple[torch.Size, ...]] = set()
 
     def train(
         self,
-        windows: Iterable[Sequence[Batch]],
+        windows: Iterable[Sequence[BatchTensors]],
         start_step: int,
         need: Need,
         publish: Publish,
@@ -132,7 +132,7 @@ class Engine:
             NonFiniteLoss: a batch's loss is NaN or infinite; nothing was published.
             UnfitShape: a batch has a shape that the cut model can't take.
         """
-        run = _SubEpoch(self._structure, self._layout, self._recipe, self._steps_per_epoch,
+        run = _SubEpoch(self._cut_model, self._layout, self._recipe, self._steps_per_epoch,
                         self._keep, need, publish, epoch_metrics)  # fmt: skip
         loss_sum, rows, step = 0.0, 0, start_step
         for window, is_last in _with_last(windows):
@@ -150,7 +150,7 @@ class Engine:
 
     def evaluate(
         self,
-        batches: Iterable[Batch],
+        batches: Iterable[BatchTensors],
         need: Need,
         on_outputs: Callable[[Any], object] | None = None,
     ) -> Evaluation:
@@ -162,7 +162,7 @@ class Engine:
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite.
         """
-        recipe, structure = self._recipe, self._structure
+        recipe, cut_model = self._recipe, self._cut_model
         shards: dict[int, ShardState] = {}
         sums: dict[str, float] = {}
         states: dict[str, Any] = {}
@@ -173,7 +173,7 @@ class Engine:
             inputs = recipe.inputs(features, targets)
             self._check_shapes(inputs)
             with torch.no_grad(), recipe.precision():
-                for k, program in enumerate(structure.eval):
+                for k, program in enumerate(cut_model.eval):
                     if k not in shards:
                         segments, _ = need(k)
                         shards[k] = ShardState.bind(self._layout.shards[k], **segments)
@@ -198,15 +198,15 @@ class Engine:
     ) -> Any:  # fmt: skip
         values: dict[str, Any] = {}
         out: Sequence[Any] = ()
-        for program in self._structure.eval:
+        for program in self._cut_model.eval:
             tensors = [shards[self._owner[n]].evaluated[n] for n in program.params]
             tensors += [scratch.get(n, shards[self._owner[n]].buffers[n]) for n in program.buffers]
             live = [values[n] for n in program.reads]
             out = program.run(*tensors, *live, *(inputs[i] for i in program.inputs))
             values = dict(zip(program.writes, out, strict=False))
-        return self._structure.outputs(out, False)
+        return self._cut_model.outputs(out, False)
 
-    def _microbatches(self, window: Sequence[Batch], step: int) -> list[Microbatch]:
+    def _microbatches(self, window: Sequence[BatchTensors], step: int) -> list[Microbatch]:
         total = sum(batch.rows for batch in window)
         return [
             self._microbatch(
@@ -217,7 +217,7 @@ class Engine:
             for number, batch in enumerate(window)
         ]
 
-    def _microbatch(self, batch: Batch, key: RandomKey, weight: float | None) -> Microbatch:
+    def _microbatch(self, batch: BatchTensors, key: RandomKey, weight: float | None) -> Microbatch:
         features, targets = self._recipe.collated(batch.features, batch.labels, key)
         inputs = self._recipe.inputs(features, targets)
         self._check_shapes(inputs)
@@ -231,7 +231,7 @@ class Engine:
         shapes = tuple(x.shape for x in inputs)
         if shapes in self._shapes_seen:
             return
-        for guards in self._structure.guards:
+        for guards in self._cut_model.guards:
             if (broken := guards.broken(inputs)) is not None:
                 raise UnfitShape(
                     f"collate gave a batch of shapes {[tuple(s) for s in shapes]}, which the cut "
@@ -241,8 +241,8 @@ class Engine:
 
     def _actions(self, microbatches: int, send: bool) -> list[Action]:
         if (microbatches, send) not in self._programs:
-            shards = self._structure.num_shards
-            tied = self._structure.tied_groups
+            shards = self._cut_model.num_shards
+            tied = self._cut_model.tied_groups
             barrier = self._recipe.clip_grad_norm is not None
             actions = sequential(_TRIAL, shards, microbatches, barrier, send, tied)
             validate(actions, shards=shards, microbatches=microbatches, barrier=barrier, tied=tied)
@@ -254,7 +254,7 @@ class _SubEpoch:
     """The shards of one call of `train`, and what each action does to them."""
 
     def __init__(
-        self, structure: Structure, layout: TrialLayout, recipe: Recipe, steps_per_epoch: int,
+        self, cut_model: CutModel, layout: TrialLayout, recipe: Recipe, steps_per_epoch: int,
         keep: bool, need: Need, publish: Publish, epoch_metrics: Mapping[str, float] | None,
     ) -> None:  # fmt: skip
         self._layout = layout
@@ -263,10 +263,10 @@ class _SubEpoch:
         self._need = need
         self._publish = publish
         self._epoch_metrics = epoch_metrics
-        self._order = [p.name for p in structure.params]
+        self._order = [p.name for p in cut_model.params]
         self._states: dict[int, ShardState] = {}
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
-        self._tasks = ShardTasks(structure, self._states, recipe.precision, keep)
+        self._tasks = ShardTasks(cut_model, self._states, recipe.precision, keep)
         self._coefficient: Tensor | None = None
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
 
@@ -338,7 +338,9 @@ class _SubEpoch:
         self._publish(k, self._states[k].segments, cursor)
 
 
-def _with_last(windows: Iterable[Sequence[Batch]]) -> Iterable[tuple[Sequence[Batch], bool]]:
+def _with_last(
+    windows: Iterable[Sequence[BatchTensors]],
+) -> Iterable[tuple[Sequence[BatchTensors], bool]]:
     """Each window, and whether none follows; looks ahead by one."""
     end = object()
     for window, following in itertools.pairwise(itertools.chain(windows, [end])):

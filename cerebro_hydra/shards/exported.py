@@ -56,7 +56,7 @@ class ExportedModel(nn.Module):
         return self
 
 
-class _Predictor(nn.Module):
+class _EvaluationModule(nn.Module):
     """Features in, plain tensors out: no class of the user's is part of what is exported."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -92,7 +92,7 @@ def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path
         )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    predictor = _Predictor(recipe)
+    predictor = _EvaluationModule(recipe)
     with _evaluating(predictor), torch.no_grad():
         with recipe.precision():
             program = _export(recipe, predictor, features)
@@ -155,7 +155,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _export(recipe: Recipe, predictor: _Predictor, features: Sequence[Tensor]) -> ExportedProgram:
+def _export(
+    recipe: Recipe, predictor: _EvaluationModule, features: Sequence[Tensor]
+) -> ExportedProgram:
     all_free = recipe.collate is not None
     shapes = tuple(
         {dim: Dim.AUTO for dim in range(x.dim()) if dim == 0 or all_free} for x in features
@@ -176,7 +178,7 @@ def _export(recipe: Recipe, predictor: _Predictor, features: Sequence[Tensor]) -
 
 
 def _check(
-    recipe: Recipe, predictor: _Predictor, loaded: ExportedModel, batch: Sequence[Tensor]
+    recipe: Recipe, predictor: _EvaluationModule, loaded: ExportedModel, batch: Sequence[Tensor]
 ) -> None:
     """A forward may read values or sizes in Python, where the graph keeps those of one batch."""
     with recipe.precision():

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.cut_model import CutModel, TensorInfo
 from cerebro_hydra.shards.state_template import StateTemplate
-from cerebro_hydra.shards.structure import Structure, TensorInfo
 
 ALIGNMENT = 64
 EXISTS = "exists"
@@ -106,7 +106,7 @@ class TrialLayout:
         return sum(shard.nbytes for shard in self.shards)
 
     @classmethod
-    def make(cls, recipe: Recipe, structure: Structure, template: StateTemplate) -> TrialLayout:
+    def make(cls, recipe: Recipe, cut_model: CutModel, template: StateTemplate) -> TrialLayout:
         """Lay out a recipe's parameters, their moving averages, buffers and optimizer state.
 
         Raises:
@@ -116,8 +116,8 @@ class TrialLayout:
         _check_no_overlap(recipe)
         return cls(
             tuple(
-                _shard_layout(structure, template, k, recipe.ema is not None)
-                for k in range(structure.num_shards)
+                _shard_layout(cut_model, template, k, recipe.ema is not None)
+                for k in range(cut_model.num_shards)
             )
         )
 
@@ -193,10 +193,10 @@ def _check_no_overlap(recipe: Recipe) -> None:
 
 
 def _shard_layout(
-    structure: Structure, template: StateTemplate, shard: int, ema: bool
+    cut_model: CutModel, template: StateTemplate, shard: int, ema: bool
 ) -> ShardLayout:
-    params = [p for p in structure.params if p.owner == shard]
-    buffers = [b for b in structure.buffers if b.owner == shard]
+    params = [p for p in cut_model.params if p.owner == shard]
+    buffers = [b for b in cut_model.buffers if b.owner == shard]
     state = [
         (f"optim:{p.name}:{key}", dtype, shape, _state_strides(p, shape))
         for p in params

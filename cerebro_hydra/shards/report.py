@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.layout import TrialLayout
-from cerebro_hydra.shards.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -70,26 +70,26 @@ class CutReport:
     @classmethod
     def of(
         cls,
-        structure: Structure,
+        cut_model: CutModel,
         layout: TrialLayout,
         why: Sequence[str],
         fallback: str | None,
     ) -> CutReport:
         shards = []
-        for k, program in enumerate(structure.train):
+        for k, program in enumerate(cut_model.train):
             names = [unit.removesuffix("@0") for unit in program.units] or ["(the model)"]
             shards.append(
                 ShardReport(
                     first_unit=names[0],
                     last_unit=names[-1],
                     why=why[k],
-                    trainable_params=_count(structure, k, frozen=False),
-                    frozen_params=_count(structure, k, frozen=True),
+                    trainable_params=_count(cut_model, k, frozen=False),
+                    frozen_params=_count(cut_model, k, frozen=True),
                     state_nbytes=layout.shards[k].nbytes,
                     receives=tuple(CrossingValue(*value) for value in program.crossing),
                 )
             )
-        return cls(structure.spec.mode, tuple(shards), fallback)
+        return cls(cut_model.spec.mode, tuple(shards), fallback)
 
 
 def _shown(shape: Sequence[int | None]) -> str:
@@ -99,7 +99,7 @@ def _shown(shape: Sequence[int | None]) -> str:
     )
 
 
-def _count(structure: Structure, shard: int, frozen: bool) -> int:
+def _count(cut_model: CutModel, shard: int, frozen: bool) -> int:
     return sum(
-        math.prod(p.shape) for p in structure.params if p.owner == shard and p.frozen == frozen
+        math.prod(p.shape) for p in cut_model.params if p.owner == shard and p.frozen == frozen
     )

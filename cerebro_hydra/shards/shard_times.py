@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.layout import TrialLayout, initial_segments
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.sample import Example, Sample, fresh
 from cerebro_hydra.shards.state import ShardState
-from cerebro_hydra.shards.structure import Structure
 from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
 
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 2, 6, 0.2
 
 
 def measure_shards(
-    recipe: Recipe, structure: Structure, layout: TrialLayout, example: Example
+    recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
 ) -> list[float]:
     """Seconds of forward, backward and update of every shard, the fastest of several rounds."""
     states = {
@@ -34,7 +34,7 @@ def measure_shards(
         clone_optimizer(recipe.optimizer, {originals[n]: p for n, p in states[k].params.items()})
         for k in states
     ]
-    tasks = ShardTasks(structure, states, recipe.precision, keep=True)
+    tasks = ShardTasks(cut_model, states, recipe.precision, keep=True)
     fastest = [float("inf")] * len(states)
     begun = time.perf_counter()
     for number in range(_MOST_ROUNDS):

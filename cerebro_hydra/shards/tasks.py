@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.recipe import RandomKey
-from cerebro_hydra.shards.program import Program
+from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.reseed import random_key
+from cerebro_hydra.shards.shard_graph import ShardGraph
 from cerebro_hydra.shards.state import ShardState
-from cerebro_hydra.shards.structure import Structure
 
 LossOf = Callable[[Any], Tensor]
 
@@ -56,21 +56,21 @@ class ShardTasks:
 
     def __init__(
         self,
-        structure: Structure,
+        cut_model: CutModel,
         states: Mapping[int, ShardState],
         precision: Callable[[], AbstractContextManager[Any]],
         keep: bool,
     ) -> None:
-        self._structure = structure
+        self._cut_model = cut_model
         self._states = states
         self._precision = precision
         self._keep = keep
-        self._last = structure.num_shards - 1
-        self._param_owner = {p.name: p.owner for p in structure.params}
-        self._buffer_owner = {b.name: b.owner for b in structure.buffers}
+        self._last = cut_model.num_shards - 1
+        self._param_owner = {p.name: p.owner for p in cut_model.params}
+        self._buffer_owner = {b.name: b.owner for b in cut_model.buffers}
 
     def forward(self, k: int, batch: Microbatch) -> None:
-        program = self._structure.train[k]
+        program = self._cut_model.train[k]
         if self._keep or k == self._last:
             graph = self._run(k, batch, self._buffers(program))
             batch.graphs[k] = graph
@@ -92,7 +92,7 @@ class ShardTasks:
     def backward(self, k: int, batch: Microbatch) -> None:
         graph = batch.graphs.pop(k, None)
         if graph is None:
-            buffers = self._buffers(self._structure.train[k]) | batch.buffers_before.pop(k)
+            buffers = self._buffers(self._cut_model.train[k]) | batch.buffers_before.pop(k)
             graph = self._run(k, batch, buffers)
         roots: list[Tensor] = []
         seeds: list[Tensor | None] = []
@@ -126,15 +126,15 @@ class ShardTasks:
         batch.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
 
     def _tied_here(self, k: int) -> list[str]:
-        return [name for name, users in self._structure.tied.items() if k in users]
+        return [name for name, users in self._cut_model.tied.items() if k in users]
 
-    def _buffers(self, program: Program) -> dict[str, Tensor]:
+    def _buffers(self, program: ShardGraph) -> dict[str, Tensor]:
         return {
             name: self._states[self._buffer_owner[name]].buffers[name] for name in program.buffers
         }
 
     def _run(self, k: int, batch: Microbatch, buffers: Mapping[str, Tensor]) -> Graph:
-        program = self._structure.train[k]
+        program = self._cut_model.train[k]
         params: list[Tensor] = []
         tied: dict[str, Tensor] = {}
         for name in program.params:
@@ -158,6 +158,6 @@ class ShardTasks:
                 batch.key.reseed("")
             out = program.run(*params, *(buffers[n] for n in program.buffers), *live, *inputs)
             if k == self._last:
-                loss = batch.loss_of(self._structure.outputs(out, True))
+                loss = batch.loss_of(self._cut_model.outputs(out, True))
                 return Graph(leaves, {}, tied, loss)
         return Graph(leaves, dict(zip(program.writes, out, strict=True)), tied)

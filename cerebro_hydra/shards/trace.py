@@ -49,7 +49,7 @@ class FlatGraph:
 
 
 @dataclass(frozen=True)
-class Trace:
+class TracedModel:
     """The graphs of a model, and the unit calls at which both may be cut, in order."""
 
     train: FlatGraph
@@ -58,7 +58,7 @@ class Trace:
     worthwhile: tuple[str, ...]  # those of them that leave no shard without parameters
 
 
-def trace(model: nn.Module, sample: Sample) -> Trace:
+def trace(model: nn.Module, sample: Sample) -> TracedModel:
     """Export a copy of the model in both modes.
 
     Args:
@@ -72,7 +72,7 @@ def trace(model: nn.Module, sample: Sample) -> Trace:
     train = _flatten(twin, sample, train=True)
     evaluation = _flatten(twin, sample, train=False)
     legal = _legal_cuts(train, evaluation)
-    return Trace(train, evaluation, legal, _worthwhile(train, legal))
+    return TracedModel(train, evaluation, legal, _worthwhile(train, legal))
 
 
 def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:

@@ -17,7 +17,7 @@ from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.spark import arrow_columns
 from cerebro_hydra.spark.devices import task_device
 from cerebro_hydra.spark.outputs import Outputs
-from cerebro_hydra.spark.programs import Predict, Program
+from cerebro_hydra.spark.predictors import Predict, Predictor
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,7 +43,7 @@ class Inference:
 
     def __init__(
         self,
-        program: Program,
+        program: Predictor,
         specs: Sequence[ColumnSpec],
         batch_size: int,
         rows: Callable[[], tuple[Tensor, ...]] | None = None,
@@ -53,7 +53,7 @@ class Inference:
         self._program = program
         self._rows = rows
         self._name = uuid.uuid4().hex
-        self._broadcast: tuple[SparkContext, Broadcast[Program]] | None = None
+        self._broadcast: tuple[SparkContext, Broadcast[Predictor]] | None = None
 
     @cached_property
     def sample(self) -> list[Tensor]:
@@ -124,7 +124,7 @@ class Inference:
         )
         return numbered.mapInArrow(job.predict, schema).toDF(*(field.name for field in fields))
 
-    def _sent(self, context: SparkContext) -> Broadcast[Program]:
+    def _sent(self, context: SparkContext) -> Broadcast[Predictor]:
         if self._broadcast is None or self._broadcast[0] is not context:
             self._broadcast = context, context.broadcast(self._program)
         return self._broadcast[1]
@@ -182,7 +182,7 @@ class _Job:
     """What Spark's Python workers need for one transform; it travels in the query's closure."""
 
     name: str
-    program: Broadcast[Program]
+    program: Broadcast[Predictor]
     specs: Sequence[ColumnSpec]
     kept: int
     outputs: Outputs

@@ -11,7 +11,8 @@ import safetensors.torch
 from torch import Tensor
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission import Admission
+from cerebro_hydra.shards.admission import AdmittedCut
+from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.engine import Engine, Mode, TrainTotals
 from cerebro_hydra.shards.layout import (
     EXISTS,
@@ -21,7 +22,6 @@ from cerebro_hydra.shards.layout import (
     is_optimizer_state,
     read_tensors,
 )
-from cerebro_hydra.shards.structure import Structure
 from cerebro_hydra.testing.plain_training import Rows, Window
 
 
@@ -31,15 +31,15 @@ class CutTrial:
     def __init__(
         self,
         recipe: Recipe,
-        admission: Admission,
-        structure: Structure,
+        admission: AdmittedCut,
+        cut_model: CutModel,
         trial_seed: int,
         steps_per_epoch: int,
         mode: Mode = "keep",
     ) -> None:
         self.recipe = recipe
         self.admission = admission
-        self.structure = structure
+        self.cut_model = cut_model
         self.losses: list[float] = []
         self.step = 0
         self._arguments = (trial_seed, steps_per_epoch, mode)
@@ -82,7 +82,7 @@ class CutTrial:
 
     def engine(self) -> Engine:
         """A new one, as after a hop."""
-        return Engine(self.structure, self.admission.layout, self.recipe, *self._arguments)
+        return Engine(self.cut_model, self.admission.layout, self.recipe, *self._arguments)
 
     def need(self, k: int) -> tuple[Segments, Any]:
         """What the engine is given of shard k."""

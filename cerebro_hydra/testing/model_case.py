@@ -16,11 +16,11 @@ from torch import Tensor
 import cerebro_hydra
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.engine import Mode
 from cerebro_hydra.shards.exported import save_exported
 from cerebro_hydra.shards.sample import Example, Sample
-from cerebro_hydra.shards.structure import StructureCache
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.load_alone import run_alone
@@ -85,10 +85,10 @@ class ModelCase(ABC):
         """Admit the recipe on batches of both sizes."""
         recipe = self.make(shards)
         examples = [self.batch(n, seed) for seed, n in enumerate(self.rows)]
-        structures = _structures_of(type(self))
-        admission = admit(recipe, examples, TRIAL_SEED, structures)
-        structure = structures.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
-        return CutTrial(recipe, admission, structure, TRIAL_SEED, STEPS_PER_EPOCH, mode)
+        cut_models = _structures_of(type(self))
+        admission = admit(recipe, examples, TRIAL_SEED, cut_models)
+        cut_model = cut_models.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
+        return CutTrial(recipe, admission, cut_model, TRIAL_SEED, STEPS_PER_EPOCH, mode)
 
     def plain(self) -> PlainTraining:
         """The same trial, uncut."""
@@ -108,7 +108,7 @@ class ModelCase(ABC):
             assert report.mode == self.mode, report.text()
             if self.mode != "whole":
                 assert report.fallback is None, report.text()
-            assert trial.structure.num_shards == (1 if self.mode == "whole" else shards)
+            assert trial.cut_model.num_shards == (1 if self.mode == "whole" else shards)
 
     def test_cut_equals_eager(self) -> None:
         """Losses and the whole state agree in every bit, at every cut, over hops."""
@@ -231,9 +231,9 @@ def build_case(name: str, params: Mapping[str, Any]) -> Recipe:
 
 
 @cache
-def _structures_of(case: type[ModelCase]) -> StructureCache:
+def _structures_of(case: type[ModelCase]) -> CutModelCache:
     """One export of a model serves all tests of its case."""
-    return StructureCache()
+    return CutModelCache()
 
 
 def _assert_same_state(cut: Mapping[str, Tensor], plain: PlainTraining) -> None:

@@ -19,16 +19,16 @@ from cerebro_hydra.recipe import (
     build_recipe,
     generator_alone,
     load_warm_start,
-    measure,
+    merge_metrics,
     trial_seed,
 )
 from cerebro_hydra.shards.admission import CutReport, admit
+from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import initial_segments
-from cerebro_hydra.shards.structure import StructureCache
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import TrialSpec
-from cerebro_hydra.tune.extremes import check_extremes
+from cerebro_hydra.tune.range_check import check_value_ranges
 from cerebro_hydra.tune.samples import Samples
 
 
@@ -48,9 +48,9 @@ class Admitted:
     measures: list[tuple[Metric, ...]] = field(default_factory=list)
     """What merges the custom metrics of each trial."""
 
-    def measure(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
+    def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
         """A trial's custom metrics, from their states on all partitions."""
-        return measure(self.measures[trial], states)
+        return merge_metrics(self.measures[trial], states)
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ class Admission:
         self._seed = seed
         self._report = report
         self._ranges = samples.ranges()
-        self._structures = StructureCache()
+        self._cut_models = CutModelCache()
         self._reported: set[str] = set()
 
     def admit(
@@ -135,8 +135,8 @@ class Admission:
             load_warm_start(recipe.model, recipe.warm_start)
         seed = trial_seed(self._seed, trial)
         examples = [(b.features, b.labels) for b in self._samples.batches(recipe.batch_size)]
-        admission = admit(recipe, examples, seed, self._structures)
-        check_extremes(recipe, self._columns, examples[-1], self._ranges)
+        admission = admit(recipe, examples, seed, self._cut_models)
+        check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
         shards = []
         for segments in initial_segments(recipe, admission.layout):
             named = {name: digest(buffer) for name, buffer in segments.items()}

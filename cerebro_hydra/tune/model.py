@@ -103,12 +103,12 @@ class TrainedModel:
         """
         from cerebro_hydra.recipe import Columns
         from cerebro_hydra.spark.launcher import pickle_factory
-        from cerebro_hydra.spark.programs import BuiltProgram
+        from cerebro_hydra.spark.predictors import BuiltPredictor
         from cerebro_hydra.spark.transform import Inference, feature_specs
         from cerebro_hydra.tune.trained import weights_file
 
         recipe = recipe or self.recipe()
-        program = BuiltProgram(
+        program = BuiltPredictor(
             factory=pickle_factory(self._find_factory()),
             params=self.params,
             seed=self._document.seed,

@@ -7,7 +7,7 @@ import numpy as np
 from cerebro_hydra.data.batches import Batch, batch_sizes, batches
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.partition_rows import Rows, read_rows
+from cerebro_hydra.data.partition_rows import RowBlock, read_rows
 from cerebro_hydra.data.value_ranges import Range, value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
@@ -67,7 +67,7 @@ class Samples:
         info = self.manifest.partition("train", 0)
         count = min(count, info.rows)
         if self._head is None or self._head.rows < count:
-            read: list[Rows] = []
+            read: list[RowBlock] = []
             with self._store.local_copy(self._data_path, info.path) as data_path:
                 for rows in read_rows(info, self.manifest, data_path):
                     read.append(rows)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.faults import column_names, require_dataframe
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.prepared import Wanted, choose_prepared
+from cerebro_hydra.data.prepared import DatasetQuery, choose_prepared
 from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
@@ -192,7 +192,7 @@ class Search(ABC):
                 "backend.prepare_data returned, or nothing; a DataFrame goes to fit"
             )
         columns = (*self.feature_columns, *targets)
-        wanted = Wanted(columns, self.backend.num_workers, self.validation is not None)
+        wanted = DatasetQuery(columns, self.backend.num_workers, self.validation is not None)
         return self._fit(choose_prepared(self.store, wanted, prepared))
 
     def _fit(self, manifest: Manifest) -> SearchResult:
@@ -269,7 +269,7 @@ class Search(ABC):
             manifest=manifest,
             # Trackers come after the report, which they may keep as an artifact.
             observers=[observer, report, *self.observers],
-            measure=admitted.measure,
+            merge_metrics=admitted.merge_metrics,
         )
         try:
             coordinator.run()

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
 
-from cerebro_hydra.errors import Cancelled, TransferFailed
+from cerebro_hydra.errors import Cancelled, TransferError
 from cerebro_hydra.wire.address import brief, connect
 from cerebro_hydra.wire.cancellation import Cancellation
 from cerebro_hydra.wire.messages import (
@@ -52,7 +52,7 @@ class ShardClient:
         writable uint8 array of shape [nbytes].
 
         Raises:
-            TransferFailed: the owner refused (with its words), died, or sent other bytes than it
+            TransferError: the owner refused (with its words), died, or sent other bytes than it
                 announced. What `allocate` returned may be partly filled.
             Cancelled: `cancel()` of this client or of `cancellation` was called, before or during.
         """
@@ -64,11 +64,11 @@ class ShardClient:
             ):
                 reader = call.open(self._client, ticket_to_bytes(key, have))
                 return self._receive(reader, allocate)
-        except (pa.ArrowException, OSError, TransferFailed) as error:
+        except (pa.ArrowException, OSError, TransferError) as error:
             if call.cancelled:
                 raise Cancelled(f"the fetch of {key} from {self._uri} was cancelled") from None
-            words = str(error) if isinstance(error, TransferFailed) else brief(error)
-            raise TransferFailed(f"{key} from {self._uri}: {words}") from error
+            words = str(error) if isinstance(error, TransferError) else brief(error)
+            raise TransferError(f"{key} from {self._uri}: {words}") from error
         finally:
             call.cancel()  # a stream that was left early must not keep the owner sending
 
@@ -94,7 +94,7 @@ class ShardClient:
                 saved += nbytes
             segments[entry["name"]] = FetchedSegment(entry["digest"], nbytes, buffer)
         if next(reader, None) is not None:
-            raise TransferFailed("the owner sent more bytes than it announced")
+            raise TransferError("the owner sent more bytes than it announced")
         seconds = time.perf_counter() - begun
         for name, segment in segments.items():
             self._check(name, segment)
@@ -105,7 +105,7 @@ class ShardClient:
             return
         found = self._digest(segment.buffer)
         if found != segment.digest:
-            raise TransferFailed(
+            raise TransferError(
                 f"segment {name!r} arrived with digest {found}, announced was {segment.digest}"
             )
 
@@ -135,7 +135,7 @@ class _Call:
         with self._lock:
             self.cancelled = True
             reader = self._reader
-        self._opened.put(TransferFailed("cancelled"))
+        self._opened.put(TransferError("cancelled"))
         if reader is not None:
             reader.cancel()
 
@@ -157,10 +157,10 @@ def _header(reader: fl.FlightStreamReader) -> dict[str, Any]:
     try:
         chunk = reader.read_chunk()
     except StopIteration:
-        raise TransferFailed("the owner sent no answer") from None
+        raise TransferError("the owner sent no answer") from None
     header: dict[str, Any] = json.loads(chunk.app_metadata.to_pybytes())
     if "error" in header:
-        raise TransferFailed(header["error"])
+        raise TransferError(header["error"])
     return header
 
 
@@ -175,7 +175,7 @@ def _fill(buffer: Bytes, nbytes: int, reader: fl.FlightStreamReader) -> None:
         try:
             column = reader.read_chunk().data.column(0)
         except StopIteration:
-            raise TransferFailed(f"the bytes ended at {filled} of {nbytes}") from None
+            raise TransferError(f"the bytes ended at {filled} of {nbytes}") from None
         received = np.frombuffer(column.buffers()[1], np.uint8, count=len(column))
         buffer[filled : filled + len(received)] = received
         filled += len(received)

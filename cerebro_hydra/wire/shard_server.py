@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.flight as fl
 
-from cerebro_hydra.errors import TransferFailed
+from cerebro_hydra.errors import TransferError
 from cerebro_hydra.wire.address import listen, shut_down
 from cerebro_hydra.wire.messages import Publication, ShardKey, ticket_from_bytes
 
@@ -29,7 +29,7 @@ class ShardServer:
     """Serves shards by `lookup(key)`, which may wait until the shard is published.
 
     `lookup` runs on a thread of its own for each request. What it raises reaches the receiver as
-    the message of its TransferFailed. If the receiver cancels or dies, or the server closes,
+    the message of its TransferError. If the receiver cancels or dies, or the server closes,
     `lookup`'s result is dropped; the owner should end its own waits when it drops a state. The
     bytes are sent from the publication's own memory, without a copy.
 
@@ -55,7 +55,7 @@ class ShardServer:
                 return
             self._closed = True
             for answer in self._waiting:
-                answer.put(TransferFailed("the owner has closed"))
+                answer.put(TransferError("the owner has closed"))
             self._changed.wait_for(lambda: not self._serving, _GRACE)
         shut_down(self._flight)
 
@@ -115,7 +115,7 @@ class ShardServer:
 
         with self._changed:
             if self._closed:
-                raise TransferFailed("the owner has closed")
+                raise TransferError("the owner has closed")
             self._waiting.add(answer)
         try:
             threading.Thread(target=look_up, name=f"lookup {key}", daemon=True).start()

@@ -8,33 +8,40 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.arrivals import Arrivals
-from cerebro_hydra.agent.shelf import Shelf
+from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.trainer import Trainer
-from cerebro_hydra.errors import TransferFailed
+from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
-from cerebro_hydra.plan.instructions import FetchShards, Source, StartSubEpoch
+from cerebro_hydra.plan.instructions import FetchShards, StartSubEpoch, StateSource
 from cerebro_hydra.shards.digest import digest
 from tests.agent.standins import SECONDS, Peer, StandInKits
 
 VISIT = 3
-TASK = StartSubEpoch(7, 0, VISIT, 1, 0, 0, "me", Source(VISIT - 1, "a"), {})
+TASK = StartSubEpoch(7, 0, VISIT, 1, 0, 0, "me", StateSource(VISIT - 1, "a"), {})
 
 
 class Bench:
     """A trainer whose source is peer "a"; another state 3 is at peer "b"."""
 
     def __init__(self, **hooks: Callable[[], object]) -> None:
-        self.shelf = Shelf()
+        self.shard_store = ShardStore()
         self.peers = {"uri-a": Peer(1), "uri-b": Peer(9)}
         self.peers["uri-a"].answer.set()
         self.reported: list[events.Event] = []
         folder: Any = None
         connect: Any = self.peers.__getitem__
-        self.arrivals = Arrivals("me", self.shelf, folder, connect, lambda trial, visit: None)
-        kits: Any = StandInKits(**hooks)
+        self.fetch_manager = FetchManager(
+            "me", self.shard_store, folder, connect, lambda trial, visit: None
+        )
+        builder: Any = StandInKits(**hooks)
         self.trainer = Trainer(
-            "me", kits, self.shelf, self.arrivals, self.reported.append, lambda record: None
+            "me",
+            builder,
+            self.shard_store,
+            self.fetch_manager,
+            self.reported.append,
+            lambda record: None,
         )
 
     def perform(self) -> None:
@@ -45,7 +52,7 @@ class Bench:
 
     def bring_redone_state(self) -> Peer:
         """What the coordinator does after a redo: the same visit was made again elsewhere."""
-        self.trainer.bring(FetchShards(0, 0, "me", Source(VISIT, "b")), "uri-b")
+        self.trainer.bring(FetchShards(0, 0, "me", StateSource(VISIT, "b")), "uri-b")
         return self.peers["uri-b"]
 
     @property
@@ -57,13 +64,13 @@ def test_a_task_is_trained_and_published() -> None:
     bench = Bench()
     bench.perform()
     assert isinstance(bench.outcome, events.SubEpochDone)
-    assert bench.shelf.wait(0, VISIT, 0).buffers["trainable"][0] == 2
+    assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == 2
 
 
 def test_the_state_before_is_kept_as_it_was() -> None:
     bench = Bench()
     bench.perform()
-    before, after = (bench.shelf.wait(0, visit, 0) for visit in (VISIT - 1, VISIT))
+    before, after = (bench.shard_store.wait(0, visit, 0) for visit in (VISIT - 1, VISIT))
     assert before.buffers["trainable"].tolist() == [1] * 8
     for state in (before, after):
         named, buffer = state.segments["trainable"]
@@ -81,12 +88,12 @@ def test_a_fetch_that_fails_before_the_task_waits_for_it_is_reported() -> None:
 def test_a_task_that_is_taken_back_after_its_end_leaves_nothing() -> None:
     bench = Bench()
     bench.perform()
-    assert bench.shelf.whole(0, VISIT)
+    assert bench.shard_store.whole(0, VISIT)
     bench.trainer.cancel(TASK.attempt)
-    assert not bench.shelf.knows(0, VISIT)
+    assert not bench.shard_store.knows(0, VISIT)
     peer = bench.bring_redone_state()
     peer.answer.set()
-    assert bench.shelf.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
+    assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
 
 
 def test_a_task_that_is_taken_back_spares_the_state_that_came_instead() -> None:
@@ -97,11 +104,11 @@ def test_a_task_that_is_taken_back_spares_the_state_that_came_instead() -> None:
 
     bench = Bench(train=redo)
     bench.perform()
-    assert not bench.shelf.whole(0, VISIT)
+    assert not bench.shard_store.whole(0, VISIT)
     peer = bench.peers["uri-b"]
     peer.answer.set()
     assert peer.left.wait(SECONDS)
-    assert bench.shelf.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
+    assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
 
 
 def test_stopping_ends_a_task_that_waits() -> None:
@@ -111,7 +118,7 @@ def test_stopping_ends_a_task_that_waits() -> None:
     assert bench.reported == []
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), RuntimeError("no"), TransferFailed("mine")])
+@pytest.mark.parametrize("error", [SystemExit(1), RuntimeError("no"), TransferError("mine")])
 def test_what_user_code_raises_ends_the_task_alone(error: BaseException) -> None:
     def build() -> None:
         raise error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.shards.admission import Admission, admit
+from cerebro_hydra.shards.admission import AdmittedCut, admit
 from tests.conformance import tables, text, vision
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ def freed() -> Iterator[None]:
 def admitted(
     model: nn.Module, features: tuple[Tensor, ...], targets: tuple[Tensor, ...], columns: Columns,
     loss: Any = "model", shards: int = SHARDS, **rules: Any,
-) -> Admission:  # fmt: skip
+) -> AdmittedCut:  # fmt: skip
     """Admit with plain SGD, which needs no memory beside the weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
     recipe = Recipe(model, torch.optim.SGD(trained, lr=1e-3), loss, shards=shards, **rules)

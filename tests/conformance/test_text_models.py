@@ -90,7 +90,7 @@ class TestGPT2(ModelCase):
 
     def test_first_and_last_shard_share_the_embeddings(self) -> None:
         trial = self.start(3)
-        assert trial.structure.tied == {"transformer.wte.weight": (0, 2)}
+        assert trial.cut_model.tied == {"transformer.wte.weight": (0, 2)}
 
 
 class TestT5(ModelCase):
@@ -112,8 +112,8 @@ class TestT5(ModelCase):
     def test_the_table_is_tied_thrice_and_the_encoders_output_crosses_every_later_cut(self) -> None:
         later = ["decoder.block.0", "decoder.block.1", "decoder.final_layer_norm"]
         trial = self.start(["encoder.block.1", *later])
-        assert trial.structure.tied == {"shared.weight": (0, 1, 4)}
-        reads = [set(program.reads) for program in trial.structure.train]
+        assert trial.cut_model.tied == {"shared.weight": (0, 1, 4)}
+        reads = [set(program.reads) for program in trial.cut_model.train]
         assert reads[2] & reads[3] & reads[4]
 
 

@@ -83,7 +83,7 @@ def test_petastorms_own_reader_gives_the_same_rows(tmp_path: Path) -> None:
 def test_fewer_row_groups_than_partitions(tmp_path: Path) -> None:
     store = open_store(tmp_path, write_plain(tmp_path / "rows", TABLE, [[0, ROWS]]))
     manifest = describe(store, ["id"], 7, None)
-    assert all(len(info.pieces) == 1 for info in manifest.partitions)
+    assert all(len(info.row_ranges) == 1 for info in manifest.partitions)
     assert joined(read_all(store, manifest, "train", tmp_path), "id").tolist() == list(range(ROWS))
 
 

@@ -169,8 +169,8 @@ def test_slices_and_chunks_of_nested_lists_are_what_they_are_of_arrays(
     assert sliced.shape == values[first:last].shape or first == last
     assert sliced.dtype == values.dtype
     bounds = [0, *cuts, shape[0]]
-    pieces = [array.slice(a, b - a) for a, b in pairwise(bounds)]
-    np.testing.assert_array_equal(to_numpy(pa.chunked_array(pieces), "x"), values)
+    row_ranges = [array.slice(a, b - a) for a, b in pairwise(bounds)]
+    np.testing.assert_array_equal(to_numpy(pa.chunked_array(row_ranges), "x"), values)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64"])

@@ -54,9 +54,9 @@ def repeats_a_batch(params: dict[str, Any]) -> Any:
     import multiprocessing
 
     if multiprocessing.parent_process() is not None:
-        from cerebro_hydra.agent.kit import Kits
+        from cerebro_hydra.agent.trial_builder import TrialBuilder
 
-        Kits.windows = _repeating(Kits.windows)
+        TrialBuilder.windows = _repeating(TrialBuilder.windows)
     return models.feed_forward(params)
 
 

@@ -14,7 +14,7 @@ from cerebro_hydra.hopper.coordinator import Coordinator, hop_config
 from cerebro_hydra.hopper.journal import read, restore
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import StartSubEpoch
-from cerebro_hydra.plan.journal import fold, snapshot
+from cerebro_hydra.plan.journal import comparable, fold
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import WORKERS_FILE, RunDocument, TrialSpec
@@ -106,7 +106,7 @@ def test_the_fold_of_every_prefix_of_the_journal_is_the_state_at_that_time(tmp_p
     config, records = read(folder)
     for length in range(len(records) + 1):
         fold(config, records[:length]).validate()
-    assert snapshot(restore(folder)) == snapshot(state)
+    assert comparable(restore(folder)) == comparable(state)
 
 
 def test_a_trial_that_fails_fails_alone_with_its_traceback(tmp_path: Any) -> None:
@@ -170,7 +170,7 @@ def test_a_trial_with_patience_stops_early_and_its_best_state_is_the_result(tmp_
         record = read_trial(folder, trial)
         assert (record.status, record.result_visit) == ("finished", 2)
         assert sorted(record.metrics) == [0, 1, 2, 3]
-    assert snapshot(restore(folder)) == snapshot(state)
+    assert comparable(restore(folder)) == comparable(state)
 
 
 @pytest.mark.parametrize(
@@ -193,23 +193,25 @@ def test_the_evaluation_metric_decides_which_epoch_is_best(
 def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp_path: Any) -> None:
     threads = set()
 
-    def measure(trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
+    def merge_metrics(trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
         threads.add(threading.current_thread())
         if trial == 1:
             raise RuntimeError("no such class")
         return {"seen": 10 * trial + sum(states[p]["seen"][0] * 2**p for p in range(2))}
 
     doc = document(3, 2, 2, custom_metrics=("seen",))
-    folder, state, _ = run(tmp_path, ScriptedLauncher(2), doc, measure=measure)
+    folder, state, _ = run(tmp_path, ScriptedLauncher(2), doc, merge_metrics=merge_metrics)
     assert threads == {threading.current_thread()}
     assert [read_trial(folder, t).status for t in range(3)] == ["finished", "failed", "finished"]
     assert [m["val_seen"] for m in read_trial(folder, 2).metrics.values()] == [22.0, 22.0]
-    assert snapshot(restore(folder)) == snapshot(state)
+    assert comparable(restore(folder)) == comparable(state)
 
 
 def test_a_custom_metric_without_a_value_fails_its_trial_with_both_names(tmp_path: Any) -> None:
     doc = document(1, 1, 1, custom_metrics=("auc",))
-    view = run(tmp_path, ScriptedLauncher(1), doc, measure=lambda *_: {"auc": 1.0, "f1": 1.0})[2]
+    view = run(
+        tmp_path, ScriptedLauncher(1), doc, merge_metrics=lambda *_: {"auc": 1.0, "f1": 1.0}
+    )[2]
     (finish,) = [i for r in view.records for i in r.get("instructions", ()) if "status" in i]
     assert "the custom metrics are ['auc'], but ['auc', 'f1'] were measured" in finish["reason"]
 

@@ -172,7 +172,7 @@ def test_live_table_gives_the_cursor_back_in_the_middle_of_a_run(
 def test_frame_shows_where_each_trial_is(make_document: Callable[..., Any]) -> None:
     view = RunView()
     view.apply({"kind": "start", "document": make_document(2).to_json()})
-    started = ins.StartSubEpoch(0, 1, 4, 1, 1, 0, "a", ins.Source(0, None), {})
+    started = ins.StartSubEpoch(0, 1, 4, 1, 1, 0, "a", ins.StateSource(0, None), {})
     for event, instruction in [
         (ev.WorkerJoined(0, "a", (0,)), started),
         (ev.TrialStopped(0, ""), ins.EndEpoch(1, 0, {"train_loss": 0.7, "val_loss": 0.61234})),

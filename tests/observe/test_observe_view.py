@@ -163,7 +163,7 @@ def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials(make_
     view = fold([{"kind": "start", "document": make_document(2).to_json()}, JOIN])
     first, second = view.trials
     assert view.eta(first) is None
-    source = ins.Source(0, None)
+    source = ins.StateSource(0, None)
     view.apply(journal(QUIET, ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", source, {})))
     done = ev.SubEpochDone(0, "a", 10, 1.0, (("f", "t"),), 5, 1.5, ev.Hop(0, 0, 0.5))
     view.apply(journal(done, ins.Commit(0, 0, 1, 0, 0)))
@@ -184,7 +184,7 @@ def test_eta_counts_live_workers_only(make_document) -> None:
 
 def test_a_lost_worker_leaves_its_trial_waiting(make_document) -> None:
     view = fold([{"kind": "start", "document": make_document(1).to_json()}, JOIN])
-    started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.Source(0, None), {})
+    started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
     view.apply(journal(QUIET, started))
     assert (view.trials[0].status, view.trials[0].worker) == ("training", 0)
     view.apply(journal(ev.WorkerLost("a", "killed")))
@@ -193,7 +193,7 @@ def test_a_lost_worker_leaves_its_trial_waiting(make_document) -> None:
 
 def test_progress_of_a_worker_that_the_trial_has_left_is_ignored(make_document) -> None:
     view = fold([{"kind": "start", "document": make_document(1).to_json()}, JOIN])
-    started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.Source(0, None), {})
+    started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
     view.apply(journal(QUIET, started))
     told = {"kind": "progress", "trial": 0, "epoch": 0, "partition": 0, "step": 1, "steps": 4}
     view.apply({**told, "worker": 0, "loss": 0.5})

@@ -11,7 +11,7 @@ from cerebro_hydra.errors import ConfigurationError, JournalError
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import EvaluationDone, Event, StateReceived
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.instructions import Instruction, Measure, Source
+from cerebro_hydra.plan.instructions import Instruction, MergeMetrics, StateSource
 
 st.register_type_strategy(float, st.floats(allow_nan=False))
 json_values = st.recursive(
@@ -21,7 +21,7 @@ json_values = st.recursive(
 )
 states = st.dictionaries(st.text(), json_values, max_size=3)
 st.register_type_strategy(EvaluationDone, st.builds(EvaluationDone, states=states))
-st.register_type_strategy(Measure, st.builds(Measure, states=st.lists(states).map(tuple)))
+st.register_type_strategy(MergeMetrics, st.builds(MergeMetrics, states=st.lists(states).map(tuple)))
 records = st.one_of(*(st.from_type(kind) for kind in (*get_args(Event), *get_args(Instruction))))
 configs = st.integers(1, 3).flatmap(
     lambda trials: st.builds(
@@ -57,7 +57,7 @@ def test_the_form_in_the_journal_is_stable() -> None:
         "visit": 2,
         "incarnation": "w",
     }
-    assert to_json(Source(3, None)) == {"type": "Source", "visit": 3, "incarnation": None}
+    assert to_json(StateSource(3, None)) == {"type": "StateSource", "visit": 3, "incarnation": None}
 
 
 GOOD = {"type": "StateReceived", "trial": 1, "visit": 2, "incarnation": "w"}

@@ -13,9 +13,9 @@ from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.journal import fold, snapshot
+from cerebro_hydra.plan.journal import comparable, fold
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.plan.visits import Trial, visit_order
+from cerebro_hydra.plan.visits import TrialProgress, visit_order
 from tests.plan.world import World, score, val_loss
 
 METRICS = ("train_loss", "val_plain", "val_score")
@@ -75,7 +75,7 @@ def surviving_commits(instructions: list[ins.Instruction], trial: int) -> list[i
     return alive
 
 
-def expected_result(config: HopConfig, index: int, trial: Trial) -> tuple[int, str]:
+def expected_result(config: HopConfig, index: int, trial: TrialProgress) -> tuple[int, str]:
     """The best epoch by the trial's own history, told without the code that is tested."""
     patience, sign = trial.config.patience, -1 if config.direction == "max" else 1
     best, waited = None, 0
@@ -213,6 +213,6 @@ def test_every_prefix_of_the_journal_folds_to_the_state_at_that_time(world, scri
     for length, line in enumerate(text):
         if length % max(1, len(text) // 8) == 0:
             prefix = map(json.loads, text[:length])
-            assert snapshot(fold(world.config, prefix)) == snapshot(live)
+            assert comparable(fold(world.config, prefix)) == comparable(live)
         live.handle(from_json(json.loads(line)["event"]))
-    assert snapshot(live) == snapshot(world.state)
+    assert comparable(live) == comparable(world.state)

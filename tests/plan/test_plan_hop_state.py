@@ -10,9 +10,9 @@ from cerebro_hydra.errors import JournalError
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.instructions import Source
-from cerebro_hydra.plan.journal import fold, record, snapshot
-from cerebro_hydra.plan.outlook import look
+from cerebro_hydra.plan.instructions import StateSource
+from cerebro_hydra.plan.journal import comparable, fold, record
+from cerebro_hydra.plan.lookahead import snapshot
 from cerebro_hydra.plan.simulate import Loss, Simulation
 from cerebro_hydra.plan.visits import Agent, visit_order
 from tests.plan.driver import Driver, config, done, in_order, of
@@ -28,7 +28,7 @@ def test_an_ending_sub_epoch_starts_the_next_one_on_an_idle_worker() -> None:
     ((first, attempt),) = run.running.items()
     other = "b" if first == "a" else "a"
     (start,) = of(ins.StartSubEpoch, run(ev.SubEpochEnding(attempt, first)))
-    assert (start.incarnation, start.source) == (other, Source(1, first))
+    assert (start.incarnation, start.source) == (other, StateSource(1, first))
 
 
 def test_an_ending_sub_epoch_reserves_its_worker_for_another_trial() -> None:
@@ -37,11 +37,11 @@ def test_an_ending_sub_epoch_reserves_its_worker_for_another_trial() -> None:
     assert not of(ins.FetchShards, run(ev.SubEpochEnding(a, "a")))  # nobody could come yet
     fetches = of(ins.FetchShards, run(ev.SubEpochEnding(b, "b")))
     assert {(f.incarnation, f.source) for f in fetches} == {
-        ("a", Source(1, "b")),
-        ("b", Source(1, "a")),
+        ("a", StateSource(1, "b")),
+        ("b", StateSource(1, "a")),
     }
     (start,) = of(ins.StartSubEpoch, run(done(a, "a")))
-    assert start.incarnation == "a" and start.source == Source(1, "b")
+    assert start.incarnation == "a" and start.source == StateSource(1, "b")
 
 
 def test_a_done_before_that_of_the_visit_before_it_is_held_back_not_lost() -> None:
@@ -120,13 +120,13 @@ def test_the_first_visit_of_an_epoch_carries_the_metrics_of_the_one_before_also_
     assert starts == [(1, {}), (2, {}), (3, before), (3, before), (4, {})]
 
 
-def measuring(**more) -> tuple[Driver, ins.Measure]:
+def measuring(**more) -> tuple[Driver, ins.MergeMetrics]:
     """Trial 0 has a custom metric, is trained on a and b, and evaluated on both."""
     run = Driver(order="seeded", seed=in_order(0, 1), custom=("auc",), **more)
     run.train(run.running["a"], "a")
     run.train(run.running["b"], "b")
     run(evaluated(run.running["b"], "b", 5.0))
-    (measure,) = of(ins.Measure, run(evaluated(run.running["a"], "a", 3.0)))
+    (measure,) = of(ins.MergeMetrics, run(evaluated(run.running["a"], "a", 3.0)))
     return run, measure
 
 
@@ -135,7 +135,7 @@ def test_custom_metrics_are_merged_in_partition_order_before_the_epoch_ends() ->
     on = {event.attempt: event.partition for event in of(ins.Evaluate, run.told)}
     assert [on[states["seen"]] for states in measure.states] == [0, 1]
     assert not of(ins.EndEpoch, run.told)
-    measured = ev.Measured(measure.attempt, 0, 0, {"auc": 0.75})
+    measured = ev.MetricsMerged(measure.attempt, 0, 0, {"auc": 0.75})
     (end,) = of(ins.EndEpoch, run(measured))
     assert list(end.metrics.items()) == [
         ("train_loss", 0.25),
@@ -148,7 +148,7 @@ def test_custom_metrics_are_merged_in_partition_order_before_the_epoch_ends() ->
 
 def test_a_trial_whose_custom_metric_fails_fails_with_its_traceback() -> None:
     run, measure = measuring()
-    failed = ev.MeasureFailed(measure.attempt, 0, 0, "Traceback: boom")
+    failed = ev.MetricsMergeFailed(measure.attempt, 0, 0, "Traceback: boom")
     (finish,) = of(ins.FinishTrial, run(failed))
     assert (finish.status, finish.reason) == ("failed", "Traceback: boom")
 
@@ -164,9 +164,9 @@ def test_a_measurement_of_a_void_epoch_is_ignored_and_made_again() -> None:
         run.train(run.running[worker], worker)
     for worker in "cd":
         run(evaluated(run.running[worker], worker, 9.0))
-    (measure,) = of(ins.Measure, run.last)
-    assert not of(ins.EndEpoch, run(ev.Measured(void.attempt, 0, 0, {"auc": 0.1})))
-    (end,) = of(ins.EndEpoch, run(ev.Measured(measure.attempt, 0, 0, {"auc": 0.9})))
+    (measure,) = of(ins.MergeMetrics, run.last)
+    assert not of(ins.EndEpoch, run(ev.MetricsMerged(void.attempt, 0, 0, {"auc": 0.1})))
+    (end,) = of(ins.EndEpoch, run(ev.MetricsMerged(measure.attempt, 0, 0, {"auc": 0.9})))
     assert end.metrics["val_auc"] == 0.9
 
 
@@ -289,7 +289,7 @@ def test_the_same_events_lead_to_the_same_state() -> None:
     one, other = HopState(run), HopState(run)
     for event in events:
         assert one.handle(event) == other.handle(event)
-    assert snapshot(one) == snapshot(other)
+    assert comparable(one) == comparable(other)
 
 
 def test_a_late_receipt_is_not_taken_for_the_fetch_that_replaced_it() -> None:
@@ -357,5 +357,5 @@ def test_a_repeated_done_changes_nothing_while_the_first_is_held_back() -> None:
 def test_nobody_waits_for_an_agent_that_may_never_come() -> None:
     state = HopState(config(partitions=2, evaluate=False))
     state.agents[0] = Agent(0, "a", (0,))
-    _, steps = look(state).imagine([[0.0, 9.0]], patience=0.9, horizon=9)  # prefers partition 1
+    _, steps = snapshot(state).rollout([[0.0, 9.0]], patience=0.9, horizon=9)  # prefers partition 1
     assert [step.partition for step in steps] == [0, 1]

@@ -160,14 +160,14 @@ def test_a_decision_looks_ahead_only_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     """What bounds the time of a decision, on any machine: the tasks that it imagines."""
     config, workers, seconds = instance(27, 8, 8, 1, False, 0.5)
     imagined: list[int] = []
-    choose, imagine = policy.Policy.choose, policy._imagine
+    choose, rollout = policy.Policy.choose, policy._rollout
 
     def counted_choose(self, state, choices):
         imagined.append(0)
         return choose(self, state, choices)
 
     def counted_imagine(*arguments):
-        end, steps = imagine(*arguments)
+        end, steps = rollout(*arguments)
         imagined[-1] += len(steps)
         return end, steps
 

@@ -46,7 +46,7 @@ class FakeAgent:
     made_by: dict[tuple[int, int], int] = field(default_factory=dict)
     tasks: dict[int, ins.StartSubEpoch | ins.Evaluate] = field(default_factory=dict)
     ending: set[int] = field(default_factory=set)
-    fetches: dict[tuple[int, int], ins.Source] = field(default_factory=dict)
+    fetches: dict[tuple[int, int], ins.StateSource] = field(default_factory=dict)
     saves: deque[tuple[int, int]] = field(default_factory=deque)
 
 
@@ -86,19 +86,19 @@ class World:
         for instruction in given:
             if incarnation := getattr(instruction, "incarnation", None):
                 agents[incarnation].inbox.append(instruction)
-            if isinstance(instruction, ins.Measure):
+            if isinstance(instruction, ins.MergeMetrics):
                 self.news.append(self.measure(instruction))
 
-    def measure(self, task: ins.Measure) -> ev.Event:
+    def measure(self, task: ins.MergeMetrics) -> ev.Event:
         """The user's code: fails if told to, else has the sum of what evaluations saw."""
         named = (task.attempt, task.trial, task.epoch)
         assert [state["partition"] for state in task.states] == list(range(self.config.partitions))
         (content,) = {tuple(state["content"]) for state in task.states}
         assert len(content) == (task.epoch + 1) * self.config.partitions
         if self.broken_measure == task.trial:
-            return ev.MeasureFailed(*named, "injected")
+            return ev.MetricsMergeFailed(*named, "injected")
         value = score(task.trial, task.epoch, self.config.seed)
-        return ev.Measured(*named, {"score": value, "seen": val_loss(content, 0)[0]})
+        return ev.MetricsMerged(*named, {"score": value, "seen": val_loss(content, 0)[0]})
 
     # -------------------------------------------------------------- what can happen next
 
@@ -146,11 +146,11 @@ class World:
         self.store[key] = agent.held[key]  # a state is never dropped while it is being saved
         agent.outbox.append(ev.Checkpointed(*key, agent.incarnation))
 
-    def want(self, agent: FakeAgent, trial: int, source: ins.Source) -> None:
+    def want(self, agent: FakeAgent, trial: int, source: ins.StateSource) -> None:
         if (trial, source.visit) not in agent.held:
             agent.fetches[trial, source.visit] = source
 
-    def fetching(self, agent: FakeAgent, key: tuple[int, int], source: ins.Source):
+    def fetching(self, agent: FakeAgent, key: tuple[int, int], source: ins.StateSource):
         if source.incarnation is None:
             return lambda: self.receive(agent, key, self.store[key])
         owner = next(a for a in self.agents if a.incarnation == source.incarnation)

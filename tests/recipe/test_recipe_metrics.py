@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe, measure, resolve_metrics
+from cerebro_hydra.recipe import Columns, Recipe, merge_metrics, resolve_metrics
 
 
 class Counts:
@@ -95,9 +95,9 @@ class Words:
 def test_the_states_of_all_partitions_are_merged_in_their_order() -> None:
     (metric,) = resolve_metrics({"words": (Words(), "max")})
     states = [{"words": "1"}, {"words": "2"}, {"words": "3"}]
-    assert measure([metric], states) == {"words": 1.0}
-    assert measure([metric], states[::-1]) == {"words": 0.0}
-    assert measure([metric], states[:2]) == {"words": 0.0}
+    assert merge_metrics([metric], states) == {"words": 1.0}
+    assert merge_metrics([metric], states[::-1]) == {"words": 0.0}
+    assert merge_metrics([metric], states[:2]) == {"words": 0.0}
 
 
 def accuracy(loss: Any, outputs: list[Any], labels: list[Any], name: str = "accuracy") -> float:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission import Admission, admit
+from cerebro_hydra.shards.admission import AdmittedCut, admit
+from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
 from cerebro_hydra.shards.engine import Mode, read_state
 from cerebro_hydra.shards.sample import Sample
-from cerebro_hydra.shards.structure import Structure, StructureCache
 from cerebro_hydra.testing.cut_trial import CutTrial
 from tests.shards import plain
 
@@ -22,9 +22,9 @@ class Trial(CutTrial):
     """One trial between hops, which notes in `events` what the engine asks for and gives."""
 
     def __init__(
-        self, recipe: Recipe, admission: Admission, structure: Structure, mode: Mode
+        self, recipe: Recipe, admission: AdmittedCut, cut_model: CutModel, mode: Mode
     ) -> None:
-        super().__init__(recipe, admission, structure, plain.TRIAL_SEED, STEPS_PER_EPOCH, mode)
+        super().__init__(recipe, admission, cut_model, plain.TRIAL_SEED, STEPS_PER_EPOCH, mode)
         self.layout = admission.layout
         self.events: list[str] = []
 
@@ -50,15 +50,15 @@ class Trial(CutTrial):
 
 
 def start(
-    recipe: Recipe, windows, mode: Mode = "keep", cache: StructureCache | None = None
+    recipe: Recipe, windows, mode: Mode = "keep", cache: CutModelCache | None = None
 ) -> Trial:
     """Admit a recipe on the batches it will see."""
     by_rows = {batch.rows: batch for window in windows for batch in window}
     examples = [(batch.features, batch.labels) for batch in by_rows.values()]
-    cache = cache or StructureCache()
+    cache = cache or CutModelCache()
     admission = admit(recipe, examples, plain.TRIAL_SEED, cache)
-    structure = cache.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
-    return Trial(recipe, admission, structure, mode)
+    cut_model = cache.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
+    return Trial(recipe, admission, cut_model, mode)
 
 
 def assert_equal_to_plain(

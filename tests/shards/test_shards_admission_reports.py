@@ -9,7 +9,7 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import admit
-from cerebro_hydra.shards.structure import StructureCache
+from cerebro_hydra.shards.cut_model import CutModelCache
 from tests.shards import zoo
 from tests.shards.hopping import start
 from tests.shards.test_shards_equivalence import mlp_recipe, two_sub_epochs
@@ -121,7 +121,7 @@ def test_blocks_that_do_not_fit_are_refused(shards, message):
 
 
 def test_equal_models_are_measured_once_and_cut_alike():
-    cache = StructureCache()
+    cache = CutModelCache()
     specs = set()
     for _ in range(4):
         trial = start(mlp_recipe(shards=3)(), two_sub_epochs()[0], cache=cache)
@@ -142,7 +142,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_equal_recurrent_models_share_their_structure(kind):
-    cache = StructureCache()
+    cache = CutModelCache()
     for _ in range(2):
         admit(recipe_of(Recurrent(kind), shards=2), examples(8), 1, cache)
     assert len(cache._traces) == 1

@@ -8,9 +8,9 @@ from torch import nn
 
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.sample import Sample
-from cerebro_hydra.shards.structure import StructureCache
 from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.plain_training import PlainTraining, Rows
 
@@ -52,12 +52,12 @@ def batch(rows, longest, seed=0):
 
 @pytest.mark.parametrize("seen", [5, LENGTH])
 def test_longer_and_shorter_batches_than_those_of_admission_are_exact(seen):
-    recipe, cache = make(), StructureCache()
+    recipe, cache = make(), CutModelCache()
     examples = [(b.features, b.labels) for b in (batch(6, seen), batch(4, seen))]
     admission = admit(recipe, examples, 1, cache)
     assert admission.report.fallback is None
-    structure = cache.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
-    trial, plain = CutTrial(recipe, admission, structure, 1, 4), PlainTraining(make(), 1, 4)
+    cut_model = cache.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
+    trial, plain = CutTrial(recipe, admission, cut_model, 1, 4), PlainTraining(make(), 1, 4)
     windows = [[batch(6, longest, seed=longest)] for longest in (5, LENGTH, 3, 7)]
     trial.train(windows)
     assert trial.losses == plain.train(windows)

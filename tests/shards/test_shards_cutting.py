@@ -11,9 +11,9 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.state_template import StateTemplate
-from cerebro_hydra.shards.structure import StructureCache
 from tests.shards import plain, zoo
 from tests.shards.hopping import assert_equal_to_plain, start
 from tests.shards.test_shards_equivalence import mlp_recipe, two_sub_epochs
@@ -35,7 +35,7 @@ def seeded(build, shards=2, **rules):
 def test_cuts_are_where_the_names_say():
     trial = assert_equal_to_plain(mlp_recipe(shards=["3", "6"]), two_sub_epochs())
     assert trial.admission.spec == CutSpec("export", ("3@0", "6@0"))
-    assert [trial.structure.param_names(k) for k in range(3)] == [
+    assert [trial.cut_model.param_names(k) for k in range(3)] == [
         ("0.weight", "0.bias"), ("3.weight", "3.bias"),
         ("6.weight", "6.bias", "8.weight", "8.bias"),
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_name_that_is_no_place_to_cut_is_refused_with_the_places(name):
 
 def test_more_shards_than_units_are_clamped_and_the_report_says_so():
     trial = start(mlp_recipe(shards=50)(), two_sub_epochs()[0])
-    assert trial.structure.num_shards == 4, "a shard without parameters is nothing but overhead"
+    assert trial.cut_model.num_shards == 4, "a shard without parameters is nothing but overhead"
     assert "50 shards were asked for" in trial.admission.report.text()
 
 
@@ -71,7 +71,7 @@ def test_a_balanced_cut_isolates_the_heaviest_layer():
         )
 
     trial = start(seeded(build, 3)(), two_sub_epochs()[0])
-    assert trial.structure.param_names(1) == ("2.weight", "2.bias")
+    assert trial.cut_model.param_names(1) == ("2.weight", "2.bias")
 
 
 def test_the_report_counts_what_each_shard_holds_and_receives():
@@ -124,8 +124,8 @@ def dict_loss(outputs, labels):
 def test_values_of_inputs_alone_are_made_again_instead_of_shipped():
     make = seeded(Inputs, 4, loss=dict_loss)
     trial = assert_equal_to_plain(make, [zoo.singly(two_inputs(8, 5))] * 2, "recompute")
-    for program in trial.structure.train[1:]:
-        assert len(program.reads) == 1, "only the activation crosses"
+    for shard_graph in trial.cut_model.train[1:]:
+        assert len(shard_graph.reads) == 1, "only the activation crosses"
     frozen = {e.name for s in trial.layout.shards for e in s.frozen.entries}
     assert frozen == {"buffer:scale"}, "what no checkpoint holds, the factory makes again"
 
@@ -220,7 +220,7 @@ class TwoPrecisions(nn.Module):
 def test_two_precisions_are_clipped_together():
     make = seeded(TwoPrecisions, 3, clip_grad_norm=0.1)
     trial = assert_equal_to_plain(make, two_sub_epochs())
-    assert trial.structure.num_shards == 3
+    assert trial.cut_model.num_shards == 3
 
 
 def test_a_model_that_cannot_be_exported_is_cut_at_its_layers():
@@ -229,7 +229,7 @@ def test_a_model_that_cannot_be_exported_is_cut_at_its_layers():
 
     make = seeded(build, 3)
     trial = assert_equal_to_plain(make, two_sub_epochs(), "recompute", cut="layers")
-    assert trial.structure.num_shards == 3
+    assert trial.cut_model.num_shards == 3
     assert "torch.export failed" in trial.admission.report.fallback
 
 
@@ -267,7 +267,7 @@ def test_any_other_model_that_cannot_be_exported_stays_whole():
             return self.last(self.body(x))
 
     trial = assert_equal_to_plain(seeded(Wrapped, 3), two_sub_epochs(), cut="whole")
-    assert trial.structure.num_shards == 1
+    assert trial.cut_model.num_shards == 1
     assert "Wrapped is no torch.nn.Sequential" in trial.admission.report.fallback
 
 
@@ -350,7 +350,7 @@ def test_spec_and_template_travel_as_json():
 
 
 def cached(*models):
-    cache = StructureCache()
+    cache = CutModelCache()
     sample = zoo.sample(zoo.vectors(8)[0])
     return [cache.get(m, CutSpec("export", ("3@0",)), sample) for m in models]
 
@@ -369,7 +369,7 @@ def test_models_that_differ_do_not_share():
 
 
 def test_models_with_equal_configuration_objects_share():
-    cache = StructureCache()
+    cache = CutModelCache()
     sample = zoo.sample(zoo.tokens(4)[0])
     spec = CutSpec("export", ("gpt.transformer.h.1@0",))
     assert cache.get(zoo.Language(), spec, sample) is cache.get(zoo.Language(), spec, sample)

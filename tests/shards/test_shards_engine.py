@@ -12,7 +12,7 @@ from torch import nn
 
 from cerebro_hydra.errors import NonFiniteLoss
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.structure import StructureCache
+from cerebro_hydra.shards.cut_model import CutModelCache
 from tests.shards import plain, zoo
 from tests.shards.hopping import start
 from tests.shards.test_shards_equivalence import mlp_recipe, two_sub_epochs
@@ -44,14 +44,14 @@ def test_the_first_shard_runs_before_the_second_is_asked_for():
         return trial.need(k)
 
     arrived = []
-    first, *others = trial.structure.train
+    first, *others = trial.cut_model.train
 
     def spy(*arguments):
         arrived.append(list(seen))
         return first.run(*arguments)
 
     spied = (dataclasses.replace(first, run=spy), *others)
-    trial.structure = dataclasses.replace(trial.structure, train=spied)
+    trial.cut_model = dataclasses.replace(trial.cut_model, train=spied)
     trial.engine().train(iter(two_sub_epochs()[0]), 0, need, trial.publish)
     assert arrived[0] == [0]
 
@@ -122,12 +122,12 @@ def test_trials_that_share_a_structure_do_not_disturb_each_other():
 
         return recipe
 
-    cache = StructureCache()
+    cache = CutModelCache()
     sub_epochs = [zoo.singly(zoo.images(6, 4, seed=s)) for s in range(3)]
     windows = [w for s in sub_epochs for w in s]
     trials = {seed: start(make(seed)(), windows, mode, cache)
               for seed, mode in ((1, "keep"), (2, "recompute"))}  # fmt: skip
-    assert trials[1].structure is trials[2].structure
+    assert trials[1].cut_model is trials[2].cut_model
 
     # Interleaved window by window: each pulls the other's next window from inside its own.
     def through(trial, other, mine, theirs):

@@ -36,7 +36,7 @@ def test_any_number_of_shards_gives_the_same_bits(shards, mode):
     trial = assert_equal_to_plain(
         mlp_recipe(shards=shards), two_sub_epochs(), mode, cut="whole" if shards == 1 else "export"
     )
-    assert trial.structure.num_shards == (shards if shards < 99 else 4)
+    assert trial.cut_model.num_shards == (shards if shards < 99 else 4)
 
 
 def by_groups(model, cls=torch.optim.AdamW, **options):
@@ -122,8 +122,8 @@ def resnet_recipe(shards):
 def test_batch_norm_and_long_skips(shards, mode):
     sub_epochs = [zoo.singly(zoo.images(6, 6, 4)), zoo.singly(zoo.images(6, 4, seed=1))]
     trial = assert_equal_to_plain(resnet_recipe(shards), sub_epochs, mode)
-    assert trial.structure.num_shards == shards
-    crossing = [len(program.reads) for program in trial.structure.train]
+    assert trial.cut_model.num_shards == shards
+    crossing = [len(shard_graph.reads) for shard_graph in trial.cut_model.train]
     assert max(crossing) >= 2, "long skips pass through shards"
 
 
@@ -149,7 +149,7 @@ def test_tied_embeddings_with_accumulation_and_clipping(mode):
     make = language_recipe(accumulate=2, clip_grad_norm=0.5)
     trial = assert_equal_to_plain(make, [[a[:2], a[2:]], [b]], mode)
     name = "gpt.transformer.wte.weight"
-    assert trial.structure.tied == {name: (0, 2)}
+    assert trial.cut_model.tied == {name: (0, 2)}
     held = [e.name for s in trial.layout.shards for e in s.trainable.entries]
     assert held.count(f"param:{name}") == 1
     assert "param:gpt.lm_head.weight" not in held
@@ -211,7 +211,7 @@ def test_a_layer_that_is_called_again_is_reseeded_by_its_call(shards, mode):
 
     a = zoo.vectors(8, 5)
     trial = assert_equal_to_plain(make, [[a], zoo.singly(a)], mode)
-    assert trial.structure.tied
+    assert trial.cut_model.tied
 
 
 def test_evaluation_equals_plain_evaluation_and_leaves_the_state_alone():

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards import engine, program, tasks
-from cerebro_hydra.shards.structure import Structure
+from cerebro_hydra.shards import engine, shard_graph, tasks
+from cerebro_hydra.shards.cut_model import CutModel
 from tests.shards import plain, zoo
 from tests.shards.hopping import start
 from tests.shards.test_shards_equivalence import (
@@ -35,9 +35,9 @@ def differing(make, sub_epochs, mode="keep", break_rule=lambda trial: None) -> s
 
 def test_without_reseeds_inside_the_graph(monkeypatch):
     def break_rule(trial):
-        monkeypatch.setattr(program, "enter_unit", lambda unit: None)
+        monkeypatch.setattr(shard_graph, "enter_unit", lambda unit: None)
         sample = zoo.sample(zoo.vectors(8)[0])
-        trial.structure = Structure.build(trial.recipe.model, trial.admission.spec, sample)
+        trial.cut_model = CutModel.build(trial.recipe.model, trial.admission.spec, sample)
 
     assert not differing(mlp_recipe(), two_sub_epochs())
     assert "param:0.weight" in differing(mlp_recipe(), two_sub_epochs(), break_rule=break_rule)
@@ -96,8 +96,8 @@ class AddsPassingGradientsLater(tasks.ShardTasks):
     """Adds the later gradient of a value that passes through after the shard's own."""
 
     def backward(self, k, batch):
-        passing = [n for n in self._structure.train[k].reads
-                   if n in self._structure.train[k].writes]  # fmt: skip
+        passing = [n for n in self._cut_model.train[k].reads
+                   if n in self._cut_model.train[k].writes]  # fmt: skip
         later = {n: batch.grads.pop(n) for n in passing if n in batch.grads}
         super().backward(k, batch)
         for name, grad in later.items():

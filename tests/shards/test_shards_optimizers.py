@@ -70,7 +70,7 @@ def made(name: str, settings: dict, frozen: bool = False):
 @pytest.mark.parametrize("own", [False, True], ids=["defaults", "more state"])
 def test_two_groups_with_different_settings_train_to_the_same_bits(name, own):
     trial = assert_equal_to_plain(made(name, SEPARABLE[name] if own else {}), two_sub_epochs())
-    assert trial.structure.num_shards == 3
+    assert trial.cut_model.num_shards == 3
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW"])

@@ -135,7 +135,7 @@ def test_parameters_that_overlap_in_memory_are_refused():
     recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     trial = start(mlp_recipe()(), two_sub_epochs()[0])
     with pytest.raises(ConfigurationError, match="different views of the same memory"):
-        TrialLayout.make(recipe, trial.structure, trial.admission.template)
+        TrialLayout.make(recipe, trial.cut_model, trial.admission.template)
 
 
 @pytest.mark.parametrize(

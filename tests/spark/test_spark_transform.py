@@ -18,7 +18,7 @@ from cerebro_hydra.spark import arrow_columns
 from cerebro_hydra.spark.devices import gpu_index
 from cerebro_hydra.spark.launcher import pickle_factory
 from cerebro_hydra.spark.outputs import RawOutputs
-from cerebro_hydra.spark.programs import BuiltProgram, load_state
+from cerebro_hydra.spark.predictors import BuiltPredictor, load_state
 from cerebro_hydra.spark.transform import Inference
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def predict(
     columns: Columns = COLUMNS,
     outputs: tuple[str, ...] = ("prediction",),
 ) -> DataFrame:
-    program = BuiltProgram(pickle_factory(factory), {"width": 8}, 0, columns, files(model))
+    program = BuiltPredictor(pickle_factory(factory), {"width": 8}, 0, columns, files(model))
     return Inference(program, specs, BATCH).transform(df, RawOutputs(outputs))
 
 
@@ -298,7 +298,7 @@ def test_a_forward_that_takes_no_zeros_is_told_so(spark: SparkSession) -> None:
     model = factory({}).model
     with pytest.raises(ConfigurationError, match=r"of zeros \(RuntimeError: Length.*\[2, 4\]"):
         predict(frame(spark), factory, model)
-    program = BuiltProgram(pickle_factory(factory), {}, 0, COLUMNS, files(model))
+    program = BuiltPredictor(pickle_factory(factory), {}, 0, COLUMNS, files(model))
     known = Inference(program, FEATURES, BATCH, lambda: (torch.ones(2, 4),))
     assert known.transform(frame(spark), RawOutputs(("prediction",))).columns[-1] == "prediction"
 
@@ -330,7 +330,7 @@ def test_a_task_takes_the_gpu_that_spark_gave_it(
 
 def test_weights_are_sent_once_however_many_frames_are_transformed(spark: SparkSession) -> None:
     factory = net_factory()
-    program = BuiltProgram(
+    program = BuiltPredictor(
         pickle_factory(factory),
         {"width": 60_000},
         0,

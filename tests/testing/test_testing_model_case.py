@@ -121,7 +121,7 @@ def again(trial: CutTrial, mode) -> CutTrial:
     """A trial from the beginning, without admission."""
     seed, steps, _ = trial._arguments
     recipe = Fine().make(2)
-    return CutTrial(recipe, trial.admission, trial.structure, seed, steps, mode)
+    return CutTrial(recipe, trial.admission, trial.cut_model, seed, steps, mode)
 
 
 class DropsInEvaluation(nn.Module):

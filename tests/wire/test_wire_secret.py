@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
 
-from cerebro_hydra.errors import ConfigurationError, TransferFailed
+from cerebro_hydra.errors import ConfigurationError, TransferError
 from cerebro_hydra.wire.address import connect
 from cerebro_hydra.wire.control import ControlClient, ControlServer
 from cerebro_hydra.wire.messages import ControlFailed, ShardKey
@@ -84,7 +84,7 @@ def test_an_agent_with_another_secret_is_told_so() -> None:
 
 def test_a_receiver_with_another_secret_is_told_so() -> None:
     server = ShardServer("127.0.0.1", SECRET, refuse)
-    with pytest.raises(TransferFailed, match="secret of this run is missing or wrong"):
+    with pytest.raises(TransferError, match="secret of this run is missing or wrong"):
         ShardClient(server.uri, new_secret()).fetch(ShardKey(0, 1, 0, "a"), (), refuse)
     server.close()
 

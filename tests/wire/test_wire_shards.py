@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.errors import Cancelled, TransferFailed
+from cerebro_hydra.errors import Cancelled, TransferError
 from cerebro_hydra.wire.cancellation import Cancellation
 from cerebro_hydra.wire.messages import FetchedShard, ShardKey
 from cerebro_hydra.wire.secret import new_secret
@@ -167,12 +167,12 @@ def test_several_threads_fetch_at_once() -> None:
         assert np.array_equal(shard.segments["trainable"].buffer, expected)
 
 
-@pytest.mark.parametrize("error", [KeyError, ValueError, TransferFailed])
+@pytest.mark.parametrize("error", [KeyError, ValueError, TransferError])
 def test_a_refusal_reaches_the_receiver_in_the_owners_words(error: type[Exception]) -> None:
     def lookup(key: ShardKey) -> Published:
         raise error(f"incarnation {key.incarnation!r} is not mine; I am 'new'")
 
-    with serving(lookup) as server, pytest.raises(TransferFailed) as caught:
+    with serving(lookup) as server, pytest.raises(TransferError) as caught:
         ShardClient(server.uri, SECRET).fetch(KEY, (), empty)
     assert str(caught.value) == (
         f"shard 0 of trial 4 after visit 2 (owner owner) from {server.uri}: "
@@ -191,7 +191,7 @@ def test_a_failed_fetch_leaves_the_client_usable() -> None:
 
     with serving(lookup) as server:
         client = ShardClient(server.uri, SECRET)
-        with pytest.raises(TransferFailed, match="not yet"):
+        with pytest.raises(TransferError, match="not yet"):
             client.fetch(KEY, (), empty)
         assert client.fetch(KEY, (), empty).bytes_moved == 10
 
@@ -202,7 +202,7 @@ def test_bytes_with_another_digest_are_refused() -> None:
     data[500] ^= 1
     with (
         serving(lambda _: Published({"trainable": (announced, data)}, {})) as server,
-        pytest.raises(TransferFailed, match=f"'trainable' .* announced was {announced}"),
+        pytest.raises(TransferError, match=f"'trainable' .* announced was {announced}"),
     ):
         ShardClient(server.uri, SECRET, sha).fetch(KEY, (), empty)
 
@@ -275,7 +275,7 @@ def test_a_waiting_fetch_ends_when_the_server_closes(waiting: Waiting) -> None:
     with fetching(ShardClient(server.uri, SECRET)) as fetch:
         waiting.began.get(timeout=GUARD)
         server.close()  # while lookup still waits
-        with pytest.raises(TransferFailed, match="the owner has closed"):
+        with pytest.raises(TransferError, match="the owner has closed"):
             fetch.result(GUARD)
 
 
@@ -285,7 +285,7 @@ def test_a_waiting_fetch_ends_when_its_owner_is_killed(peer: Callable[..., Any])
     with fetching(ShardClient(uri, SECRET), ShardKey(0, 1, 1, "owner")) as fetch:
         assert owner.hear() == {"waiting": 1}
         owner.kill()
-        with pytest.raises(TransferFailed, match=uri):
+        with pytest.raises(TransferError, match=uri):
             fetch.result(GUARD)
 
 
@@ -298,7 +298,7 @@ def test_a_transfer_ends_when_its_owner_is_killed_in_the_middle(peer: Callable[.
         owner.kill()  # the header is here, most bytes are not
         return empty(nbytes)
 
-    with pytest.raises(TransferFailed, match=uri):
+    with pytest.raises(TransferError, match=uri):
         ShardClient(uri, SECRET).fetch(KEY, (), allocate)
 
 
@@ -311,7 +311,7 @@ def test_an_owner_closes_though_a_receiver_waits_for_what_never_comes(
         owner.tell("close")
         assert owner.hear() == {"closed": True}
         assert owner.process.wait(GUARD) == 0
-        with pytest.raises(TransferFailed):
+        with pytest.raises(TransferError):
             fetch.result(GUARD)
 
 
@@ -331,5 +331,5 @@ def test_an_owner_goes_on_after_a_waiting_receiver_was_killed(
 def test_an_owner_that_is_not_there_is_named() -> None:
     with serving(lambda _: Published({}, {})) as server:
         uri = server.uri
-    with pytest.raises(TransferFailed, match=uri):
+    with pytest.raises(TransferError, match=uri):
         ShardClient(uri, SECRET).fetch(KEY, (), empty)

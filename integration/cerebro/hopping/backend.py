@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.prepared import Wanted, choose_prepared
+from cerebro_hydra.data.prepared import DatasetQuery, choose_prepared
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.tune.model import TrainedModel
@@ -73,7 +73,7 @@ class HoppingBackend:
         self, store: HoppingStore, label_columns: list[str], feature_columns: list[str]
     ) -> tuple[Any, ...]:
         """Find the data that was prepared in the store, with these columns and validation rows."""
-        wanted = Wanted((*feature_columns, *label_columns), self._num_workers(), True)
+        wanted = DatasetQuery((*feature_columns, *label_columns), self._num_workers(), True)
         self._manifest = choose_prepared(store, wanted, None)
         return self._described()
 

@@ -17,7 +17,7 @@ from cerebro_hydra.recipe import Columns, Recipe, build_recipe, measure
 from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
-from cerebro_hydra.tune.listed import ListSearch
+from cerebro_hydra.tune.list_search import ListSearch
 from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.result import REFUSED_FILE, SearchResult
 

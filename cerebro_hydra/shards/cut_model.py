@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.guards import Guards
-from cerebro_hydra.shards.module_program import layer_programs, whole_program
-from cerebro_hydra.shards.program import Program, cut_graph
+from cerebro_hydra.shards.model_key import model_key
+from cerebro_hydra.shards.module_graph import layer_graphs, whole_graph
 from cerebro_hydra.shards.sample import Sample
-from cerebro_hydra.shards.structure_key import structure_key
-from cerebro_hydra.shards.trace import CutFailed, Trace, trace
+from cerebro_hydra.shards.shard_graph import ShardGraph, cut_graph
+from cerebro_hydra.shards.trace import CutFailed, TracedModel, trace
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Structure:
+class CutModel:
     """A model cut into shards, without the values of any trial.
 
     `params` are in `named_parameters()` order, `buffers` in `named_buffers()` order; tied tensors
@@ -41,8 +41,8 @@ class Structure:
     """
 
     spec: CutSpec
-    train: tuple[Program, ...]
-    eval: tuple[Program, ...]
+    train: tuple[ShardGraph, ...]
+    eval: tuple[ShardGraph, ...]
     params: tuple[TensorInfo, ...]
     buffers: tuple[TensorInfo, ...]
     tied: dict[str, tuple[int, ...]]
@@ -67,7 +67,7 @@ class Structure:
         return tuple(b.name for b in self.buffers if b.owner == shard)
 
     @classmethod
-    def build(cls, model: nn.Module, spec: CutSpec, sample: Sample) -> Structure:
+    def build(cls, model: nn.Module, spec: CutSpec, sample: Sample) -> CutModel:
         """Cut a model as a spec says; the model itself is not changed.
 
         Raises:
@@ -76,13 +76,13 @@ class Structure:
         if spec.mode == "export":
             return cls.cut(model, spec, trace(model, sample))
         if spec.mode == "layers":
-            train, evaluation = (layer_programs(model, spec.at, mode) for mode in (True, False))
+            train, evaluation = (layer_graphs(model, spec.at, mode) for mode in (True, False))
         else:
-            train, evaluation = ((whole_program(model, sample, mode),) for mode in (True, False))
+            train, evaluation = ((whole_graph(model, sample, mode),) for mode in (True, False))
         return cls._assemble(model, spec, train, evaluation, lambda flat, training: flat[0])
 
     @classmethod
-    def cut(cls, model: nn.Module, spec: CutSpec, traced: Trace) -> Structure:
+    def cut(cls, model: nn.Module, spec: CutSpec, traced: TracedModel) -> CutModel:
         """Cut a model that was traced before."""
         for unit in spec.at:
             if unit not in traced.legal:
@@ -99,10 +99,10 @@ class Structure:
 
     @classmethod
     def _assemble(
-        cls, model: nn.Module, spec: CutSpec, train: tuple[Program, ...],
-        evaluation: tuple[Program, ...], outputs: Callable[[Sequence[Any], bool], Any],
+        cls, model: nn.Module, spec: CutSpec, train: tuple[ShardGraph, ...],
+        evaluation: tuple[ShardGraph, ...], outputs: Callable[[Sequence[Any], bool], Any],
         guards: tuple[Guards, ...] = (),
-    ) -> Structure:  # fmt: skip
+    ) -> CutModel:  # fmt: skip
         param_owner: dict[str, int] = {}
         buffer_owner: dict[str, int] = {}
         for shard, programs in enumerate(zip(train, evaluation, strict=True)):
@@ -149,33 +149,33 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class StructureCache:
+class CutModelCache:
     """Exports and cuts once for all models of equal structure. Not thread-safe.
 
     Models with anything inside whose equality can't be told are not shared.
     """
 
     def __init__(self) -> None:
-        self._structures: dict[Any, Structure] = {}
-        self._traces: dict[Any, Trace | CutFailed] = {}
+        self._cut_models: dict[Any, CutModel] = {}
+        self._traces: dict[Any, TracedModel | CutFailed] = {}
         self._times: dict[Any, list[float]] = {}
 
-    def get(self, model: nn.Module, spec: CutSpec, sample: Sample) -> Structure:
-        """The structure of a model, built at the first call for it; see `Structure.build`."""
-        key = structure_key(model, sample)
+    def get(self, model: nn.Module, spec: CutSpec, sample: Sample) -> CutModel:
+        """The structure of a model, built at the first call for it; see `CutModel.build`."""
+        key = model_key(model, sample)
         if key is None:
-            return Structure.build(model, spec, sample)
-        if (key, spec) not in self._structures:
+            return CutModel.build(model, spec, sample)
+        if (key, spec) not in self._cut_models:
             if spec.mode == "export":
-                structure = Structure.cut(model, spec, self.trace(model, sample))
+                cut_model = CutModel.cut(model, spec, self.trace(model, sample))
             else:
-                structure = Structure.build(model, spec, sample)
-            self._structures[key, spec] = structure
-        return self._structures[key, spec]
+                cut_model = CutModel.build(model, spec, sample)
+            self._cut_models[key, spec] = cut_model
+        return self._cut_models[key, spec]
 
-    def trace(self, model: nn.Module, sample: Sample) -> Trace:
+    def trace(self, model: nn.Module, sample: Sample) -> TracedModel:
         """The graphs of a model, exported at the first call for it; see `trace.trace`."""
-        key = structure_key(model, sample)
+        key = model_key(model, sample)
         found = None if key is None else self._traces.get(key)
         if found is None:
             try:
@@ -196,7 +196,7 @@ class StructureCache:
         measure: Callable[[], list[float]],
     ) -> list[float]:
         """Seconds of each shard, measured at the first call: equal models get equal cuts."""
-        key = structure_key(model, sample)
+        key = model_key(model, sample)
         if key is None:
             return measure()
         if (key, spec) not in self._times:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from cerebro_hydra.plan.holders import STORE, Holders
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.outcome import best_visit, needed
-from cerebro_hydra.plan.visits import Trial
+from cerebro_hydra.plan.visits import TrialProgress
 
 Copy = tuple[int, str]  # visit, place
 
 
-class Keeping:
+class Retention:
     """Asks the table of holders what a loss would cost; changes nothing.
 
     Two states matter: the newest, which training goes on from, and the result, which is the best
@@ -22,11 +22,11 @@ class Keeping:
         self._config = config
         self._holders = holders
 
-    def intact(self, index: int, trial: Trial) -> bool:
+    def intact(self, index: int, trial: TrialProgress) -> bool:
         """Whether every state that the trial needs is somewhere."""
         return all(self._holders.where(index, visit) for visit in needed(self._config, trial))
 
-    def fallback(self, index: int, trial: Trial, lost: str | None = None) -> int:
+    def fallback(self, index: int, trial: TrialProgress, lost: str | None = None) -> int:
         """Return the newest state to go back to, if the place ``lost`` were gone as well.
 
         It, and the best one up to there, are somewhere. State 0 always is: it is in the store.
@@ -37,7 +37,7 @@ class Keeping:
                 return visit
         raise AssertionError(f"trial {index} has no state left, not even its first")
 
-    def kept(self, index: int, trial: Trial) -> set[Copy]:
+    def kept(self, index: int, trial: TrialProgress) -> set[Copy]:
         """Return the copies that may not be dropped."""
         keep: set[Copy] = set() if trial.saving is None else {trial.saving}
         if trial.status is not None:
@@ -49,7 +49,7 @@ class Keeping:
                 keep.update(self._spare(index, trial, places[0]))
         return keep
 
-    def _spare(self, index: int, trial: Trial, lost: str) -> set[Copy]:
+    def _spare(self, index: int, trial: TrialProgress, lost: str) -> set[Copy]:
         """One copy of whatever the trial would go back to without this place."""
         back = self.fallback(index, trial, lost)
         best = best_visit(self._config, trial, back)

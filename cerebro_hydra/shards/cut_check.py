@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.differences import (
     Recorder,
     first_difference,
@@ -23,7 +24,6 @@ from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
 from cerebro_hydra.shards.reference_steps import Evaluated, ReferenceSteps
 from cerebro_hydra.shards.reseed import unit_hooks
 from cerebro_hydra.shards.sample import Example, fresh
-from cerebro_hydra.shards.structure import Structure
 
 STEPS_PER_BATCH_SIZE = 2
 STEPS_PER_EPOCH = 1000
@@ -38,7 +38,7 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class TrialRun:
+class CutCheck:
     """Two steps at every batch size, as the plain model takes them."""
 
     recipe: Recipe
@@ -51,7 +51,7 @@ class TrialRun:
     reference: ReferenceSteps
 
     @classmethod
-    def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> TrialRun:
+    def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
         """Train plainly.
 
         Raises:
@@ -68,29 +68,29 @@ class TrialRun:
 
     def difference(
         self,
-        structure: Structure,
+        cut_model: CutModel,
         layout: TrialLayout,
-        again: Callable[[], Structure] | None = None,
+        again: Callable[[], CutModel] | None = None,
     ) -> str | None:
         """What training in shards does otherwise, or None if every bit agrees.
 
         Args:
             again: makes the structure anew for every step, as another worker would.
         """
-        shards = _Shards(self, structure, layout, again)
+        shards = _Shards(self, cut_model, layout, again)
         for step, (example, microbatches) in enumerate(self.windows):
             loss, rows = shards.step(step), _rows(example) * microbatches
             expected = 0.0
             for each in self.losses[step]:
                 expected += each * _rows(example)
             if loss != expected:
-                where = self._where(structure, layout)
+                where = self._where(cut_model, layout)
                 found = f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
                 return f"{found}; {where}" if where else found
         found_in_state = first_difference(layout, shards.segments, self.reference)
         if found_in_state is None:
             return self._difference_in_evaluation(shards)
-        where = self._where(structure, layout)
+        where = self._where(cut_model, layout)
         return f"{found_in_state}; {where}" if where else found_in_state
 
     def _difference_in_evaluation(self, shards: _Shards) -> str | None:
@@ -111,10 +111,10 @@ class TrialRun:
                 return f"custom metrics keep {found.states} in evaluation, not {expected.states}"
         return None
 
-    def _where(self, structure: Structure, layout: TrialLayout) -> str | None:
+    def _where(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
         """Both again, operation by operation, until they part."""
         plain = ReferenceSteps(self.recipe, self.trial_seed, STEPS_PER_EPOCH)
-        shards = _Shards(self, structure, layout, None, modes=("keep",))
+        shards = _Shards(self, cut_model, layout, None, modes=("keep",))
         for step, window in enumerate(self.windows):
             uncut, cut = Recorder(), Recorder()
 
@@ -135,16 +135,16 @@ class _Shards:
 
     def __init__(
         self,
-        run: TrialRun,
-        structure: Structure,
+        run: CutCheck,
+        cut_model: CutModel,
         layout: TrialLayout,
-        again: Callable[[], Structure] | None,
+        again: Callable[[], CutModel] | None,
         modes: Sequence[Mode] = ("keep", "recompute"),
     ) -> None:
         self._run = run
         self.segments: list[Segments] = initial_segments(run.recipe, layout)
-        self._cursors: list[dict[str, Any] | None] = [None] * structure.num_shards
-        self._structure = structure
+        self._cursors: list[dict[str, Any] | None] = [None] * cut_model.num_shards
+        self._cut_model = cut_model
         self._layout = layout
         self._again = again
         self._modes = modes
@@ -159,10 +159,10 @@ class _Shards:
             self.segments[k] = segments
 
         if self._again is not None:
-            self._structure = self._again()
+            self._cut_model = self._again()
         run, mode = self._run, self._modes[number % len(self._modes)]
         engine = Engine(
-            self._structure, self._layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH, mode
+            self._cut_model, self._layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH, mode
         )
         totals = engine.train(
             [window], number, lambda k: (self.segments[k], self._cursors[k]), publish
@@ -172,7 +172,7 @@ class _Shards:
     def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
         """Measure one example."""
         run = self._run
-        engine = Engine(self._structure, self._layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH)
+        engine = Engine(self._cut_model, self._layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH)
         batch = _Batch(*fresh(example), _rows(example))
         return engine.evaluate([batch], lambda k: (self.segments[k], self._cursors[k]), on_outputs)
 

@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True)
-class Prospect:
+class Forecast:
     """A trial in an imagined future."""
 
     epoch: int
@@ -39,38 +39,38 @@ class Prospect:
 
 
 @dataclass(slots=True)
-class Outlook:
+class Lookahead:
     """The present, by the state's own estimates; taken once per decision."""
 
     state: HopState
     workers: list[int]  # of each partition; a negative number where an agent has yet to join
     seconds: Seconds
     mean: float  # seconds of a sub-epoch
-    prospects: dict[int, Prospect]  # of the trials that still have tasks to give out
+    forecasts: dict[int, Forecast]  # of the trials that still have tasks to give out
     free: dict[int, float]  # when each worker is
     load: dict[int, float]  # work that a worker has not been given yet
 
     @property
     def bound(self) -> float:
         """No future ends before this: the longest trial, the fullest worker."""
-        trials = [max(p.ready, p.evaluated) + p.work for p in self.prospects.values()]
+        trials = [max(p.ready, p.evaluated) + p.work for p in self.forecasts.values()]
         workers = [until + self.load[worker] for worker, until in self.free.items()]
         return max(0.0, *trials, *workers)
 
-    def imagine(self, bias: Bias, patience: float, horizon: int) -> tuple[float, list[Step]]:
+    def rollout(self, bias: Bias, patience: float, horizon: int) -> tuple[float, list[Step]]:
         """Follow one rule for up to ``horizon`` tasks; return (end of the run, the tasks).
 
         The rule: whenever a worker is free and a trial is ready, or both will be within
         ``patience`` seconds, the pair with the most work left, the trial's plus the worker's plus
         ``bias``, goes first. If the horizon comes before the end, that end is a lower bound.
         """
-        prospects = {
-            trial: replace(prospect, left=list(prospect.left))
-            for trial, prospect in self.prospects.items()
+        forecasts = {
+            trial: replace(forecast, left=list(forecast.left))
+            for trial, forecast in self.forecasts.items()
         }
-        future = replace(self, prospects=prospects, free=dict(self.free), load=dict(self.load))
-        busy = {trial for trial, prospect in prospects.items() if prospect.left}
-        moments = sorted({*future.free.values(), *(prospects[trial].ready for trial in busy)})
+        future = replace(self, forecasts=forecasts, free=dict(self.free), load=dict(self.load))
+        busy = {trial for trial, forecast in forecasts.items() if forecast.left}
+        moments = sorted({*future.free.values(), *(forecasts[trial].ready for trial in busy)})
         steps: list[Step] = []
         end = 0.0
         while moments and busy and len(steps) < horizon:
@@ -84,7 +84,7 @@ class Outlook:
                 idle.discard(worker)
                 end = max(end, until)
                 heapq.heappush(moments, until)
-                if not prospects[step.trial].left:
+                if not forecasts[step.trial].left:
                     busy.discard(step.trial)
         return max(end, future.bound), steps
 
@@ -92,50 +92,50 @@ class Outlook:
         best, found = float("-inf"), None
         seeded = self.state.config.order == "seeded"
         for trial in busy:
-            prospect = self.prospects[trial]
-            if prospect.ready > soon:
+            forecast = self.forecasts[trial]
+            if forecast.ready > soon:
                 continue
-            only_next = seeded and prospect.kind == "train"
-            for partition in prospect.left[:1] if only_next else prospect.left:
+            only_next = seeded and forecast.kind == "train"
+            for partition in forecast.left[:1] if only_next else forecast.left:
                 worker = self.workers[partition]
                 if worker in idle:
-                    score = prospect.work + self.load[worker] + bias[trial][partition]
+                    score = forecast.work + self.load[worker] + bias[trial][partition]
                     if score > best:
-                        best, found = score, Step(trial, prospect.kind, partition)
+                        best, found = score, Step(trial, forecast.kind, partition)
         return found
 
     def _take(self, step: Step) -> tuple[int, float]:
         """Do the step; return its worker and when it ends."""
         trial, kind, partition = step
-        prospect, seconds = self.prospects[trial], self.seconds[kind][trial][partition]
+        forecast, seconds = self.forecasts[trial], self.seconds[kind][trial][partition]
         worker = self.workers[partition]
-        until = max(self.free[worker], prospect.ready) + seconds
+        until = max(self.free[worker], forecast.ready) + seconds
         self.free[worker] = until
         self.load[worker] -= seconds
-        prospect.left.remove(partition)
+        forecast.left.remove(partition)
         config = self.state.config
         if kind == "train":
-            prospect.ready = until
-            prospect.work -= seconds
+            forecast.ready = until
+            forecast.work -= seconds
         else:
-            prospect.evaluated = max(prospect.evaluated, until)
-        if prospect.left:
+            forecast.evaluated = max(forecast.evaluated, until)
+        if forecast.left:
             return worker, until
         if kind == "train" and config.evaluate:
-            prospect.kind = "evaluate"
-            prospect.left = list(range(config.partitions))
+            forecast.kind = "evaluate"
+            forecast.left = list(range(config.partitions))
             return worker, until
         if kind == "evaluate":
-            prospect.ready = prospect.evaluated
-            prospect.work -= max(self.seconds["evaluate"][trial])
-        prospect.epoch += 1
-        prospect.kind = "train"
-        if prospect.epoch < config.epochs:
-            prospect.left = list(visit_order(config, trial, prospect.epoch))
+            forecast.ready = forecast.evaluated
+            forecast.work -= max(self.seconds["evaluate"][trial])
+        forecast.epoch += 1
+        forecast.kind = "train"
+        if forecast.epoch < config.epochs:
+            forecast.left = list(visit_order(config, trial, forecast.epoch))
         return worker, until
 
 
-def look(state: HopState) -> Outlook:
+def snapshot(state: HopState) -> Lookahead:
     """Take the outlook from the state as it is."""
     config, estimates = state.config, state.estimates
     everywhere = range(config.partitions)
@@ -163,7 +163,7 @@ def look(state: HopState) -> Outlook:
                 free[worker] = ends[attempt.number] = max(soonest, start + expected)
 
     load = dict.fromkeys(free, 0.0)
-    prospects = {}
+    forecasts = {}
     for index, trial in enumerate(state.trials):
         if trial.status is not None or outcome(config, trial) is not None:
             continue
@@ -185,12 +185,14 @@ def look(state: HopState) -> Outlook:
         work += sum(training[p] for p in everywhere if kind == "train" and p not in given)
         work += (later + 1) * max(evaluating) if config.evaluate else 0.0
         order = visit_order(config, index, epoch) if kind == "train" else tuple(everywhere)
-        prospects[index] = Prospect(
+        forecasts[index] = Forecast(
             epoch,
             kind,
             left=[p for p in order if p not in given],
-            ready=max((ends[a.number] for a in trial.chain if a.number in ends), default=0.0),
+            ready=max(
+                (ends[a.number] for a in trial.pending_visits if a.number in ends), default=0.0
+            ),
             work=work,
             evaluated=max((ends[a.number] for a in trial.evaluations.values()), default=0.0),
         )
-    return Outlook(state, workers, seconds, mean, prospects, free, load)
+    return Lookahead(state, workers, seconds, mean, forecasts, free, load)

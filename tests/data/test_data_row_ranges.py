@@ -6,15 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cerebro_hydra.data.manifest import PartitionInfo, Piece
-from cerebro_hydra.data.pieces import cut, is_chosen, partitions_of, shares
+from cerebro_hydra.data.manifest import PartitionInfo, RowRange
+from cerebro_hydra.data.row_ranges import assign_ranges, is_chosen, partitions_of, split_evenly
 
 FILES = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 
 
 def rows_of(info: PartitionInfo, seed: int | None) -> list[tuple[int, int]]:
     """(file, row) of every row of a partition."""
-    there = [(p.file, p.first + i) for p in info.pieces for i in range(p.rows)]
+    there = [(p.file, p.first + i) for p in info.row_ranges for i in range(p.rows)]
     chosen = is_chosen(info, seed)
     return (
         there
@@ -25,17 +25,17 @@ def rows_of(info: PartitionInfo, seed: int | None) -> list[tuple[int, int]]:
 
 @given(rows=st.integers(0, 10**15), parts=st.integers(1, 50))
 def test_shares_sum_up_and_differ_by_one_at_most(rows: int, parts: int) -> None:
-    found = shares(rows, parts)
+    found = split_evenly(rows, parts)
     assert len(found) == parts
     assert sum(found) == rows
     assert max(found) - min(found) <= 1
 
 
 def test_ranges_go_on_over_files_and_skip_empty_ones() -> None:
-    assert cut([5, 0, 6], [4, 4, 3], first_file=2) == [
-        [Piece(2, 0, 4)],
-        [Piece(2, 4, 1), Piece(4, 0, 3)],
-        [Piece(4, 3, 3)],
+    assert assign_ranges([5, 0, 6], [4, 4, 3], first_file=2) == [
+        [RowRange(2, 0, 4)],
+        [RowRange(2, 4, 1), RowRange(4, 0, 3)],
+        [RowRange(4, 3, 3)],
     ]
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cerebro_hydra.recipe import Call, units
-from cerebro_hydra.shards.program import Program
 from cerebro_hydra.shards.reseed import FORWARD, enter_unit, install_unit_hooks
 from cerebro_hydra.shards.sample import Sample
+from cerebro_hydra.shards.shard_graph import ShardGraph
 from cerebro_hydra.shards.trace import CutFailed
 
 LIVE = "x{}"  # the one value that enters the shard of this number
@@ -41,7 +41,7 @@ def layer_starts(model: nn.Module) -> tuple[str, ...]:
     return tuple(starts)
 
 
-def layer_programs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[Program, ...]:
+def layer_graphs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[ShardGraph, ...]:
     """One program for each run of a `Sequential`'s children that begins at a unit named."""
     skeleton = _skeleton(model, train)
     children = [name for name, _ in model.named_children()]
@@ -62,7 +62,7 @@ def layer_programs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[Pr
     )
 
 
-def whole_program(model: nn.Module, sample: Sample, train: bool) -> Program:
+def whole_graph(model: nn.Module, sample: Sample, train: bool) -> ShardGraph:
     """The model as one shard."""
     inputs = tuple(range(len(sample.inputs)))
     return _program(model, _skeleton(model, train), (), (), inputs, sample.call, train=train)
@@ -80,12 +80,12 @@ def _skeleton(model: nn.Module, train: bool) -> nn.Module:
 def _program(
     model: nn.Module, part: nn.Module, reads: tuple[str, ...], writes: tuple[str, ...],
     inputs: tuple[int, ...], call: Call, train: bool,
-) -> Program:  # fmt: skip
+) -> ShardGraph:  # fmt: skip
     params = _names(model.named_parameters(remove_duplicate=False), part.named_parameters())
     buffers = _names(model.named_buffers(remove_duplicate=False), part.named_buffers())
     if train:
         install_unit_hooks(part, _entered(first=not reads))
-    return Program(
+    return ShardGraph(
         run=_runner(part, tuple(params), tuple(buffers), call, bool(writes)),
         params=tuple(params.values()),
         buffers=tuple(buffers.values()),

@@ -21,7 +21,7 @@ Predict = Callable[[tuple[Tensor, ...]], list[Tensor]]
 """Features on the program's device, rows first, to predictions there."""
 
 
-class Program(Protocol):
+class Predictor(Protocol):
     """A trained model in a form that travels: bytes and plain values."""
 
     def load(self, device: torch.device) -> Predict:
@@ -34,7 +34,7 @@ class Program(Protocol):
 
 
 @dataclass(frozen=True)
-class BuiltProgram:
+class BuiltPredictor:
     """A model that a factory builds.
 
     Args:
@@ -66,14 +66,14 @@ class BuiltProgram:
 
 
 @dataclass(frozen=True)
-class ExportedProgram:
+class ExportedPredictor:
     """The two files of `save_exported`: a model without its source."""
 
     graph: bytes
     weights: bytes
 
     @classmethod
-    def of(cls, folder: str | Path) -> ExportedProgram:
+    def of(cls, folder: str | Path) -> ExportedPredictor:
         """Read what `save_exported` wrote to a folder."""
         graph, weights = (Path(folder, name).read_bytes() for name in (GRAPH_FILE, WEIGHTS_FILE))
         return cls(graph, weights)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cerebro_hydra.agent.kit import Kits
+from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -30,14 +30,14 @@ def test_equal_models_are_exported_once_and_a_run_that_goes_on_takes_the_next_or
         manifest.partition("train", 0), manifest,
         store.data_path(document.fingerprint), str(tmp_path / "cache"),
     )  # fmt: skip
-    kits = Kits(document, models.feed_forward, {0: part}, {})
-    built = [kits.get(trial) for trial in range(3)]
-    assert len({id(kit.engine._structure) for kit in built}) == 1
-    for kit in built:
-        assert all(p.numel() == 0 for p in kit.recipe.model.parameters())
+    builder = TrialBuilder(document, models.feed_forward, {0: part}, {})
+    built = [builder.get(trial) for trial in range(3)]
+    assert len({id(runtime.engine._cut_model) for runtime in built}) == 1
+    for runtime in built:
+        assert all(p.numel() == 0 for p in runtime.recipe.model.parameters())
 
     def rows(document: RunDocument, epoch: int) -> torch.Tensor:
-        windows = Kits(document, models.feed_forward, {0: part}, {}).windows(0, epoch, 0)
+        windows = TrialBuilder(document, models.feed_forward, {0: part}, {}).windows(0, epoch, 0)
         return torch.cat([batch.features[0] for window in windows for batch in window])
 
     going_on = replace(document, first_epoch=1)

@@ -16,7 +16,7 @@ from cerebro_hydra.shards.trace import RANDOM, FlatGraph
 
 
 @dataclass(frozen=True)
-class Program:
+class ShardGraph:
     """One shard's forward in one mode.
 
     `run(*params, *buffers, *live, *inputs)` gives the values of `writes` as a tuple; the last
@@ -35,7 +35,7 @@ class Program:
     """What `reads` is: name, dtype, shape (None: rows), bytes for the traced batch."""
 
 
-def cut_graph(flat: FlatGraph, at: Sequence[str], train: bool) -> tuple[Program, ...]:
+def cut_graph(flat: FlatGraph, at: Sequence[str], train: bool) -> tuple[ShardGraph, ...]:
     """Cut a flat graph directly before the markers named."""
     place = _shard_of_nodes(flat, at)
     output = next(n for n in flat.graph.nodes if n.op == "output")
@@ -106,7 +106,7 @@ def _flat_outputs(output: fx.Node) -> Sequence[Any]:
 def _program(
     flat: FlatGraph, body: list[fx.Node], reads: list[fx.Node], results: list[Any],
     units: tuple[str, ...], is_last: bool,
-) -> Program:  # fmt: skip
+) -> ShardGraph:  # fmt: skip
     graph = fx.Graph()
     root = nn.Module()
     needed = _inputs_of(flat, body, results)
@@ -137,7 +137,7 @@ def _program(
             copied(node)
     graph.output(tuple(fx.node.map_arg(value, copied) for value in results))
     mutated = {flat.buffers[n] for n in buffers} & flat.mutated_buffers
-    return Program(
+    return ShardGraph(
         run=fx.GraphModule(root, graph).forward,
         params=tuple(flat.params[n] for n in params),
         buffers=tuple(flat.buffers[n] for n in buffers),

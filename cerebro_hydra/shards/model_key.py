@@ -25,7 +25,7 @@ class _Unknown(Exception):
     """A value whose equality can't be told."""
 
 
-def structure_key(model: nn.Module, sample: Sample) -> Hashable | None:
+def model_key(model: nn.Module, sample: Sample) -> Hashable | None:
     """Equal for models whose exported graphs are equal; None if that can't be told.
 
     Values of parameters and persistent buffers don't matter, nor does the number of rows.

@@ -18,7 +18,7 @@ from cerebro_hydra.data.value_ranges import footer_ranges
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune.extremes import check_extremes
+from cerebro_hydra.tune.range_check import check_value_ranges
 from tests.tune import tune_models
 
 ROWS = 8
@@ -45,7 +45,7 @@ def check(ranges: dict[str, Any], loss: Any = None, label: Tensor | None = None)
     example = ((torch.zeros(ROWS, 5, dtype=torch.int64),), (label,))
     recipe = recipe.bind(columns)
     recipe.model.train()
-    check_extremes(recipe, columns, example, ranges)
+    check_value_ranges(recipe, columns, example, ranges)
     assert recipe.model.training
     assert not example[0][0].any(), "the batch was written into"
     return recipe
@@ -124,10 +124,10 @@ def test_a_value_that_one_place_of_an_array_takes_is_not_judged(width: int) -> N
         (torch.zeros(ROWS, dtype=torch.int64),),
     )
     recipe = recipe.bind(columns)
-    check_extremes(recipe, columns, example, {"ids": (0, 999)})
+    check_value_ranges(recipe, columns, example, {"ids": (0, 999)})
     if width == 2:
         with pytest.raises(ConfigurationError, match="forward fails at 1000"):
-            check_extremes(recipe, columns, example, {"ids": (0, 1000)})
+            check_value_ranges(recipe, columns, example, {"ids": (0, 1000)})
 
 
 def test_ranges_are_those_of_the_column_alone(tmp_path: Path) -> None:
@@ -189,6 +189,6 @@ def test_a_label_that_is_no_share_is_refused_where_torch_would_not(held: Any) ->
     columns = Columns(("features",), ("label",))
     example = (torch.zeros(ROWS, 2),), (torch.zeros(ROWS),)
     recipe = recipe.bind(columns)
-    check_extremes(recipe, columns, example, {"label": (0, 1)})
+    check_value_ranges(recipe, columns, example, {"label": (0, 1)})
     with pytest.raises(ConfigurationError, match=r"label column 'label' .*BCEWithLogitsLoss takes"):
-        check_extremes(recipe, columns, example, {"label": held})
+        check_value_ranges(recipe, columns, example, {"label": held})

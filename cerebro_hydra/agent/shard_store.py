@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cerebro_hydra.errors import TransferFailed
+from cerebro_hydra.errors import TransferError
 
 Bytes = npt.NDArray[np.uint8]
 Cursor = Mapping[str, Any]
@@ -45,7 +45,7 @@ class State:
     shards: list[Shard | None]
 
 
-class Shelf:
+class ShardStore:
     """States of trials, shard by shard, as they arrive or are published.
 
     Thread-safe. A state is announced by `expect` before its shards come, so that peers can wait
@@ -86,19 +86,19 @@ class Shelf:
         """One shard, as soon as it is there.
 
         Raises:
-            TransferFailed: the state was withdrawn, or `given_up()` after a `wake`.
+            TransferError: the state was withdrawn, or `given_up()` after a `wake`.
         """
         with self._changed:
             seen: State | None = None
             while True:
                 state = self._states.get((trial, visit))
                 if seen is not None and state is not seen:
-                    raise TransferFailed(f"state {visit} of trial {trial} was withdrawn here")
+                    raise TransferError(f"state {visit} of trial {trial} was withdrawn here")
                 if state is not None and (shard := state.shards[number]) is not None:
                     return shard
                 seen = state
                 if given_up():
-                    raise TransferFailed(f"waiting for state {visit} of trial {trial} was given up")
+                    raise TransferError(f"waiting for state {visit} of trial {trial} was given up")
                 self._changed.wait()
 
     def wake(self) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 from cerebro_hydra.data.batches import Batch, batches, row_order
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
+from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.state_template import StateTemplate
-from cerebro_hydra.shards.structure import StructureCache
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 
 EXAMPLE_ROWS = 4
@@ -23,7 +23,7 @@ EXAMPLE_ROWS = 4
 
 
 @dataclass(frozen=True)
-class Kit:
+class TrialRuntime:
     """One trial, ready to train on this agent."""
 
     spec: TrialSpec
@@ -32,7 +32,7 @@ class Kit:
     num_shards: int
 
 
-class Kits:
+class TrialBuilder:
     """Builds trials with the user's factory; equal structures are exported and cut once."""
 
     def __init__(
@@ -47,29 +47,29 @@ class Kits:
         self._factory = factory
         self._training = training
         self._validation = validation
-        self._structures = StructureCache()
-        self._kits: dict[int, Kit] = {}
+        self._cut_models = CutModelCache()
+        self._builder: dict[int, TrialRuntime] = {}
 
     def num_shards(self, trial: int) -> int:
         """How many shards a trial has, without building it."""
         return len(self._document.trials[trial].shards)
 
-    def get(self, trial: int) -> Kit:
+    def get(self, trial: int) -> TrialRuntime:
         """The kit of a trial; runs the user's factory the first time."""
-        if trial not in self._kits:
-            self._kits[trial] = self._build(self._document.trials[trial])
-        return self._kits[trial]
+        if trial not in self._builder:
+            self._builder[trial] = self._build(self._document.trials[trial])
+        return self._builder[trial]
 
-    def _build(self, spec: TrialSpec) -> Kit:
+    def _build(self, spec: TrialSpec) -> TrialRuntime:
         recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         part = next(iter(self._training.values()))
         example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
         sample = Sample.of(recipe, (example.features, example.labels))
-        structure = self._structures.get(recipe.model, CutSpec.from_json(spec.cut), sample)
-        layout = TrialLayout.make(recipe, structure, StateTemplate.from_json(spec.template))
-        engine = Engine(structure, layout, recipe, spec.seed, spec.steps_per_epoch)
+        cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
+        layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
+        engine = Engine(cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
         _let_go(recipe)
-        return Kit(spec, recipe, engine, structure.num_shards)
+        return TrialRuntime(spec, recipe, engine, cut_model.num_shards)
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
         """The batches of a sub-epoch in its seeded order, a window per optimizer step."""

@@ -35,7 +35,7 @@ class _Failure:
     error: Exception
 
 
-def check_extremes(
+def check_value_ranges(
     recipe: Recipe, columns: Columns, example: Example, ranges: Mapping[str, Range]
 ) -> None:
     """Put each column's extremes, one after another, into a batch that the model is known to take.

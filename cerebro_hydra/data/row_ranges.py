@@ -15,34 +15,36 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.manifest import PartitionInfo, Piece
+from cerebro_hydra.data.manifest import PartitionInfo, RowRange
 from cerebro_hydra.data.row_ids import mixed_key, permutation
 
 
-def shares(rows: int, parts: int) -> list[int]:
+def split_evenly(rows: int, parts: int) -> list[int]:
     """Split a number of rows so that no two parts differ by more than one."""
     ends = [rows * part // parts for part in range(parts + 1)]
     return [stop - start for start, stop in pairwise(ends)]
 
 
-def cut(file_rows: Sequence[int], sizes: Sequence[int], first_file: int = 0) -> list[list[Piece]]:
+def assign_ranges(
+    file_rows: Sequence[int], sizes: Sequence[int], first_file: int = 0
+) -> list[list[RowRange]]:
     """Deal the rows of files, in order, to ranges of these sizes, which sum to all rows.
 
     `first_file` is the number of the first file among all of the data.
     """
     ends = list(accumulate(file_rows, initial=0))
     bounds = list(accumulate(sizes, initial=0))
-    ranges: list[list[Piece]] = []
+    ranges: list[list[RowRange]] = []
     file = 0
     for start, stop in pairwise(bounds):
-        pieces = []
+        row_ranges = []
         while start < stop:
             while ends[file + 1] <= start:
                 file += 1
             rows = min(stop, ends[file + 1]) - start
-            pieces.append(Piece(first_file + file, start - ends[file], rows))
+            row_ranges.append(RowRange(first_file + file, start - ends[file], rows))
             start += rows
-        ranges.append(pieces)
+        ranges.append(row_ranges)
     return ranges
 
 
@@ -54,23 +56,23 @@ def partitions_of(
     `held_back` training rows are validated on instead: each partition's range has its share of
     them, so that both of its splits name the same pieces, and `is_chosen` tells their rows apart.
     """
-    trained = shares(sum(train) - held_back, num_partitions)
-    held = shares(held_back, num_partitions)
-    ranges = cut(train, [a + b for a, b in zip(trained, held, strict=True)])
+    trained = split_evenly(sum(train) - held_back, num_partitions)
+    held = split_evenly(held_back, num_partitions)
+    ranges = assign_ranges(train, [a + b for a, b in zip(trained, held, strict=True)])
     infos = [
-        PartitionInfo("train", index, rows, None, "", tuple(pieces))
-        for index, (rows, pieces) in enumerate(zip(trained, ranges, strict=True))
+        PartitionInfo("train", index, rows, None, "", tuple(row_ranges))
+        for index, (rows, row_ranges) in enumerate(zip(trained, ranges, strict=True))
     ]
     if held_back:
         validated, others = held, ranges
     elif validation:
-        validated = shares(sum(validation), num_partitions)
-        others = cut(validation, validated, len(train))
+        validated = split_evenly(sum(validation), num_partitions)
+        others = assign_ranges(validation, validated, len(train))
     else:
         return tuple(infos)
     infos += [
-        PartitionInfo("val", index, rows, None, "", tuple(pieces))
-        for index, (rows, pieces) in enumerate(zip(validated, others, strict=True))
+        PartitionInfo("val", index, rows, None, "", tuple(row_ranges))
+        for index, (rows, row_ranges) in enumerate(zip(validated, others, strict=True))
     ]
     return tuple(infos)
 
@@ -80,7 +82,7 @@ def is_chosen(info: PartitionInfo, seed: int | None) -> NDArray[np.bool_] | None
 
     Of the rows that hold validation back, a seeded choice is validated on, the others trained on.
     """
-    there = sum(piece.rows for piece in info.pieces)
+    there = sum(row_range.rows for row_range in info.row_ranges)
     if seed is None or there == info.rows:
         return None
     held_back = info.rows if info.split == "val" else there - info.rows

@@ -6,13 +6,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 
-from cerebro_hydra.agent.fetch import Connect, Fetch, HopMeter, Wanted
-from cerebro_hydra.agent.shelf import Shelf
+from cerebro_hydra.agent.fetch import Connect, Fetch, FetchRequest, HopMeter
+from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.plan.events import Hop
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
-class Arrivals:
+class FetchManager:
     """Starts and ends fetches. Thread-safe.
 
     Args:
@@ -23,13 +23,13 @@ class Arrivals:
     def __init__(
         self,
         incarnation: str,
-        shelf: Shelf,
+        shard_store: ShardStore,
         folder: RunFolder,
         connect: Connect,
         on_whole: Callable[[int, int], None],
     ) -> None:
         self._incarnation = incarnation
-        self._shelf = shelf
+        self._shard_store = shard_store
         self._folder = folder
         self._connect = connect
         self._on_whole = on_whole
@@ -37,24 +37,24 @@ class Arrivals:
         self._fetches: dict[tuple[int, int], Fetch] = {}
         self._meters: dict[int, HopMeter] = defaultdict(HopMeter)
 
-    def bring(self, wanted: Wanted) -> None:
+    def bring(self, request: FetchRequest) -> None:
         """See to it that a state comes here, unless it is here, on its way, or made here."""
-        key = (wanted.trial, wanted.visit)
+        key = (request.trial, request.visit)
         with self._lock:
-            if wanted.incarnation == self._incarnation or self._shelf.whole(*key):
+            if request.incarnation == self._incarnation or self._shard_store.whole(*key):
                 return
             under_way = self._fetches.get(key)
             if under_way is not None:
                 usable = under_way.error is None and not under_way.cancelled
-                if usable and under_way.wanted.incarnation == wanted.incarnation:
+                if usable and under_way.request.incarnation == request.incarnation:
                     return
                 under_way.cancel()
             self._fetches[key] = Fetch(
-                wanted,
-                self._shelf,
+                request,
+                self._shard_store,
                 self._folder,
                 self._connect,
-                self._meters[wanted.trial],
+                self._meters[request.trial],
                 self._on_whole,
             ).start()
 
@@ -75,7 +75,7 @@ class Arrivals:
             fetch = self._fetches.pop((trial, visit), None)
             if fetch is not None:
                 fetch.cancel()
-            self._shelf.withdraw(trial, visit)
+            self._shard_store.withdraw(trial, visit)
 
     def close(self) -> None:
         """End every fetch."""
