@@ -24,12 +24,13 @@ MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-modern test-spark4 lint format venv venv-modern clean
+.PHONY: help demo test test-long test-modern test-spark4 lint format venv venv-modern clean
 .PHONY: integration integration-spark integration-hdfs integration-cerebro
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
-	@echo "make test      all tests"
+	@echo "make test      a guard of every promise, in at most 12 minutes on two cores"
+	@echo "make test-long   long searches, real sizes, the demo and a standalone cluster"
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
 	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
@@ -44,9 +45,13 @@ help:
 demo: $(STAMP)
 	@$(BIN)/cerebro-hydra demo
 
-# Two processes; tests that need Spark share one of them, and so one JVM (tests/conftest.py).
+# Two processes, each with one group of the tests that share a Spark session (tests/conftest.py).
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadscope
+	@$(BIN)/python -m pytest -n 2 --dist loadscope -m "not long"
+
+# What is marked long, and every property with all of its examples.
+test-long: $(STAMP)
+	@CEREBRO_HYDRA_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "long or hypothesis"
 
 venv-modern: $(MODERN_STAMP)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,28 +28,43 @@ if TYPE_CHECKING:
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SHARED_TEXT = CHECKOUT.parent / "shared" / "data" / "wikitext2-test.txt"
+SESSION_GROUP = re.compile(r"mark\.spark\(group=\d\)")
 WORDS = ("the", "a", "of", "in", "and", "to", "was", "is", "for", "on", "shard", "model", "epoch")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deal tests to processes by file; the files that use Spark all go to the one with the JVM.
+    """Deal tests to processes by file; files that share a Spark session go to one process.
 
     xdist's own groups don't: they rename tests, which pytest 9.2 no longer lets them.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneJVM(LoadScopeScheduling):
+    class OneSessionPerGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return "spark" if "spark: " in (CHECKOUT / file).read_text() else file
+            group = SESSION_GROUP.search((CHECKOUT / file).read_text())
+            return group[0] if group else file
 
-    return OneJVM(config, log)
+    return OneSessionPerGroup(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that shares the Spark session and does not say in which group."""
+    for item in items:
+        marker = item.get_closest_marker("spark")
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        shares = "spark" in getattr(item, "fixturenames", ()) and "spark" not in given
+        if shares and not (marker and marker.kwargs):
+            raise pytest.UsageError(
+                f"{item.nodeid} uses the fixture `spark`; mark its file with "
+                "pytest.mark.spark(group=1) or (group=2), whichever takes less time"
+            )
 
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The one Spark session, and so the one JVM, of the whole suite: three worker slots."""
+    """One Spark session, and so one JVM, for all tests of a process: three worker slots."""
     import cerebro_hydra
 
     session = cerebro_hydra.local_spark(workers=3)

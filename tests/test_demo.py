@@ -31,7 +31,7 @@ def demo(temporary: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.spark
 def test_demo_shows_hops_the_winner_and_a_verdict_for_every_trial(tmp_path: Path) -> None:
     store = tmp_path / "kept"

@@ -26,7 +26,7 @@ def test_the_quickstart_runs_and_every_trial_replays(monkeypatch: pytest.MonkeyP
     assert any("param_dropout" in data.get("text/html", "") for data in shown)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.spark
 def test_the_port_from_cerebro_runs_and_every_trial_replays(
     monkeypatch: pytest.MonkeyPatch,

@@ -14,7 +14,7 @@ from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.admission import AdmittedCut, admit
 from tests.conformance import tables, text, vision
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 ROWS, LENGTH, SHARDS = 2, 16, 4
 MIB = 2**20

@@ -21,7 +21,7 @@ from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.datasets import write_dataset
 
-pytestmark = pytest.mark.spark
+pytestmark = pytest.mark.spark(group=1)
 
 ROWS = 101
 

@@ -15,7 +15,7 @@ from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, 
 from cerebro_hydra.errors import CerebroHydraError
 from tests.end_to_end import models
 
-pytestmark = pytest.mark.spark
+pytestmark = pytest.mark.spark(group=1)
 
 ROWS, WORKERS = 60, 2
 

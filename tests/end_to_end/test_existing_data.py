@@ -59,7 +59,7 @@ def test_files_of_other_columns_are_refused_before_any_run(tmp_path: Path) -> No
     assert store.list(f"{store.prefix}/runs") == []
 
 
-@pytest.mark.spark
+@pytest.mark.spark(group=1)
 def test_what_spark_writes_is_read_by_spark_and_trained_on(spark: Any, tmp_path: Path) -> None:
     from pyspark.ml.linalg import Vectors
     from pyspark.sql import functions as F

@@ -18,7 +18,7 @@ import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from tests.end_to_end import models
 
-pytestmark = [pytest.mark.slow, pytest.mark.spark]
+pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
 
 HERE = Path(__file__).resolve().parent
 

@@ -12,7 +12,7 @@ import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from tests.end_to_end import minilm
 
-pytestmark = [pytest.mark.slow, pytest.mark.spark]
+pytestmark = [pytest.mark.long, pytest.mark.spark(group=1)]
 
 
 def test_minilm_learns_which_library_a_docstring_comes_from(spark: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "integration" / "spark_standalone"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_sent_to_a_cluster_trains_replays_and_leaves_nothing_behind() -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "run.py")], capture_output=True, text=True, timeout=540

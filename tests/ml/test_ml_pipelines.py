@@ -24,7 +24,7 @@ from cerebro_hydra.spark import checks
 from cerebro_hydra.tune import SearchResult
 from tests.ml import nets
 
-pytestmark = [pytest.mark.slow, pytest.mark.spark]
+pytestmark = [pytest.mark.slow, pytest.mark.spark(group=2)]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 COLUMNS = ("a", "b", "c", "d")

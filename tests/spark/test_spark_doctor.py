@@ -19,7 +19,7 @@ from cerebro_hydra.storage import LocalStore
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
+pytestmark = pytest.mark.spark(group=2)
 
 
 def test_a_good_session_is_well_and_no_probe_is_left_in_the_store(

@@ -21,7 +21,7 @@ from cerebro_hydra.spark import SparkLauncher
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
+pytestmark = pytest.mark.spark(group=2)
 
 WAIT = 60.0  # seconds until a test gives up on something that must happen
 

@@ -17,7 +17,7 @@ from cerebro_hydra.spark.probe import probe, required_modules
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
+pytestmark = pytest.mark.spark(group=2)
 
 ROOT = str(Path(cerebro_hydra.__file__).parents[1])
 

@@ -24,7 +24,7 @@ from cerebro_hydra.spark.transform import Inference
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.spark
+pytestmark = pytest.mark.spark(group=2)
 
 COLUMNS = Columns(("features",), ("label",))
 FEATURES = [ColumnSpec("features", "float32", (4,))]
