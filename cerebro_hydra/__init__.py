@@ -1,7 +1,7 @@
-"""Train many PyTorch models over a Spark DataFrame: rows stay, shards of models hop.
+"""Selects PyTorch models on Spark: rows stay on their workers, and shards of models hop to them.
 
-The public names are loaded when they are first used, so that `import cerebro_hydra` costs nothing
-and pulls in neither torch nor pyspark.
+A public name is loaded when it is first used, so `import cerebro_hydra` is fast and imports neither
+torch nor pyspark.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
     "replay",
 ]
 
-_ROOMS = {
+_HOMES = {
     "GridSearch": "cerebro_hydra.tune",
     "HDFSStore": "cerebro_hydra.storage",
     "LocalStore": "cerebro_hydra.storage",
@@ -74,11 +74,11 @@ _ROOMS = {
 
 def __getattr__(name: str) -> object:
     if name == "replay":
-        # The room itself: it can be called, and so has one meaning whatever was imported first.
+        # The package can be called, so the name means the same whatever was imported first.
         return import_module("cerebro_hydra.replay")
-    if name not in _ROOMS:
+    if name not in _HOMES:
         raise AttributeError(f"module 'cerebro_hydra' has no attribute {name!r}")
-    value = getattr(import_module(_ROOMS[name]), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -3,140 +3,87 @@
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "cerebro_hydra"
-FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+from tests.rooms import (
+    BEGIN,
+    CHECKOUT,
+    END,
+    FILES,
+    PACKAGE,
+    PAGE,
+    WRITE,
+    Import,
+    Room,
+    actual,
+    circles,
+    imports,
+    imports_of,
+    page_table,
+    page_with_table,
+    room_of,
+    rooms_of_files,
+    table,
+    toml,
+)
+
 MAX_LINES = 400
 
-# From the bottom up: a room imports only rooms before it, or itself.
-ORDER = (
-    "errors",
-    "plan",
-    "recipe",
-    "shards",
-    "wire",
-    "storage",
-    "data",
-    "observe",
-    "replay",
-    "hopper",
-    "agent",
-    "spark",
-    "tune",
-    "ml",
-    "testing",
-    "cli",
-)
-LEVELS = {room: level for level, room in enumerate(ORDER)} | {"demo": ORDER.index("cli")}
-STDLIB_ONLY = {"__init__", "errors", "plan"}
+# What no row of docs/rooms.toml may grant, however handy it would be.
+NEVER = {
+    "hopper": ("torch", "pyspark"),
+    "agent": ("pyspark",),
+    "replay": ("plan", "shards", "wire", "observe", "hopper", "agent"),  # what it checks
+}
+STDLIB_ONLY = ("errors", "plan", "__init__")
 
-# The reference may share what a trial is and where its data lie, never the engine that it checks.
-REPLAY_MAY_IMPORT = ("errors", "recipe", "data", "storage", "plan.seeds", "replay")
-
-# A third-party package and the only places, files or folders, that may import it.
+# Files of a room that alone may import a third-party package.
 ONLY_IN = {
     "petastorm": ("data/petastorm_reader.py", "data/row_store.py"),
-    "pyarrow.flight": ("wire",),
-    "pyspark": ("spark", "ml", "data/prepare.py", "testing"),
-    "py4j": ("spark",),
-    "jinja2": ("observe",),
-    "matplotlib": ("observe",),
-    "mlflow": ("observe",),
-    "tensorboard": ("observe",),
+    "pyspark": ("data/prepare.py",),
 }
-NEVER_IN = {"hopper": ("torch",)}
+
+# Circles of imports inside a room that still stand; an opened one is struck from here.
+CIRCLES = {
+    ("ml/estimator_files.py", "ml/factory_estimator.py", "ml/trial_estimator.py"),
+    ("ml/model.py", "ml/model_files.py"),
+    ("spark/checks.py", "spark/launcher.py", "spark/meeting.py", "spark/probe.py"),
+}
 
 # Whatever unpickles runs code that somebody sent; Spark's own task closure is the one exception.
 PICKLES = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 PICKLING_CALLS = ("torch.load", "torch.save")
 
 
-@dataclass(frozen=True)
-class Import:
-    """One imported name, dotted and absolute."""
-
-    name: str
-    line: int
-    typing_only: bool
-
-    def within(self, package: str) -> bool:
-        return self.name == package or self.name.startswith(f"{package}.")
-
-
-def _guards_typing(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
-def _imports(node: ast.AST, typing_only: bool = False) -> Iterator[Import]:
-    """Every import below `node`, wherever it stands.
-
-    `cerebro_hydra.name` and `import_module("...")` count as imports of what they reach.
-    """
-    match node:
-        case ast.Import():
-            for alias in node.names:
-                yield Import(alias.name, node.lineno, typing_only)
-        case ast.ImportFrom():
-            prefix = "." * node.level + (f"{node.module}." if node.module else "")
-            for alias in node.names:
-                yield Import(prefix + alias.name, node.lineno, typing_only)
-        case ast.Attribute(value=ast.Name(id="cerebro_hydra"), attr=name):
-            yield Import(f"cerebro_hydra.{name}", node.lineno, typing_only)
-        case ast.Call(args=[ast.Constant(value=str(name)), *_]):
-            if ast.unparse(node.func) in ("import_module", "importlib.import_module", "__import__"):
-                yield Import(name, node.lineno, typing_only)
-    guarded = node.body if isinstance(node, ast.If) and _guards_typing(node) else []
-    for child in ast.iter_child_nodes(node):
-        yield from _imports(child, typing_only or child in guarded)
-
-
-def _room(path: str) -> str:
-    """`plan/seeds.py` -> `plan`, `recipe.py` -> `recipe`."""
-    return PurePosixPath(path).parts[0].removesuffix(".py")
-
-
-def _lies_in(path: str, places: tuple[str, ...]) -> bool:
-    return any(path == place or path.startswith(f"{place}/") for place in places)
-
-
-def _first_party_fault(path: str, imported: Import) -> str | None:
-    room = _room(path)
-    inner = imported.name.removeprefix("cerebro_hydra").removeprefix(".")
-    if inner in ("", "__file__", "__version__"):
+def _first_party_fault(room: str, imported: Import) -> str | None:
+    target, rows = imported.room, table()
+    if target is None or target == room or room not in rows or target in rows[room].rooms:
         return None
-    target = inner.split(".")[0]
-    if target not in LEVELS:
-        # A public name of the package, which is above every room but the program's own.
-        return None if room in ("cli", "demo", "testing") else "imports the package from below"
-    if room == "replay":
-        if any(inner == may or inner.startswith(f"{may}.") for may in REPLAY_MAY_IMPORT):
-            return None
-        return "the reference may not import it"
-    if LEVELS[target] > LEVELS[room]:
+    order = list(rows)
+    if target in rows and order.index(target) < order.index(room):
         return f"{target} is above {room}"
-    return None
+    return f"the row of {room} in docs/rooms.toml does not grant it"
 
 
 def _third_party_fault(path: str, imported: Import) -> str | None:
-    room = _room(path)
-    top = imported.name.split(".")[0]
-    if any(imported.within(package) for package in PICKLES) or "cloudpickle" in imported.name:
+    room, package = room_of(path), imported.package
+    if any(imported.within(pickle) for pickle in PICKLES) or "cloudpickle" in imported.name:
         return "nothing here is pickled"
+    if package is None or room not in table():
+        return None
     if room in STDLIB_ONLY:
-        return None if top in sys.stdlib_module_names else f"{room} is standard library only"
+        return f"{room} is standard library only"
     if imported.typing_only:
         return None
-    for package, places in ONLY_IN.items():
-        if imported.within(package) and not _lies_in(path, places):
-            return f"{package} belongs in {', '.join(places)}"
-    if any(imported.within(package) for package in NEVER_IN.get(room, ())):
-        return f"{room} does without {top}"
+    if package not in table()[room].packages:
+        return f"the row of {room} in docs/rooms.toml does not grant {package}"
+    places = ONLY_IN.get(package, ())
+    if any(room_of(place) == room for place in places) and path not in places:
+        return f"{package} belongs in {', '.join(places)}"
     return None
 
 
@@ -151,22 +98,20 @@ def _call_fault(node: ast.Call) -> str | None:
 
 
 def faults(path: str, source: str) -> list[str]:
-    """What in the file `path` (relative to the package) breaks a rule, as `path:line: text`."""
-    room = _room(path)
+    """Return what in the file `path` (relative to the package) breaks a rule, by line."""
+    room = room_of(path)
     found: list[tuple[int, str]] = []
-    if room not in LEVELS and room != "__init__":
-        found.append((1, f"there is no room {room!r} on the map"))
+    if room not in table():
+        found.append((1, f"docs/rooms.toml has no room {room!r}"))
     lines = source.count("\n")
     if lines > MAX_LINES:
         found.append((lines, f"{lines} lines, more than {MAX_LINES}"))
     tree = ast.parse(source)
-    for imported in _imports(tree):
+    for imported in imports(tree):
         if imported.name.startswith("."):
             fault: str | None = "imports here are absolute"
-        elif imported.within("cerebro_hydra"):
-            fault = _first_party_fault(path, imported) if room in LEVELS else None
         else:
-            fault = _third_party_fault(path, imported)
+            fault = _first_party_fault(room, imported) or _third_party_fault(path, imported)
         if fault:
             found.append((imported.line, f"{imported.name}: {fault}"))
     for node in ast.walk(tree):
@@ -175,10 +120,105 @@ def faults(path: str, source: str) -> list[str]:
     return [f"{path}:{line}: {text}" for line, text in sorted(found)]
 
 
+def unused(row: Room) -> list[str]:
+    """Return what a row grants that no import of its room needs."""
+    now = actual(row)
+    return sorted({*row.rooms, *row.packages} - {*now.rooms, *now.packages})
+
+
+def missing_places(text: str) -> list[str]:
+    """Return the files and folders of ours that a page names in backticks and that are gone."""
+    roots = {*rooms_of_files(), "benchmarks", "docs", "integration", "notebooks", "tests"}
+    named = {path for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text)}
+    return sorted(
+        path
+        for path in named
+        if path.split("/")[0] in roots
+        and not (PACKAGE / path).exists()
+        and not (CHECKOUT / path).exists()
+    )
+
+
 @pytest.mark.parametrize("path", FILES)
 def test_file_keeps_the_rules(path: str) -> None:
     found = faults(path, (PACKAGE / path).read_text(encoding="utf-8"))
     assert not found, "\n" + "\n".join(found)
+
+
+def test_the_table_has_exactly_the_rooms_of_the_package() -> None:
+    assert set(table()) == rooms_of_files()
+
+
+@pytest.mark.parametrize("row", table().values(), ids=table())
+def test_row_grants_rooms_below_alone_and_nothing_unused(row: Room) -> None:
+    order = list(table())
+    above = order[: order.index(row.name) + 1]
+    assert set(row.rooms).isdisjoint(above)
+    assert set(NEVER.get(row.name, ())).isdisjoint(row.rooms + row.packages)
+    assert row.name not in STDLIB_ONLY or row.packages == ()
+    assert unused(row) == [], f"docs/rooms.toml: no file of {row.name} imports these; strike them"
+
+
+def test_the_page_has_the_table() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == page_with_table(page), f"docs/architecture.md is behind: run {WRITE}"
+
+
+@pytest.mark.parametrize(
+    "page", [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/*.md")], ids=lambda page: page.name
+)
+def test_every_place_that_a_page_names_is_there(page: Path) -> None:
+    assert missing_places(page.read_text(encoding="utf-8")) == []
+
+
+def test_missing_place_is_reported() -> None:
+    text = "`plan/policy.py`, `docs/data.md`, `plan/shelf.py`, `tests/plan/golden/`, `any/other.py`"
+    assert missing_places(text) == ["plan/shelf.py"]
+
+
+def test_no_room_has_a_circle_of_imports() -> None:
+    assert circles({path: imports_of(path) for path in FILES}) == CIRCLES
+
+
+@pytest.mark.parametrize(
+    ("row", "extra"),
+    [
+        (Room("storage", "", ("wire", "errors"), ("hdfs_native",)), ["wire"]),
+        (Room("storage", "", ("errors",), ("hdfs_native", "torch")), ["torch"]),
+    ],
+)
+def test_unused_grant_is_reported(row: Room, extra: list[str]) -> None:
+    assert unused(row) == extra
+
+
+def test_circle_is_found_through_functions_and_packages_but_not_through_types() -> None:
+    sources = {
+        "plan/a.py": "from cerebro_hydra.plan import b",
+        "plan/b.py": "def f():\n    from cerebro_hydra.plan.schedules import g",
+        "plan/schedules/__init__.py": "import cerebro_hydra.plan.a",
+        "plan/c.py": "from cerebro_hydra.plan.a import x\nimport cerebro_hydra.plan.c",
+        "plan/d.py": "from cerebro_hydra.plan.e import x",
+        "plan/e.py": "if TYPE_CHECKING:\n    from cerebro_hydra.plan.d import y",
+    }
+    parsed = {path: tuple(imports(ast.parse(source))) for path, source in sources.items()}
+    assert circles(parsed) == {("plan/a.py", "plan/b.py", "plan/schedules/__init__.py")}
+
+
+def test_a_page_behind_its_table_is_written_anew_and_the_rest_kept() -> None:
+    page = f"# Title\n\n{BEGIN}old\n{END}\nThe rest.\n"
+    assert page_with_table(page) == f"# Title\n\n{page_table()}\nThe rest.\n"
+
+
+def test_rows_read_back_as_they_are_printed() -> None:
+    printed = tomllib.loads(toml(list(table().values())))
+    assert printed == {
+        row.name: {
+            "question": row.question,
+            "rooms": list(row.rooms),
+            "packages": list(row.packages),
+        }
+        for row in table().values()
+    }
 
 
 @pytest.mark.parametrize(
@@ -191,11 +231,11 @@ def test_file_keeps_the_rules(path: str) -> None:
         ("storage/a.py", "from cerebro_hydra.data.manifest import Manifest", "data is above"),
         ("wire/a.py", "def f():\n    from cerebro_hydra.hopper import x", "hopper is above wire"),
         ("wire/a.py", 'import_module("cerebro_hydra.agent")', "agent is above wire"),
-        ("spark/a.py", "from cerebro_hydra import GridSearch", "the package from below"),
+        ("spark/a.py", "from cerebro_hydra import GridSearch", "__init__ is above spark"),
         (
             "spark/a.py",
             "import cerebro_hydra\ncerebro_hydra.GridSearch()",
-            "the package from below",
+            "__init__ is above spark",
         ),
         ("shards/a.py", "import cerebro_hydra\ncerebro_hydra.wire.x()", "wire is above shards"),
         (
@@ -203,13 +243,16 @@ def test_file_keeps_the_rules(path: str) -> None:
             "from petastorm import make_reader",
             "belongs in data/petastorm_reader.py",
         ),
-        ("data/cache.py", "from pyarrow import flight", "belongs in wire"),
-        ("agent/a.py", "import pyspark.sql", "pyspark belongs in"),
-        ("hopper/a.py", "import pyspark", "pyspark belongs in"),
-        ("hopper/a.py", "from torch import Tensor", "hopper does without torch"),
-        ("replay/a.py", "from cerebro_hydra.shards import digest", "the reference may not"),
-        ("replay/a.py", "from cerebro_hydra.plan import hop_state", "the reference may not"),
-        ("replay/a.py", "from cerebro_hydra.observe import events", "the reference may not"),
+        ("data/cache.py", "from pyarrow import flight", "does not grant pyarrow.flight"),
+        ("agent/a.py", "import pyspark.sql", "does not grant pyspark"),
+        ("data/cache.py", "import pyspark.sql", "belongs in data/prepare.py"),
+        ("wire/a.py", "from cerebro_hydra.storage import Store", "storage is above wire"),
+        ("observe/a.py", "from cerebro_hydra.data import cache", "does not grant it"),
+        ("hopper/a.py", "import pyspark", "does not grant pyspark"),
+        ("hopper/a.py", "from torch import Tensor", "does not grant torch"),
+        ("replay/a.py", "from cerebro_hydra.shards import digest", "does not grant it"),
+        ("replay/a.py", "from cerebro_hydra.plan import hop_state", "does not grant it"),
+        ("replay/a.py", "from cerebro_hydra.observe import events", "does not grant it"),
         ("spark/a.py", "import pickle", "nothing here is pickled"),
         ("spark/a.py", "from pyspark import cloudpickle", "nothing here is pickled"),
         ("agent/a.py", "import torch\ntorch.load(path)", "it pickles"),
@@ -231,8 +274,8 @@ def test_broken_rule_is_reported_with_its_line(path: str, source: str, expected:
     [
         ("plan/a.py", "import math\nfrom cerebro_hydra.plan.seeds import seed_of"),
         ("recipe.py", "import torch\nfrom cerebro_hydra.errors import ConfigurationError"),
-        ("replay/a.py", "from cerebro_hydra.plan.seeds import seed_of"),
-        ("wire/a.py", "import pyarrow.flight\nfrom cerebro_hydra.shards import digest"),
+        ("recipe/a.py", "from cerebro_hydra.plan.seeds import seed_of"),
+        ("wire/a.py", "import pyarrow.flight\nfrom cerebro_hydra.errors import SetupError"),
         ("data/prepare.py", "from pyspark.sql import DataFrame"),
         ("tune/a.py", "if TYPE_CHECKING:\n    from pyspark.sql import DataFrame"),
         ("hopper/a.py", "from cerebro_hydra import __version__"),

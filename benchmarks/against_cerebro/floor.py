@@ -1,4 +1,4 @@
-"""The floor: two plain in-memory torch processes, one thread each, sharing the four trials."""
+"""Measures the floor: two plain torch processes share the four trials, with rows in memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def train(
     rows: tuple[Tensor, Tensor],
     validation: tuple[Tensor, Tensor],
 ) -> float:
-    """All epochs of one trial, each followed by an evaluation; returns the last accuracy."""
+    """Train one trial for all epochs, evaluate after each, and return the last accuracy."""
     torch.manual_seed(SEED)
     model = make_net(net)
     optimizer = make_adam(model, params["lr"])

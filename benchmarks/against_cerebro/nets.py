@@ -1,4 +1,4 @@
-"""The nets in PyTorch, for us and for the floor."""
+"""Builds the nets in PyTorch, for our part and for the floor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from work import ADAM_EPSILON, NETS
 
 
 def make_net(name: str) -> nn.Sequential:
-    """A feed-forward net with ReLU between its layers."""
+    """Return a feed-forward net with ReLU between its layers."""
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(NETS[name]):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -18,5 +18,5 @@ def make_net(name: str) -> nn.Sequential:
 
 
 def make_adam(model: nn.Module, lr: float) -> torch.optim.Adam:
-    """Torch's Adam with Keras's epsilon; like Keras's it is one kernel."""
+    """Return torch's Adam with Keras's epsilon, fused into one kernel as Keras's is."""
     return torch.optim.Adam(model.parameters(), lr=lr, eps=ADAM_EPSILON, fused=True)

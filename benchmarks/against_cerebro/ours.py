@@ -1,4 +1,4 @@
-"""Our part: a GridSearch over a DataFrame, and where its time goes."""
+"""Measures our part: a GridSearch over a DataFrame, and the time of each of its stages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def split(started: float, ended: float, store: Path, run: Path) -> dict[str, Any]:
-    """The seconds of each part of `fit`, by what the store and the journal say of the time."""
+    """Return the seconds of each stage of `fit`, from times in the store and the journal."""
     (manifest,) = store.glob("data/*/manifest.json")
     prepared = manifest.stat().st_mtime
     admitted = (run / "run.json").stat().st_mtime

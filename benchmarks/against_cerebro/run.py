@@ -1,4 +1,4 @@
-"""The same search in cerebro-dl and here, and its floor: one part after the other."""
+"""Measures the same search in cerebro-dl and here, and its floor, one part after the other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def chosen_of(names: Any) -> Any:
 
 
 def plan(parts: Sequence[str], nets: Sequence[str], rounds: int) -> Iterator[tuple[str, str, int]]:
-    """In turns, so that a change of the machine meets every part."""
+    """Run the parts in turns, so that a change of the machine's speed affects every part."""
     for net in nets:
         for number in range(rounds):
             for part in PARTS:
@@ -64,7 +64,7 @@ def plan(parts: Sequence[str], nets: Sequence[str], rounds: int) -> Iterator[tup
 
 
 def run(python: str, part: str, net: str, path: Path) -> None:
-    """One part of one net in a process of its own; its figures appear at `path`."""
+    """Run one part for one net in a process of its own; it writes its figures to `path`."""
     load = os.getloadavg()[0]
     print(f"{path.name} (load {load:.1f}) ...", end=" ", flush=True)
     environment = os.environ | {
@@ -91,7 +91,7 @@ def run(python: str, part: str, net: str, path: Path) -> None:
 
 
 def table(results: Path) -> str:
-    """Medians over rounds, and how the parts of each round compare with what is claimed."""
+    """Print the medians over rounds, and compare the ratios of each round with the claims."""
     lines = []
     for net in NETS:
         found = {part: figures_of(results, net, part) for part in PARTS}
@@ -121,7 +121,7 @@ def verdict(what: str, ratios: Sequence[float], claimed: float, at_most: bool) -
 
 
 def figures_of(results: Path, net: str, part: str) -> dict[str, dict[str, Any]]:
-    """What a part measured, by its round."""
+    """Return the figures of a part, by round."""
     paths = results.glob(f"{net}-{part}-*.json")
     return {path.stem.rpartition("-")[2]: json.loads(path.read_text()) for path in paths}
 

@@ -1,4 +1,4 @@
-"""Cerebro's part: the same search in the real cerebro-dl. Runs in an environment of its own."""
+"""Measures Cerebro's part: the same search in the real cerebro-dl, in an environment of its own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from cerebro.tune import GridSearch, hp_choice
 from pyspark.sql import SparkSession
 from work import ADAM_EPSILON, EPOCHS, GRID, NETS, VALIDATION, WORKERS, digits
 
-# Cerebro asks a new optimizer for its weights, of which there are none yet; TensorFlow 2.15's has
-# no such method any more.
+# Cerebro asks a new optimizer for its weights and would get none; the optimizers of TensorFlow 2.15
+# no longer have that method.
 tf.keras.optimizers.Optimizer.get_weights = lambda optimizer: []
 
 
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def timed(backend: Any) -> dict[str, float]:
-    """Sums the seconds of a backend's methods, by name, from now on."""
+    """Sum the seconds of a backend's methods by name, from now on."""
     seconds: dict[str, float] = {}
 
     def watch(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The work that all parts do alike: rows, nets, configurations. Imports neither torch nor Keras."""
+"""Defines the work of all parts: rows, nets, configurations. It imports neither torch nor Keras."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = 0
 
 
 def digits() -> tuple[Any, Any]:
-    """Scikit-learn's digits, repeated: float32 (20000, 64) from 0 to 1, and int64 (20000,)."""
+    """Return scikit-learn's digits, repeated: float32 (20000, 64) in 0 to 1, and int64 (20000,)."""
     import numpy as np
     from sklearn.datasets import load_digits
 
@@ -29,12 +29,12 @@ def digits() -> tuple[Any, Any]:
 
 
 def configurations() -> list[dict[str, Any]]:
-    """Every point of the grid."""
+    """Return every point of the grid."""
     return [dict(zip(GRID, point, strict=True)) for point in itertools.product(*GRID.values())]
 
 
 def shares() -> list[list[dict[str, Any]]]:
-    """The configurations dealt to two processes so that both have each batch size once."""
+    """Deal the configurations to two processes, so that both have each batch size once."""
     points = configurations()
     first = [p for p in points if (p["lr"] == GRID["lr"][0]) == (p["batch_size"] == 64)]
     return [first, [p for p in points if p not in first]]

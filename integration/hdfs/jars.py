@@ -1,4 +1,4 @@
-"""Hadoop's servers by pip: an old pyspark carries the jars of a name node and a data node."""
+"""Gets Hadoop's servers by pip: an old pyspark carries the jars of a name node and a data node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 
-_PYSPARK = "pyspark==2.4.8"  # Hadoop 2.7.3; from 3.1 on there is only Hadoop's client in it
+_PYSPARK = "pyspark==2.4.8"  # it has Hadoop 2.7.3; pyspark from 3.1 on has only Hadoop's client
 _WANTED = (
     "hadoop-annotations-*", "hadoop-auth-*", "hadoop-common-*", "hadoop-hdfs-*",
     "commons-*", "gson-*", "guava-1*", "htrace-core-*", "jackson-*-asl-*", "javax.servlet-api-*",

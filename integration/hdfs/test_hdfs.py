@@ -1,4 +1,4 @@
-"""HDFSStore against a real HDFS: the store's contract, and a whole run on it."""
+"""Tests HDFSStore on a real HDFS: the contract of stores, and a whole run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def search(spark: Any, store: Store) -> Any:
 
 
 def final_states(result: Any) -> list[Any]:
-    """What the result of every trial consists of, by digest."""
+    """Return the digests of the segments of every trial's result."""
     folder = RunFolder.open(result.run_path)
     states = []
     for number in range(len(result.trials)):
@@ -76,11 +76,11 @@ def test_a_whole_run_lives_on_hdfs(
     for trial in result.trials:
         report = cerebro_hydra.replay(result.run_path, trial.trial_id)
         assert report.identical, str(report)
-    # Copies of partitions go when they are decoded.
+    # An agent removes its copy of a partition once that is decoded.
     assert list(scratch.iterdir()) == []
     out = result.transform(df).toPandas()
     assert len(out) == len(rows)
-    # Spark and our client mean the same files by a URL.
+    # A URL means the same files to Spark and to our client.
     (fingerprint,) = store.list(f"{store.prefix}/data")
     parts = f"{store.url(store.data_path(fingerprint))}/split=*/partition=*"
     assert spark.read.parquet(parts).count() == len(rows)
@@ -89,7 +89,7 @@ def test_a_whole_run_lives_on_hdfs(
     local = search(spark, LocalStore(str(tmp_path / "local"))).fit(df)
     assert final_states(again) == final_states(result) == final_states(local)
 
-    # Rows that are lost there are seen before anything trains on the rest.
+    # Lost rows are noticed before anything trains on the rest.
     folder = f"{store.data_path(fingerprint)}/split=train/partition=00001"
     store.delete(f"{folder}/{store.list(folder)[-1]}")
     with pytest.raises(StoreError, match=r"no Parquet files in 'hdfs://.*prepare the data again"):

@@ -1,4 +1,4 @@
-"""The job that is sent to the cluster: doctor, a grid, one agent killed, every trial replayed.
+"""Runs on the cluster: the doctor, a grid with one agent killed, a replay of every trial.
 
 Run by spark-submit: job.py STORE REPORT
 """
@@ -21,7 +21,7 @@ from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, 
 
 
 def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
-    """A small network that says on standard output which GPUs CUDA would show it."""
+    """Return a small network, and print which GPUs CUDA would show it."""
     import os
 
     import torch
@@ -61,7 +61,7 @@ class KillsOneAgent(threading.Thread):
 
 
 def where(rows: Any) -> Any:
-    """On an executor: where its cerebro_hydra came from."""
+    """Return, on an executor, the path from which it imported cerebro_hydra."""
     import cerebro_hydra
 
     for _ in rows:
@@ -70,7 +70,7 @@ def where(rows: Any) -> Any:
 
 
 def main(store: Path, report: Path) -> None:
-    """Do all of it and write what was seen as JSON."""
+    """Run the whole job and write its findings as JSON."""
     spark = SparkSession.builder.getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     found = cerebro_hydra.doctor(spark, num_workers=2, store=str(store))

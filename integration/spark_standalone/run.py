@@ -1,4 +1,4 @@
-"""A Spark cluster of real processes on this machine, a job sent to it, and nothing left behind.
+"""Runs a job on a Spark cluster of real processes on this machine, and leaves nothing behind.
 
 Starts a standalone master and two workers from the pip package of pyspark, each worker with one
 fake GPU, ships cerebro_hydra to them as a zip, and sends `job.py` with spark-submit. The Pythons
@@ -26,14 +26,14 @@ HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 
 MARK = "CEREBRO_HYDRA_CLUSTER"
-"""In the environment of everything that is started here, and so of all its descendants."""
+"""The mark in the environment of every process that is started here, and of its descendants."""
 
 START_SECONDS = 90.0
 STOP_SECONDS = 15.0
 
 
 class Cluster:
-    """A master and workers as child processes, and what they need, in one temporary folder."""
+    """Runs a master and workers as child processes, with all files in one temporary folder."""
 
     def __init__(self, folder: Path, driver_host: str, worker_hosts: list[str]) -> None:
         import pyspark
@@ -54,7 +54,7 @@ class Cluster:
             "JAVA_HOME": str(java.java_home(os.environ, pyspark.__version__)),
             "SPARK_HOME": str(self._spark),
             "SPARK_DAEMON_MEMORY": "256m",
-            # Of seven JVMs that live a minute; Java's second compiler would be half of their work.
+            # Seven JVMs live for a minute: Java's second compiler would be half of their work.
             "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
             "SPARK_NO_DAEMONIZE": "1",
             "PYSPARK_PYTHON": str(self.python),
@@ -63,7 +63,7 @@ class Cluster:
         }
 
     def _write_python(self) -> Path:
-        """A Python with all installed packages but without site: links to sources don't count."""
+        """Write a Python that finds all installed packages, but no links to sources."""
         packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
         path = self.folder / "python"
         path.write_text(
@@ -75,7 +75,7 @@ class Cluster:
         return path
 
     def package(self) -> Path:
-        """Zip the package as the README tells users to."""
+        """Zip the package as docs/cluster.md tells users to."""
         target = self.folder / "cerebro_hydra.zip"
         command = [sys.executable, "-m", "zipfile", "-c", str(target), "cerebro_hydra/"]
         subprocess.run(command, cwd=CHECKOUT, check=True)
@@ -113,7 +113,7 @@ class Cluster:
         return url
 
     def submit(self, master: str, package: Path, script: Path, *arguments: str) -> int:
-        """Send a script to the cluster with spark-submit; return its status."""
+        """Send a script to the cluster with spark-submit and return its status."""
         settings = {
             "spark.driver.host": self._driver_host,
             "spark.driver.memory": "512m",
@@ -136,7 +136,7 @@ class Cluster:
             return child.wait()
 
     def printed(self, pattern: str) -> list[str]:
-        """What matches in the output of the job, each once."""
+        """Return the matches in the output of the job, each once."""
         text = (self.folder / "submit.log").read_text(errors="replace")
         return sorted(set(re.findall(pattern, text)))
 
@@ -157,7 +157,7 @@ class Cluster:
         return killed
 
     def _left(self) -> list[int]:
-        """Living processes that descend from here, found by the mark in their environment."""
+        """Return the living processes that have the mark in their environment."""
         wanted = f"{MARK}={self._mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -177,7 +177,7 @@ class Cluster:
         return path
 
     def _popen(self, command: list[str], environ: dict[str, str], log: object) -> subprocess.Popen:
-        # A session of its own: ctrl-C reaches this program alone, which then ends them in order.
+        # In a session of their own, ctrl-C reaches this program alone, which ends them in order.
         child = subprocess.Popen(
             command,
             env=environ,
@@ -200,7 +200,7 @@ class Cluster:
         return found
 
     def logs(self) -> str:
-        """The ends of all logs, executors' too."""
+        """Return the ends of all logs, those of executors too."""
         files = [*self.folder.glob("*.log"), *self.folder.glob("work-*/app-*/*/stderr")]
         return "\n".join(
             f"--- {path.relative_to(self.folder)}\n{path.read_text(errors='replace')[-6000:]}"
@@ -215,7 +215,7 @@ def _script(path: Path, body: str) -> None:
 
 @contextmanager
 def cluster(driver_host: str, worker_hosts: list[str]) -> Iterator[Cluster]:
-    """A cluster that is gone afterwards, whatever happened; on failure its logs are shown."""
+    """Yield a cluster that is always ended afterwards; on failure print its logs."""
     folder = Path(tempfile.mkdtemp(prefix="cerebro-hydra-cluster-"))
     made = Cluster(folder, driver_host, worker_hosts)
     try:
@@ -231,7 +231,7 @@ def cluster(driver_host: str, worker_hosts: list[str]) -> Iterator[Cluster]:
 
 
 def main() -> int:
-    """Run the job on a cluster; print its report and return 0 if all was as it should be."""
+    """Run the job on a cluster, print its report, and return 0 if everything was as expected."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begun = time.monotonic()
     driver_host, *worker_hosts = sys.argv[1:] or ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
@@ -246,7 +246,7 @@ def main() -> int:
         if status or not report.is_file():
             raise SystemExit(f"spark-submit ended with {status}")
         told = json.loads(report.read_text())
-        # What agents' CUDA would be shown, printed by the user's function on each worker.
+        # The user's function printed on each worker which GPUs CUDA would show it.
         told["cuda_was_shown"] = made.printed(r"GPUS (\d+) PCI_BUS_ID")
         print(json.dumps(told, indent=2))
     print(f"done in {time.monotonic() - begun:.0f} s")

@@ -1,4 +1,4 @@
-"""PyTorch models for cerebro-dl's searches: a backend, store and estimator with our hopper."""
+"""Lets cerebro-dl's searches train PyTorch models: a backend, a store, an estimator."""
 
 from __future__ import annotations
 

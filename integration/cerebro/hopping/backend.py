@@ -1,4 +1,4 @@
-"""What Cerebro's searches take for a backend, and the model that they return."""
+"""The backend that Cerebro's searches call, and the model that they return."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 FAILED = math.inf
-"""What a failed model measures: Cerebro looks for the smallest value, and takes NaN for it."""
+"""The metric of a failed model: Cerebro looks for the smallest value, and would take NaN for it."""
 
 
 class HoppingBackend:
-    """Trains what Cerebro's searches choose, with our hopper.
+    """Trains the models that Cerebro's searches choose with our hopper.
 
     Args:
-        backend: a `cerebro_hydra.SparkBackend`: where agents run.
-        seed: of everything random in training; Cerebro draws parameters with its own.
+        backend: the `cerebro_hydra.SparkBackend` in which agents run.
+        seed: seeds everything random in training; Cerebro draws parameters with its own.
     """
 
     def __init__(self, backend: Any, seed: int = 0) -> None:
@@ -40,14 +40,14 @@ class HoppingBackend:
 
     @property
     def groups(self) -> list[Epochs]:
-        """Sets of models that trained together, in the order in which they began."""
+        """Return the sets of models that train together, in the order in which they began."""
         return list(self._groups.values())
 
     def _num_workers(self) -> int:
         return int(self._backend.num_workers)
 
     def prepare_data(self, store: HoppingStore, df: DataFrame, validation: Any) -> tuple[Any, ...]:
-        """Write all columns of a DataFrame to the store; the third of what it gives is for models.
+        """Write all columns of a DataFrame to the store and return its sizes and metadata.
 
         Raises:
             DataError: rows can't be used.
@@ -72,13 +72,13 @@ class HoppingBackend:
     def get_metadata_from_parquet(
         self, store: HoppingStore, label_columns: list[str], feature_columns: list[str]
     ) -> tuple[Any, ...]:
-        """Find the data that was prepared in the store, with these columns and validation rows."""
+        """Find the prepared data in the store that has these columns and validation rows."""
         wanted = DatasetQuery((*feature_columns, *label_columns), self._num_workers(), True)
         self._manifest = choose_prepared(store, wanted, None)
         return self._described()
 
     def _described(self) -> tuple[int, int, Manifest, float]:
-        """As Cerebro's backend: training rows, validation rows, metadata, bytes of a row."""
+        """Return, as Cerebro's backend does: training and validation rows, metadata, row bytes."""
         manifest = self._manifest
         assert manifest is not None
         rows = {split: 0 for split in ("train", "val")}
@@ -87,13 +87,13 @@ class HoppingBackend:
         return rows["train"], rows["val"], manifest, 0.0
 
     def initialize_workers(self) -> None:
-        """Nothing to do: the agents of an epoch start with it and end with it."""
+        """Do nothing: the agents of an epoch start and end with it."""
 
     def initialize_data_loaders(self, store: HoppingStore, schema_fields: list[str]) -> None:
-        """Nothing to do: agents decode their partitions when they start."""
+        """Do nothing: agents decode their partitions when they start."""
 
     def teardown_workers(self) -> None:
-        """Nothing to do, whatever happened: no agent outlives its epoch."""
+        """Do nothing, also after an error: no agent outlives its epoch."""
 
     def train_for_one_epoch(
         self,
@@ -103,15 +103,15 @@ class HoppingBackend:
         label_cols: list[str],
         is_train: bool = True,
     ) -> dict[str, dict[str, float]]:
-        """Hop all the models over all partitions; or say what they measured on validation rows.
+        """Hop all models over all partitions, or report their metrics on the validation rows.
 
         An epoch ends with its evaluation, so the call with `is_train=False` only reports it.
 
         Returns:
-            Values by name by run id; infinity for a model that has failed.
+            Values by metric, by run id; infinity for a model that has failed.
 
         Raises:
-            ConfigurationError: nothing was prepared, or there is nothing to report.
+            ConfigurationError: no data was prepared, or there is nothing to report.
             AllTrialsFailed: no model is left.
         """
         if is_train:
@@ -169,7 +169,7 @@ class HoppingBackend:
         )
 
     def model(self, estimator: HoppingEstimator, history: dict[str, list[float]]) -> HoppingModel:
-        """The trained model of an estimator."""
+        """Return the trained model of an estimator."""
         for group, epochs in self._groups.items():
             if estimator.getRunId() in group:
                 return HoppingModel(epochs, group.index(estimator.getRunId()), history)
@@ -177,9 +177,9 @@ class HoppingBackend:
 
 
 class HoppingModel:
-    """One model of a Cerebro search, with the methods that its result calls.
+    """Represents one model of a Cerebro search, with the methods that the search's result calls.
 
-    Its weights are read when they are asked for, so that failed models do no harm.
+    Weights are read only when they are asked for, so that failed models do no harm.
     """
 
     def __init__(self, epochs: Epochs, candidate: int, history: dict[str, list[float]]) -> None:
@@ -190,7 +190,7 @@ class HoppingModel:
         self._output_columns: list[str] | None = None
 
     def getHistory(self) -> dict[str, list[float]]:
-        """Measured values by name, one per epoch, as Cerebro collected them."""
+        """Return the values of each metric, one per epoch, as Cerebro collected them."""
         return self._history
 
     def setOutputCols(self, columns: list[str]) -> None:
@@ -198,10 +198,10 @@ class HoppingModel:
         self._output_columns = columns
 
     def trained(self) -> TrainedModel:
-        """Our model.
+        """Return the trained model of cerebro_hydra.
 
         Raises:
-            ConfigurationError: it has failed; says why.
+            ConfigurationError: the model has failed; the message says why.
         """
         model = self._epochs.model(self._candidate)
         if self._output_columns is not None:
@@ -209,9 +209,9 @@ class HoppingModel:
         return model
 
     def torch(self) -> nn.Module:
-        """The PyTorch model with its trained weights, in eval mode."""
+        """Return the PyTorch model with its trained weights, in eval mode."""
         return self.trained().torch()
 
     def transform(self, df: DataFrame) -> DataFrame:
-        """The DataFrame with the model's outputs."""
+        """Return the DataFrame with the model's outputs."""
         return self.trained().transform(df)

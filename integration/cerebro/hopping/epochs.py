@@ -1,4 +1,4 @@
-"""Trials that train whenever somebody asks, one epoch at a time: each epoch is a run."""
+"""Trials that train one epoch at a time: each epoch is a run of its own."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Factory = Callable[[dict[str, Any]], SparkEstimator]
 
 
 class Epochs:
-    """Candidates that train together, an epoch per call of `train`.
+    """Trains candidates together, one epoch per call of `train`.
 
-    The first epoch is a search of one epoch; every further one is a run whose trials begin with
-    what the run before made of them: weights, state of optimizers and LR schedules, step. Together
-    they have the bits of one long run that visits partitions in the same order.
+    The first epoch is a search of one epoch. The trials of every further run begin with the state
+    that the run before left: weights, optimizers, LR schedules, step. Together the runs have the
+    bits of one long run that visits partitions in the same order.
 
     Args:
         backend: a `cerebro_hydra.SparkBackend`.
-        store: where the prepared data lies and the runs' folders will.
+        store: holds the prepared data, and gets the runs' folders.
         manifest: the prepared data.
         factory: builds a candidate from its parameters.
-        candidates: the parameters of each.
+        candidates: the parameters of each candidate.
         columns: names of features and labels.
         verbose: 0 prints nothing.
     """
@@ -61,18 +61,18 @@ class Epochs:
         self._seed = seed
         self._verbose = verbose
         self.results: list[SearchResult] = []
-        """The run of each epoch."""
+        """The result of each epoch's run, in order."""
         self._trials: list[str | None] = []
 
     def train(self) -> list[dict[str, float] | None]:
         """Train all candidates for one epoch.
 
         Returns:
-            What the epoch measured of each candidate; None of those that have failed.
+            The metrics of each candidate; None for one that has failed.
 
         Raises:
-            ConfigurationError: a candidate asks for what needs to know all epochs beforehand.
-            AllTrialsFailed: none is left.
+            ConfigurationError: a candidate uses a feature that needs to know all epochs beforehand.
+            AllTrialsFailed: no candidate is left.
         """
         if self.results:
             result = self._go_on()
@@ -85,10 +85,10 @@ class Epochs:
         return [t and {name: values[-1] for name, values in t.history.items()} for t in measured]
 
     def model(self, candidate: int) -> TrainedModel:
-        """The model of a candidate after the newest epoch.
+        """Return the model of a candidate after the newest epoch.
 
         Raises:
-            ConfigurationError: it has failed, and the message says why.
+            ConfigurationError: the candidate has failed; the message says why.
         """
         name = self._trials[candidate]
         for model in self.results[-1].get_all_models():
@@ -112,7 +112,7 @@ class Epochs:
             try:
                 recipe = self._recipe(params)
             except Exception:
-                continue  # admission meets it again, and refuses this one alone
+                continue  # admission fails on it as well, and refuses this one alone
             _check(recipe)
         search = ListSearch(
             candidates=self._candidates,
@@ -164,13 +164,13 @@ class Epochs:
 def continued(
     before: SearchResult, numbers: Sequence[int], folder: RunFolder, first_epoch: int
 ) -> RunDocument:
-    """Write what a run of one more epoch begins with: the results of some trials as state 0.
+    """Write the results of some trials as state 0 of a run of one more epoch.
 
     Args:
-        before: the run to go on from.
-        numbers: which of its trials.
-        folder: of the new run.
-        first_epoch: epochs that the trials have had.
+        before: the result of the run to go on from.
+        numbers: the trials of that run to go on with.
+        folder: the folder of the new run.
+        first_epoch: the number of epochs that the trials have had.
     """
     source = RunFolder.open(before.run_path)
     specs = []
@@ -192,7 +192,7 @@ def continued(
 
 
 def _matched(result: SearchResult, candidates: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """The id of each candidate's trial; a run numbers those that it refused last."""
+    """Return the id of each candidate's trial; a run numbers the refused ones last."""
     admitted = list(result.document.trials)
     names: list[str | None] = []
     for params in candidates:

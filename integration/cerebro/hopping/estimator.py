@@ -1,4 +1,4 @@
-"""What Cerebro's searches take for an estimator: parameters, columns, and who builds the model."""
+"""The estimator that Cerebro's searches call: parameters, columns and a factory of the model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _process = uuid.uuid4().hex[:8]  # two programs may log to one store
 
 
 class _NoLayers:
-    """The model as Cerebro sees it: it looks for layers of Keras to mend, and there are none."""
+    """Stands for the model where Cerebro looks for Keras layers to mend: there are none."""
 
     layers: tuple[()] = ()
 
 
 class HoppingEstimator:
-    """One configuration, with the methods that Cerebro's searches call.
+    """Represents one configuration, with the methods that Cerebro's searches call.
 
-    The PyTorch model is built by the factory where it trains, never here.
+    The factory builds the PyTorch model where it trains, never here.
     """
 
     def __init__(self, factory: Factory, params: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class HoppingEstimator:
         self.params = {name: _plain(value) for name, value in params.items()}
         self.verbose = 1
         self.backend: HoppingBackend | None = None
-        """Whoever trains it, once it has."""
+        """The backend that has trained it, if any."""
         self._run_id = f"model_{next(_numbers)}_{_process}"
         self._epochs = 0
 
@@ -53,16 +53,16 @@ class HoppingEstimator:
         self._epochs = epochs
 
     def setHyperParams(self, params: Mapping[str, Any]) -> None:
-        """Nothing to do: the factory's parameters are known since construction."""
+        """Do nothing: the factory's parameters are known since construction."""
 
     def setFeatureCols(self, columns: list[str]) -> None:
-        """Nothing to do: the backend is told the columns with every epoch."""
+        """Do nothing: the backend gets the columns with every epoch."""
 
     def setLabelCols(self, columns: list[str]) -> None:
-        """Nothing to do, as for the features."""
+        """Do nothing, as for the features."""
 
     def setStore(self, store: Any) -> None:
-        """Nothing to do, as for the features."""
+        """Do nothing, as for the features."""
 
     def setVerbose(self, verbose: int) -> None:
         self.verbose = verbose
@@ -74,18 +74,18 @@ class HoppingEstimator:
         return {}
 
     def setCustomObjects(self, objects: dict[str, Any]) -> None:
-        """Nothing to do: PyTorch has none."""
+        """Do nothing: PyTorch has no custom objects."""
 
     def create_model(
         self, history: dict[str, list[float]], run_id: str, metadata: Any
     ) -> HoppingModel:
-        """The trained model, with Cerebro's history of it."""
+        """Return the trained model, with the history that Cerebro collected."""
         assert self.backend is not None
         return self.backend.model(self, history)
 
 
 def hopping(factory: Factory) -> Callable[[Mapping[str, Any]], HoppingEstimator]:
-    """Make an `estimator_gen_fn` for Cerebro of one for us.
+    """Turn an `estimator_gen_fn` of cerebro_hydra into one for Cerebro.
 
     Args:
         factory: a function of the parameters that returns a `cerebro_hydra.SparkEstimator`; it
@@ -100,5 +100,5 @@ def hopping(factory: Factory) -> Callable[[Mapping[str, Any]], HoppingEstimator]
 
 
 def _plain(value: Any) -> Any:
-    """Cerebro draws NumPy's scalars, which JSON does not know."""
+    """Return a Python number for a NumPy scalar, which Cerebro draws and JSON does not know."""
     return value.item() if isinstance(value, np.generic) else value
