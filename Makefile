@@ -25,7 +25,7 @@ MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo test test-long test-modern test-spark4 lint format venv venv-modern clean
-.PHONY: integration integration-spark integration-hdfs integration-cerebro
+.PHONY: map integration integration-spark integration-hdfs integration-cerebro
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
 	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
+	@echo "make map       write the table of rooms into docs/architecture.md"
 	@echo "make format    let ruff rewrite what it can"
 	@echo "make integration   the three below, one after the other"
 	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
@@ -79,6 +80,10 @@ lint: $(STAMP)
 	@echo "ruff check" && $(BIN)/ruff check .
 	@echo "ruff format --check" && $(BIN)/ruff format --check .
 	@echo "mypy" && $(BIN)/mypy
+
+# The table of rooms in docs/architecture.md, from docs/rooms.toml.
+map: $(STAMP)
+	@$(BIN)/python -m tests.rooms --write
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -20,7 +20,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 PACKAGE = CHECKOUT / "cerebro_hydra"
 TABLE = CHECKOUT / "docs" / "rooms.toml"
 PAGE = CHECKOUT / "docs" / "architecture.md"
-WRITE = "python -m tests.rooms --write"
+WRITE = "make map"
 BEGIN = f"<!-- made from docs/rooms.toml by `{WRITE}` -->\n"
 END = "<!-- end of the table -->\n"
 
