@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Record = Mapping[str, Any]
 
 _LOGGER = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Is given every record of a run, in order, from one thread at a time."""
 

@@ -194,7 +194,7 @@ def test_arguments_that_mean_nothing(
         ("features", ["label"], r"feature_columns is 'features'; give a list: \['features'\]"),
         ([], ["label"], r"feature_columns is \[\]; give a list of column names"),
         (["features"], "label", r"label_columns is 'label'; give a list: \['label'\]"),
-        (["label"], ["label"], r"together names 'label' more than once"),
+        (["label"], ["label"], "'label' is in feature_columns and in label_columns"),
     ],
 )
 def test_columns_that_a_backend_can_not_take(
