@@ -1,4 +1,4 @@
-"""Bringing one state to this agent, shard by shard, from a peer or from the store."""
+"""Fetches one state to this agent, shard by shard, from a peer or from the store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HopMeter:
             )
 
     def take(self) -> Hop:
-        """What came since the last `take`, so that no byte is told twice."""
+        """Return what came since the last `take`, so that no byte is counted twice."""
         with self._lock:
             total, self._total = self._total, Hop(0, 0, 0.0)
             return total
@@ -59,7 +59,7 @@ class FetchRequest:
 
 @dataclass
 class Fetch:
-    """One state on its way here; runs on a thread of its own, its shards appear on the shelf.
+    """One state on its way here, on a thread of its own; its shards appear in the shard store.
 
     A fetch that fails retracts the state, which ends the waits for it; `error` says why.
     """

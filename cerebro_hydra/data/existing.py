@@ -213,9 +213,9 @@ def _folders(store: Store, spec: DataSpec) -> tuple[_Folder, list[_Folder]]:
     if spec.validation_column is not None:
         raise ConfigurationError(
             f"validation is {spec.validation!r}, a column's name, but existing files are read in "
-            "ranges of rows: put the validation rows into a folder of their own and give val_path, or "
-            f"prepare the data: backend.prepare_data(store, spark.read.parquet({paths.train!r}), "
-            f"validation={spec.validation!r}, ...)"
+            "ranges of rows: put the validation rows into a folder of their own and give "
+            "val_path, or prepare the data: backend.prepare_data(store, "
+            f"spark.read.parquet({paths.train!r}), validation={spec.validation!r}, ...)"
         )
     train = _Folder.open(paths.train, "train_path")
     if spec.validation is None or paths.val is None:

@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
 
@@ -51,16 +52,16 @@ class MLflowTracker:
 
     def on_record(self, record: Record) -> None:
         """Log what a record says of epochs and ends; a search may follow another."""
-        if record["kind"] == "start":
+        if isinstance(record, RunStarted):
             self._view, self._runs = RunView(), []
         self._view.apply(record)
-        match record["kind"]:
-            case "start":
+        match record:
+            case RunStarted():
                 self._start()
-            case "journal":
-                for instruction in record["instructions"]:
-                    self._instruction(instruction, round(1000 * record["time"]))
-            case "finish":
+            case Decision():
+                for instruction in record.instructions:
+                    self._instruction(instruction, round(1000 * record.time))
+            case RunEnded():
                 self._finish()
 
     def _start(self) -> None:
@@ -89,15 +90,16 @@ class MLflowTracker:
         self._client.log_batch(run.info.run_id, params=logged)
         return str(run.info.run_id)
 
-    def _instruction(self, instruction: dict[str, Any], now: int) -> None:
+    def _instruction(self, instruction: Instruction, now: int) -> None:
         from mlflow.entities import Metric
 
         match instruction:
-            case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
-                values = instruction["metrics"].items()
-                metrics = [Metric(allowed(name), value, now, epoch + 1) for name, value in values]
+            case EndEpoch(index, epoch, values):
+                metrics = [
+                    Metric(allowed(name), value, now, epoch + 1) for name, value in values.items()
+                ]
                 self._client.log_batch(self._runs[index], metrics=metrics)
-            case {"type": "FinishTrial", "trial": int(index)}:
+            case FinishTrial(index):
                 self._end(self._view.trials[index], now)
 
     def _end(self, trial: TrialView, now: int | None = None) -> None:

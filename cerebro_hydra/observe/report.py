@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template
 
 from cerebro_hydra import __version__
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Record, RunEnded
 from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.text import duration, metric_title, number, utf8
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline
@@ -39,7 +39,7 @@ class ReportWriter:
 
     def on_record(self, record: Record) -> None:
         """Write when the last record comes; the rest is read from the folder."""
-        if record["kind"] == "finish":
+        if isinstance(record, RunEnded):
             self.path = self._folder.write_file(REPORT_FILE, render(self._folder).encode())
 
 

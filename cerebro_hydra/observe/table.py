@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import OutputLine, Record, RunEnded, RunStarted
 from cerebro_hydra.observe.text import (
     add_parameter_columns,
     duration,
@@ -43,17 +43,17 @@ class LiveTable:
     def on_record(self, record: Record) -> None:
         """Take in one record, and redraw if the last frame is old enough."""
         self.view.apply(record)
-        match record["kind"]:
-            case "start":
+        match record:
+            case RunStarted():
                 self._tell_reader()
                 if self._console.width < _WIDTH_FOR_PARAMETERS:
                     self._tell_parameters()
                 # Frames are drawn by records, so that no other thread reads the view.
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
-            case "log":
+            case OutputLine():
                 self._console.print(Text(prefixed(record)))
-            case "finish":
+            case RunEnded():
                 self.close()
                 self._console.print(final_table(self.view))
                 self._console.print(summary(self.view), highlight=False)

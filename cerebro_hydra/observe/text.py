@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import OutputLine
 from cerebro_hydra.observe.view import RunView, TrialView
 
 STYLES = {
@@ -25,11 +25,11 @@ _ARROWS = {"min": "↓", "max": "↑"}
 _SPELT = {"min": "lower is better", "max": "higher is better"}
 
 
-def prefixed(record: Record) -> str:
-    """A line of a user's code with the trial, or else the worker, that it came from."""
-    trial = record["trial"]
-    source = f"worker-{record['worker']}" if trial is None else f"trial-{trial:03d}"
-    return f"[{source}] {record['line']}"
+def prefixed(output: OutputLine) -> str:
+    """Return a line of a user's code with the trial, or else the worker, that it came from."""
+    trial = output.trial
+    source = f"worker-{output.worker}" if trial is None else f"trial-{trial:03d}"
+    return f"[{source}] {output.line}"
 
 
 def utf8(text: str) -> str:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Decision, Record
 from cerebro_hydra.plan import events, instructions
-from cerebro_hydra.plan.codec import from_json
 
 AttemptOutcome = Literal["running", "done", "repeated", "failed", "cancelled", "lost"]
 
@@ -90,16 +89,16 @@ class Timeline:
     _lanes: dict[int, list[float]] = field(default_factory=dict)
 
     def apply(self, record: Record) -> None:
-        """Take in one record; all but those of the journal change nothing."""
-        if record.get("kind") != "journal":
+        """Take in one record; only decisions change anything."""
+        if not isinstance(record, Decision):
             return
-        now = float(record["time"])
+        now = record.time
         self.begin = self.begin or now
         # Clocks may be set back; bars never run backwards.
         self.end = now = max(now, self.end)
-        self._event(from_json(record["event"]), now)
-        for instruction in record["instructions"]:
-            self._instruction(from_json(instruction), now)
+        self._event(record.event, now)
+        for instruction in record.instructions:
+            self._instruction(instruction, now)
         for bar, _ in self._open.values():
             bar.end = now
 

@@ -1,4 +1,4 @@
-"""The state of a run as people see it: a pure fold over its records.
+"""Folds the records of a run into its state as people see it; a pure function.
 
 The live table, the plain lines and `SearchResult` all read this one fold, so that what scrolls by
 and what is returned cannot differ. It knows no clock but the times in the records.
@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Decision, Progress, Record, RunEnded, RunStarted
 from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.plan import events, instructions
-from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.outcome import best_epoch
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -110,19 +109,19 @@ class RunView:
 
     def apply(self, record: Record) -> None:
         """Take in one record; a kind that it has no use for changes nothing."""
-        match record.get("kind"):
-            case "start":
-                self._start(RunDocument.from_json(record["document"]))
-            case "journal":
-                self._event(from_json(record["event"]))
-                for instruction in record["instructions"]:
-                    self._instruction(from_json(instruction))
-            case "progress":
-                trial = self.trials[record["trial"]]
-                if trial.status == "training" and trial.worker == record["worker"]:
-                    trial.loss = record["loss"]
-            case "finish":
-                self.seconds = record["seconds"]
+        match record:
+            case RunStarted():
+                self._start(record.document)
+            case Decision():
+                self._event(record.event)
+                for instruction in record.instructions:
+                    self._instruction(instruction)
+            case Progress():
+                trial = self.trials[record.trial]
+                if trial.status == "training" and trial.worker == record.worker:
+                    trial.loss = record.loss
+            case RunEnded():
+                self.seconds = record.seconds
 
     def eta(self, trial: TrialView) -> float | None:
         """Seconds until a trial ends at the pace seen so far, or None before any was seen.

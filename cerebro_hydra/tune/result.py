@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.observe import Observer, records_of
+from cerebro_hydra.observe import Observer, RunStarted, records_of
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.storage import RunFolder
@@ -122,10 +122,10 @@ class SearchResult:
 
         Trials that could not be built are no part of it.
         """
-        here = {"store": self._folder.store.to_dict(), "run_id": self._folder.run_id}
+        store, run_id = self._folder.store.to_dict(), self._folder.run_id
         for record in records_of(self._folder):
-            if record["kind"] == "start":  # the folder may have been moved since
-                record = {**record, "document": {**record["document"], **here}}
+            if isinstance(record, RunStarted):  # the folder may have been moved since
+                record = RunStarted(replace(record.document, store=store, run_id=run_id))
             observer.on_record(record)
 
     @property
