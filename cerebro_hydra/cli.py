@@ -105,11 +105,11 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cerebro_hydra.tune.verdicts import print_verdicts
+    from cerebro_hydra.tune.replays import print_replays
 
     # A factory is found as `python -m` would find it, from the folder that one stands in.
     sys.path.insert(0, os.getcwd())
-    identical = print_verdicts(
+    identical = print_replays(
         Console(), arguments.run, trial_id=arguments.trial, factory=arguments.factory
     )
     return 0 if identical else 1

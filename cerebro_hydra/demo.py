@@ -180,14 +180,14 @@ class _Demo:
         return enough
 
     def _prove(self, result: SearchResult) -> bool:
-        from cerebro_hydra.tune.verdicts import print_verdicts
+        from cerebro_hydra.tune.replays import print_replays
 
         self._say(
             "Now each trial trains again in plain PyTorch, in one process, without shards or hops, "
             "along the partitions that it visited. Parameters, optimizer state and metrics must "
             "agree in every bit:"
         )
-        return print_verdicts(self._console, result.run_path)
+        return print_replays(self._console, result.run_path)
 
     def _title(self, text: str) -> None:
         self._console.print()

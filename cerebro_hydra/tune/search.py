@@ -1,4 +1,4 @@
-"""What all searches share: checking the arguments, admitting trials, running them."""
+"""The base of all searches: checks the arguments, admits trials, runs them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cerebro_hydra.replay import factories
 from cerebro_hydra.storage import RunFolder, Store, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
+from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.samples import Samples
 from cerebro_hydra.tune.space import check_space
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Search(ABC):
 
     @abstractmethod
     def candidates(self) -> list[dict[str, Any]]:
-        """The parameters of every trial, in order."""
+        """Return the parameters of every trial, in order."""
 
     def fit(self, df: DataFrame) -> SearchResult:
         """Train every candidate on `df`.
@@ -140,8 +140,8 @@ class Search(ABC):
     def fit_on_prepared_data(self, prepared: Manifest | None = None) -> SearchResult:
         """Train every candidate on data that is there already.
 
-        That is what `backend.prepare_data` has written to the store; or the Parquet files of the
-        store's `train_path` and `val_path`, or of Cerebro in its folder, which are read as they
+        The data is what `backend.prepare_data` has written to the store; or the Parquet files of
+        the store's `train_path` and `val_path`, or of Cerebro in its folder, which are read as they
         lie: their validation rows are those of `val_path`, else the share `validation` of all rows.
         Prepared data keeps the rows that it holds out, whatever share or seed this search has.
 
@@ -183,10 +183,10 @@ class Search(ABC):
         return result
 
     def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
-        samples = Samples(manifest, self.store, self._columns())
+        examples = ExampleBatches(manifest, self.store, self._columns())
         report = print if self.verbose else _nothing
         admission = Admission(
-            self.estimator_gen_fn, self._columns(), samples, folder, self.seed, report
+            self.estimator_gen_fn, self._columns(), examples, folder, self.seed, report
         )
         return admission.admit(self.candidates(), self.evaluation_metric)
 
@@ -257,16 +257,16 @@ def _nothing(line: str) -> None:
 
 
 def _new_run_id() -> str:
-    """Sorts by time, and two runs of one second differ."""
+    """Return an id that sorts by time, and differs for two runs of one second."""
     now = datetime.datetime.now(datetime.UTC)
     return f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
 def whole(name: str, value: Any, least: int) -> int:
-    """The value of an argument that is a whole number.
+    """Return the value of an argument, which must be a whole number.
 
     Raises:
-        ConfigurationError: it is none, or below `least`.
+        ConfigurationError: it is something else, or below `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}; it is a whole number from {least}")
@@ -286,7 +286,7 @@ def _checked_metric(metric: Any, validation: Any) -> str:
 
 
 def _all_failed(run_path: str, errors: Sequence[str]) -> AllTrialsFailed:
-    """Says each different reason once, with the number of trials that it ended."""
+    """Return the error that gives each reason once, with the number of trials that it ended."""
     reasons = {error: errors.count(error) for error in errors}
     stories = "\n\n".join(f"{count} of {len(errors)}: {e.strip()}" for e, count in reasons.items())
     return AllTrialsFailed(
