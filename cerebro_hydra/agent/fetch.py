@@ -22,7 +22,7 @@ Connect = Callable[[str], ShardClient]
 
 TRIES = 3
 RETRY_SECONDS = 1.0
-"""Between tries; together they outlast the time in which a dead owner is noticed."""
+"""Seconds between tries; together the tries outlast the time in which a dead owner is noticed."""
 
 
 class HopMeter:
@@ -81,7 +81,7 @@ class Fetch:
         return self
 
     def cancel(self) -> None:
-        """End it; the shards that are here already stay until the state is dropped."""
+        """End the fetch; shards that are here already stay until the state is dropped."""
         self._cancelled.set()
         if self._client is not None:
             self._client.cancel()

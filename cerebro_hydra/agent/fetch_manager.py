@@ -16,8 +16,8 @@ class FetchManager:
     """Starts and ends fetches. Thread-safe.
 
     Args:
-        incarnation: this agent; its own states need no fetch.
-        on_whole: called with (trial, visit) when a fetched state is here whole.
+        incarnation: this agent, whose own states need no fetch.
+        on_whole: called with (trial, visit) when all of a fetched state is here.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ _trial: int | None = None  # one task at a time: the main thread's trial is the 
 
 @contextmanager
 def current_trial(trial: int) -> Iterator[None]:
-    """Attribute what is printed and logged meanwhile to a trial."""
+    """Attribute whatever the body prints and logs to a trial."""
     global _trial
     _trial = trial
     try:
@@ -66,12 +66,12 @@ class _Handler(logging.Handler):
             for line in self.format(record).splitlines():
                 self._send(_message("log", line))
         except Exception:
-            self.handleError(record)  # as logging does: a bad call is shown, and harms nothing
+            self.handleError(record)  # as every handler does: a bad call is shown, not raised
 
 
 @contextmanager
 def forwarded(send: Send) -> Iterator[None]:
-    """Send what this process prints and logs, instead of writing it to the executor's files."""
+    """Send what this process prints and logs, in place of writing it to the executor's files."""
     streams = sys.stdout, sys.stderr
     handler = _Handler(send)
     sys.stdout, sys.stderr = LineStream("stdout", send), LineStream("stderr", send)

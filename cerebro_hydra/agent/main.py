@@ -1,4 +1,4 @@
-"""The life of one agent: decode its partitions, join, carry out instructions, leave."""
+"""The life of one agent: dial, decode its partitions, join, carry out instructions, leave."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _decode(
 
 
 class _Agent:
-    """Wires the rooms together; instructions come on the wire's thread, tasks run on the main."""
+    """Connects the parts of an agent; instructions come on the wire's thread, tasks run on main."""
 
     def __init__(self, spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -> None:
         torch.set_num_threads(spec.document.threads)
@@ -149,7 +149,7 @@ class _Agent:
         return self._shard_store.wait(key.trial, key.visit, key.shard)
 
     def _fail(self, error: Exception) -> None:
-        """End the run, not only this agent: a new one would meet the same."""
+        """End the run, because a new agent in this one's place would meet the same error."""
         self._report_fatal(error, str(error))
         self._stopping.set()
         self._ready.set()

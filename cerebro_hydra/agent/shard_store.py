@@ -102,7 +102,7 @@ class ShardStore:
                 self._changed.wait()
 
     def wake(self) -> None:
-        """Let every `wait` look again whether it should give up."""
+        """Let every `wait` check again whether it should give up."""
         with self._changed:
             self._changed.notify_all()
 
@@ -128,7 +128,7 @@ class ShardStore:
             return dict(self._segments)
 
     def withdraw(self, trial: int, visit: int) -> None:
-        """Forget a state; trainable segments that no other state names go with it."""
+        """Forget a state, with the trainable segments that no other state names."""
         with self._changed:
             state = self._states.pop((trial, visit), None)
             if state is None:

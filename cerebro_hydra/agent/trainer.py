@@ -32,7 +32,7 @@ class Trainer:
     """Trains and evaluates; the states that it reads and publishes are in the shard store.
 
     Args:
-        incarnation: this agent.
+        incarnation: names this agent.
         report: takes an event for the coordinator.
         send: takes a message of progress for it.
     """
@@ -67,7 +67,7 @@ class Trainer:
         self._shard_store.wake()
 
     def stop(self) -> None:
-        """Take everything back: the run is over; called from any thread."""
+        """Take every attempt back, because the run is over; called from any thread."""
         self._stopped = True
         self._shard_store.wake()
 
@@ -80,7 +80,7 @@ class Trainer:
         )
 
     def perform(self, task: Task, uri: str | None) -> None:
-        """Do one task and report how it ended; never raises for what a trial did."""
+        """Do one task and report how it ended; errors of a trial never raise here."""
         with current_trial(task.trial):
             try:
                 self._check_cancelled(task.attempt)

@@ -1,4 +1,4 @@
-"""The shell around `plan.hop_state`: turns messages into events and instructions into messages."""
+"""The coordinator: gives events to `plan.hop_state`, and its instructions to agents."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FATAL = {kind.__name__: kind for kind in (DataError, StoreError)}
 """Errors of an agent that any other agent in its place would meet too."""
 
 MOST_LOSSES = 8
-"""Agents of one worker that may be lost in a row; no launcher counts those that hang."""
+"""How many agents a worker may lose in a row; no launcher counts those that hang."""
 
 STOP_SECONDS = 20.0
 """How long agents may take to end by themselves after the run is over."""
@@ -89,16 +89,16 @@ _Item = Event | AgentInfo | _Message | _JobEnded
 class Coordinator:
     """Runs all trials of a document to their end.
 
-    One thread, the caller's, takes every decision: callbacks of the wire only fill its queue. A
-    decision is journalled before it is carried out.
+    The caller's thread takes every decision; callbacks of the wire only fill its queue. A decision
+    is journalled before it is carried out.
 
     Args:
         folder: the run's files; its journal must not exist yet.
-        document: what is to be run.
+        document: the run.
         launcher: starts the agents and replaces dead ones.
         factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
         manifest: the run's data.
-        observers: see every record, in order.
+        observers: are given every record, in order.
         join_timeout: seconds without any progress that missing workers may take to come.
         merge_metrics: called with a trial and the states of its custom metrics, by name, one dict
             per validation partition; returns a value per name. It runs on the caller's thread, and

@@ -1,4 +1,4 @@
-"""The journal of a run: numbered immutable segments, and the state that is their fold."""
+"""The journal of a run: numbered immutable segments, which fold to its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cerebro_hydra.storage.run_folder import RunFolder
 
 
 class Journal:
-    """Writes what was decided, before it is done.
+    """Writes decisions before they are carried out.
 
     The first line of segment 0 is the run's configuration, every further line one event with the
     instructions that it led to. A segment is written whole or not at all, and never changes.
@@ -52,7 +52,7 @@ def read(folder: RunFolder) -> tuple[HopConfig, list[dict[str, Any]]]:
     """Return the configuration and all records of a run.
 
     Raises:
-        JournalError: the journal is empty, has a gap or holds something else.
+        JournalError: the journal is empty, has a gap or does not begin with a configuration.
     """
     lines = [line for segment in folder.read_segments() for line in segment]
     if not lines or "config" not in lines[0]:

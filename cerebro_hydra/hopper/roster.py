@@ -1,4 +1,4 @@
-"""Which agents have joined: all by incarnation, and the live one of each worker."""
+"""The agents that have joined: all by incarnation, and the live one of each worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cerebro_hydra.hopper.agent_spec import AgentInfo
 
 
 class Roster:
-    """Every agent that ever joined; addresses of the dead stay, for messages under way."""
+    """Keeps every agent that ever joined; messages under way may need addresses of the dead."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers

@@ -1,4 +1,4 @@
-"""A run as plain lines: one per ended epoch of a trial, for logs, files and pipes."""
+"""Shows a run as plain lines, one per ended epoch of a trial, for logs, files and pipes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOGGER = logging.getLogger("cerebro_hydra.trials")
 
 
 class LogLines:
-    """Sends what the users' code printed or logged to Python's logging, and nothing else."""
+    """Sends what the user's code printed or logged to Python's logging, and nothing else."""
 
     def on_record(self, record: Record) -> None:
         """Log one line under `cerebro_hydra.trials`."""
@@ -31,7 +31,7 @@ class LogLines:
             _LOGGER.info("%s", prefixed(record))
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: plain lines hold no screen."""
 
 
 class PlainLines:
@@ -56,12 +56,12 @@ class PlainLines:
             case OutputLine():
                 self._print(prefixed(record))
             case RunEnded():
-                # What is no terminal has no width of its own, and files are read in wide windows.
+                # A pipe or file has no width of its own, and files are read in wide windows.
                 self._console.print(final_table(self.view), width=max(self._console.width, 120))
                 self._print(summary(self.view))
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: plain lines hold no screen."""
 
     def _tell_start(self) -> None:
         document = self.view.document

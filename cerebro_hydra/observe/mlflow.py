@@ -1,4 +1,4 @@
-"""A run in MLflow: a parent run for the search, and below it one per trial."""
+"""Logs a run to MLflow: a parent run for the search, and below it one run per trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
 
 LONGEST_PARAM = 6000
-"""Characters that MLflow takes for a parameter."""
+"""The most characters that MLflow takes for a parameter."""
 
 LONGEST_NAME = 250
 
@@ -24,13 +24,13 @@ ENDS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
 class MLflowTracker:
-    """An observer that logs parameters, metrics by epoch, how trials end, and the report.
+    """Logs parameters, metrics by epoch, how trials end, and the report; an observer.
 
-    Your own active MLflow run, if there is one, is left alone. What MLflow does not take in the
-    name of a parameter or metric becomes "_".
+    Your own active MLflow run, if there is one, is left alone. Characters that MLflow refuses in
+    the name of a parameter or metric become "_".
 
     Args:
-        experiment: its name; made if there is none.
+        experiment: name of the experiment, which is created if it does not exist.
         tracking_uri: where MLflow keeps runs; None takes MLflow's own setting.
 
     Raises:
@@ -51,7 +51,7 @@ class MLflowTracker:
         self._runs: list[str] = []
 
     def on_record(self, record: Record) -> None:
-        """Log what a record says of epochs and ends; a search may follow another."""
+        """Log the epochs and ends that a record tells of; another search may follow."""
         if isinstance(record, RunStarted):
             self._view, self._runs = RunView(), []
         self._view.apply(record)
@@ -129,9 +129,9 @@ class MLflowTracker:
 
 
 def allowed(name: str) -> str:
-    """The name of a parameter or metric with "_" for what MLflow refuses in one."""
+    """Return the name of a parameter or metric with "_" for what MLflow refuses."""
     name = re.sub(r"[^\w\-. :/]", "_", name)[:LONGEST_NAME]
-    # MLflow's names may be paths, of one spelling only, and below a folder.
+    # MLflow takes names that are normalised relative paths.
     if posixpath.normpath(name) != name or name.startswith((".", "/")):
         name = name.replace("/", "_").lstrip(".") or "_"
     return name

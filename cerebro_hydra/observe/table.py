@@ -1,4 +1,4 @@
-"""A run as a table that redraws itself, on a terminal."""
+"""Shows a run as a table that redraws itself, on a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WIDTH_FOR_PARAMETERS = 100
 
 
 class LiveTable:
-    """Shows every trial as it goes; lines of the users' code scroll by above the table."""
+    """Shows where every trial is; what the user's code prints scrolls by above the table."""
 
     def __init__(self, console: Console) -> None:
         """Draw on `console`."""
@@ -79,9 +79,9 @@ class LiveTable:
 
 
 def frame(view: RunView, width: int) -> Group:
-    """The table as it stands, with what the hops have cost so far.
+    """Return the table as it stands, with what the hops have cost so far.
 
-    A narrow one (width in characters) has no room for the parameters.
+    A narrow table (`width` in characters) has no room for the parameters.
     """
     assert view.document is not None
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""A run in TensorBoard: one of its runs per trial, with parameters and a point per epoch."""
+"""Logs a run to TensorBoard: a run there per trial, with parameters and a point per epoch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, 
 
 
 class TensorBoardTracker:
-    """An observer that writes `<log_dir>/<run id>/<trial id>`, as the run goes on.
+    """Writes `<log_dir>/<run id>/<trial id>` as the run goes on; an observer.
 
     Args:
-        log_dir: what `tensorboard --logdir` is given.
+        log_dir: the folder to give to `tensorboard --logdir`.
 
     Raises:
         SetupError: tensorboard is not installed.
@@ -36,9 +36,9 @@ class TensorBoardTracker:
         self._writers: list[Any] = []
 
     def on_record(self, record: Record) -> None:
-        """Write what a record says of epochs and ends; with the last one, close all files.
+        """Write the epochs and ends that a record tells of; close all files with the last record.
 
-        A search may follow another.
+        Another search may follow.
         """
         if isinstance(record, RunStarted):
             self._view, self._writers = RunView(), []
@@ -91,7 +91,7 @@ class TensorBoardTracker:
 
 
 def _session_end(status: str, now: float) -> Any:
-    """How the table of parameters shows an end; tensorboard's own helper asks for tensorflow."""
+    """Return the summary of a trial's end; tensorboard's own helper asks for tensorflow."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 

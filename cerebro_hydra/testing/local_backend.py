@@ -1,4 +1,4 @@
-"""A backend without Spark: arrays for a DataFrame, processes for executors."""
+"""A backend without Spark, with arrays for a DataFrame and processes for executors."""
 
 from __future__ import annotations
 

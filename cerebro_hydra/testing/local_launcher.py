@@ -1,4 +1,4 @@
-"""Agents as plain local processes: real processes, sockets and kills, no Java."""
+"""Starts agents as plain local processes: real processes, sockets and kills, without Java."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission", "torch.ex
 
 
 class LocalLauncher:
-    """Starts each agent as a process, and a dead one again, as Spark does.
+    """Starts each agent as a process, and starts a dead one again, as Spark does.
 
     Agents are forked from a process that has loaded torch, like those of Spark's daemon; the first
-    launcher starts it, and it serves all later ones. The factory travels by name: it is a module's
-    function, or a `functools.partial` of one.
+    launcher starts that process, and it serves all later ones. The factory travels by name: it is a
+    module's function, or a `functools.partial` of one.
 
     Args:
         num_workers: how many agents.
         max_failures: deaths of one worker after which the launcher gives up.
-        preloaded: modules that the forked process loads too.
+        preloaded: modules that this process loads too.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ def test_what_is_drawn_is_what_happened(page: Page, result: SearchResult) -> Non
     assert [absence["worker"] for absence in page.data["absences"]] == [1]
     assert "failed" in {task["outcome"] for task in page.data["tasks"]}
     for task in page.data["tasks"]:
-        assert 0 <= task["told"] <= task["start"] <= task["end"] <= page.data["seconds"]
+        assert 0 <= task["assigned"] <= task["start"] <= task["end"] <= page.data["seconds"]
 
 
 def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path: Path) -> None:
