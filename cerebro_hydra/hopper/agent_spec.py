@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.run_document import RunDocument
 
@@ -99,6 +100,19 @@ class AgentInfo:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, doc: Mapping[str, Any]) -> AgentInfo:
-        """Return the agent that `to_json` described."""
-        return cls(**{**doc, "gpus": tuple(doc["gpus"])})
+    def of_hello(cls, hello: Mapping[str, Any], num_workers: int) -> AgentInfo:
+        """Return the agent that `to_json` described.
+
+        Raises:
+            ConfigurationError: the hello is not one of this version, or of no worker of this run.
+        """
+        try:
+            info = cls(**{**hello, "gpus": tuple(hello["gpus"])})
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"the agent's hello can't be read: {error}; run the same version on driver and "
+                "workers"
+            ) from error
+        if info.worker not in range(num_workers):
+            raise ConfigurationError(f"worker {info.worker} is not one of 0..{num_workers - 1}")
+        return info

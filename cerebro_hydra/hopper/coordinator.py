@@ -190,7 +190,7 @@ class Coordinator:
     # ------------------------------------------------------------------ callbacks of the wire
 
     def _on_hello(self, hello: dict[str, Any]) -> None:
-        self._inbox.put(AgentInfo.from_json(hello))
+        self._inbox.put(AgentInfo.of_hello(hello, self._roster.num_workers))
 
     def _on_message(self, incarnation: str, message: dict[str, Any]) -> None:
         if "event" in message:

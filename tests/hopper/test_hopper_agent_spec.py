@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.storage import LocalStore
 from tests.hopper.test_hopper_coordinator import document, manifest
+
+INFO = AgentInfo("abc", 1, 7, "grpc://there:2", "there", 42, ("0", "3"), {"threads": 1})
 
 
 def spec() -> AgentSpec:
@@ -20,8 +24,21 @@ def spec() -> AgentSpec:
 
 def test_a_spec_and_an_introduction_come_back_from_json_as_they_were() -> None:
     assert AgentSpec.from_json(json.loads(json.dumps(spec().to_json()))) == spec()
-    info = AgentInfo("abc", 1, 7, "grpc://there:2", "there", 42, ("0", "3"), {"threads": 1})
-    assert AgentInfo.from_json(json.loads(json.dumps(info.to_json()))) == info
+    assert AgentInfo.of_hello(json.loads(json.dumps(INFO.to_json())), 2) == INFO
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"worker": 2}, r"worker 2 is not one of 0\.\.1"),
+        ({"worker": "1"}, r"worker 1 is not one of 0\.\.1"),
+        ({"gpus": None}, "the agent's hello can't be read: .*run the same version"),
+        ({"extra": 1}, "the agent's hello can't be read: .*'extra'.*run the same version"),
+    ],
+)
+def test_a_hello_of_another_run_or_version_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        AgentInfo.of_hello({**INFO.to_json(), **changes}, 2)
 
 
 def test_each_partition_is_one_workers_own() -> None:
