@@ -237,7 +237,7 @@ class Trainer:
         name = task.trial, task.source.visit
 
         def given_up() -> bool:
-            # What was asked for is here or on its way; if it is neither, its fetch has failed.
+            # The state was requested, so it is here or on its way unless its fetch has failed.
             return self._is_cancelled(task.attempt) or not self._shard_store.knows(*name)
 
         return self._shard_store.wait(*name, number, given_up)

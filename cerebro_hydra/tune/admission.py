@@ -56,7 +56,7 @@ class Admitted:
 @contextlib.contextmanager
 def loading_exporter() -> Iterator[None]:
     """Load what the first cut takes longest to load, while the body waits for something else."""
-    # Joined at the end: two threads in the middle of one circular import see half a module.
+    # Joined before anything is cut: two threads inside one circular import see half a module.
     loading = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
     loading.start()
     try:

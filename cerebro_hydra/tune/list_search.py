@@ -21,7 +21,7 @@ class ListSearch(Search):
     """
 
     def __init__(self, *, candidates: Sequence[Mapping[str, Any]], **arguments: Any) -> None:
-        # The space is the number of the candidate.
+        # A space of one parameter, the number of the candidate.
         super().__init__(search_space={"candidate": hp_choice(range(len(candidates)))}, **arguments)
         self._candidates = [dict(candidate) for candidate in candidates]
 
