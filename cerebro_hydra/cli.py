@@ -12,7 +12,7 @@ from cerebro_hydra.errors import CerebroHydraError, StoreError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return what the shell gets: 0 well, 1 not well, 2 used wrongly."""
+    """Run one command; return its exit status: 0 for success, 1 for failure, 2 for wrong use."""
     arguments = _parser().parse_args(argv)
     # Heavy imports are in the commands, so that --help and mistakes answer at once.
     try:
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         "replay", help="train trials again in plain PyTorch and compare every bit"
     )
     replay.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
-    replay.add_argument("--trial", metavar="ID", help="such as trial-000; default: all")
+    replay.add_argument("--trial", metavar="ID", help="for example trial-000; default: all")
     replay.add_argument(
         "--factory", metavar="MODULE:NAME", help="estimator_gen_fn, if the run did not record it"
     )
@@ -105,11 +105,11 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cerebro_hydra.tune.verdicts import print_verdicts
+    from cerebro_hydra.tune.replays import print_replays
 
-    # A factory is found as `python -m` would find it, from the folder that one stands in.
+    # A factory is found as `python -m` would find it: from the current folder.
     sys.path.insert(0, os.getcwd())
-    identical = print_verdicts(
+    identical = print_replays(
         Console(), arguments.run, trial_id=arguments.trial, factory=arguments.factory
     )
     return 0 if identical else 1

@@ -1,4 +1,4 @@
-"""The demo: eight models over scikit-learn's digits in Spark, then the proof by replay.
+"""The demo trains eight models over scikit-learn's digits in Spark, then replays each.
 
 Each trial is Hydra's own check workload, a feed-forward network of 1.2 million parameters, cut into
 three shards that hop between two workers.
@@ -32,7 +32,7 @@ LEAST_ACCURACY = 0.95
 
 
 def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
-    """64 pixels, two hidden layers of 1060 units, 10 digits; the first layer may be frozen."""
+    """Build a net of 64 pixels, two hidden layers of 1060 units, 10 digits."""
     import torch
     from torch import nn
 
@@ -55,7 +55,7 @@ def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
 
 
 def halved_each_epoch(optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
-    """A learning rate that falls a little in every step."""
+    """Let the learning rate fall a little in every step, to half in an epoch."""
     from torch.optim.lr_scheduler import ExponentialLR
 
     return ExponentialLR(optimizer, gamma=0.5 ** (1 / steps_per_epoch))
@@ -89,7 +89,7 @@ def run(epochs: int = 5, workers: int = 2, keep: str | None = None) -> int:
 
 
 class _Demo:
-    """The demo as five scenes."""
+    """Plays the demo in five scenes."""
 
     def __init__(self, console: Console, folder: str, epochs: int, workers: int) -> None:
         self._console = console
@@ -98,7 +98,7 @@ class _Demo:
         self._workers = workers
 
     def play(self) -> bool:
-        """Show all; return whether what had to be shown was true."""
+        """Play all scenes; return whether the winner is good and every replay identical."""
         import cerebro_hydra
 
         self._say(
@@ -180,14 +180,14 @@ class _Demo:
         return enough
 
     def _prove(self, result: SearchResult) -> bool:
-        from cerebro_hydra.tune.verdicts import print_verdicts
+        from cerebro_hydra.tune.replays import print_replays
 
         self._say(
             "Now each trial trains again in plain PyTorch, in one process, without shards or hops, "
             "along the partitions that it visited. Parameters, optimizer state and metrics must "
             "agree in every bit:"
         )
-        return print_verdicts(self._console, result.run_path)
+        return print_replays(self._console, result.run_path)
 
     def _title(self, text: str) -> None:
         self._console.print()
@@ -198,7 +198,7 @@ class _Demo:
 
 
 def digits(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
-    """Scikit-learn's digits as (train, held-out) DataFrames, split by a fixed seed.
+    """Return scikit-learn's digits as (train, held-out) DataFrames, split by a fixed seed.
 
     Columns: `features`, 64 pixels from 0 to 1, and `label`, the digit.
 
@@ -226,7 +226,7 @@ def digits(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
 
 
 def accuracy_of(predicted: DataFrame) -> float:
-    """Share of rows whose largest of ten outputs in `prediction` is that of `label`."""
+    """Return the share of rows whose largest output in `prediction` is that of `label`."""
     rows = predicted.select("label", "prediction").collect()
     hits = sum(row.prediction.index(max(row.prediction)) == row.label for row in rows)
     return hits / len(rows)

@@ -1,1 +1,1 @@
-"""Who trains: the process in a worker, a thin shell around data, wire and shards."""
+"""The agent, the process that trains in a worker: a thin shell around data, wire and shards."""

@@ -1,4 +1,4 @@
-"""Writing a whole state to the run folder, by digest, beside training."""
+"""Writes a whole state to the run folder, by digest, while training goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def write_checkpoint(
     """Write the segments that the folder lacks, then the document that names them all.
 
     Raises:
-        TransferError: the state is not here whole.
+        TransferError: some of the state is not on this agent.
     """
     entries = []
     for number in range(shards):

@@ -1,4 +1,4 @@
-"""Bringing one state to this agent, shard by shard, from a peer or from the store."""
+"""Fetches one state to this agent, shard by shard, from a peer or from the store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Connect = Callable[[str], ShardClient]
 
 TRIES = 3
 RETRY_SECONDS = 1.0
-"""Between tries; together they outlast the time in which a dead owner is noticed."""
+"""Seconds between tries; together the tries outlast the time in which a dead owner is noticed."""
 
 
 class HopMeter:
@@ -40,7 +40,7 @@ class HopMeter:
             )
 
     def take(self) -> Hop:
-        """What came since the last `take`, so that no byte is told twice."""
+        """Return what came since the last `take`, so that no byte is counted twice."""
         with self._lock:
             total, self._total = self._total, Hop(0, 0, 0.0)
             return total
@@ -59,7 +59,7 @@ class FetchRequest:
 
 @dataclass
 class Fetch:
-    """One state on its way here; runs on a thread of its own, its shards appear on the shelf.
+    """One state on its way here, on a thread of its own; its shards appear in the shard store.
 
     A fetch that fails retracts the state, which ends the waits for it; `error` says why.
     """
@@ -81,7 +81,7 @@ class Fetch:
         return self
 
     def cancel(self) -> None:
-        """End it; the shards that are here already stay until the state is dropped."""
+        """End the fetch; shards that are here already stay until the state is dropped."""
         self._cancelled.set()
         if self._client is not None:
             self._client.cancel()

@@ -1,4 +1,4 @@
-"""States on their way to this agent: started once each, whoever asks first."""
+"""Fetches of states to this agent: one for each state, whoever asks first."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class FetchManager:
     """Starts and ends fetches. Thread-safe.
 
     Args:
-        incarnation: this agent; its own states need no fetch.
-        on_whole: called with (trial, visit) when a fetched state is here whole.
+        incarnation: this agent, whose own states need no fetch.
+        on_whole: called with (trial, visit) when all of a fetched state is here.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class FetchManager:
         self._fetches: dict[tuple[int, int], Fetch] = {}
         self._meters: dict[int, HopMeter] = defaultdict(HopMeter)
 
-    def bring(self, request: FetchRequest) -> None:
-        """See to it that a state comes here, unless it is here, on its way, or made here."""
+    def fetch(self, request: FetchRequest) -> None:
+        """Start fetching a state, unless it is here, on its way, or made here."""
         key = (request.trial, request.visit)
         with self._lock:
             if request.incarnation == self._incarnation or self._shard_store.whole(*key):
@@ -59,13 +59,13 @@ class FetchManager:
             ).start()
 
     def error(self, trial: int, visit: int) -> str | None:
-        """Why a state could not be brought, if so."""
+        """Return why a state could not be fetched; None if nothing went wrong."""
         with self._lock:
             fetch = self._fetches.get((trial, visit))
             return None if fetch is None else fetch.error
 
     def take_hop(self, trial: int) -> Hop:
-        """What was moved for a trial since this was last asked."""
+        """Return what was moved for a trial since the last call."""
         with self._lock:
             return self._meters[trial].take()
 

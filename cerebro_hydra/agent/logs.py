@@ -1,4 +1,4 @@
-"""What a user's code prints or logs in an agent, line by line, with its trial."""
+"""Forwards what a user's code prints or logs in an agent, line by line, with its trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _trial: int | None = None  # one task at a time: the main thread's trial is the 
 
 @contextmanager
 def current_trial(trial: int) -> Iterator[None]:
-    """Attribute what is printed and logged meanwhile to a trial."""
+    """Attribute whatever the body prints and logs to a trial."""
     global _trial
     _trial = trial
     try:
@@ -27,8 +27,8 @@ def current_trial(trial: int) -> Iterator[None]:
         _trial = None
 
 
-def _record(stream: str, line: str) -> dict[str, Any]:
-    return {"kind": "log", "trial": _trial, "stream": stream, "line": line}
+def _message(stream: str, line: str) -> dict[str, Any]:
+    return {"output": {"trial": _trial, "stream": stream, "line": line}}
 
 
 class LineStream(io.TextIOBase):
@@ -46,13 +46,13 @@ class LineStream(io.TextIOBase):
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            self._send(_record(self._name, line))
+            self._send(_message(self._name, line))
         return len(text)
 
     def flush(self) -> None:
         if self._rest:
             rest, self._rest = self._rest, ""
-            self._send(_record(self._name, rest))
+            self._send(_message(self._name, rest))
 
 
 class _Handler(logging.Handler):
@@ -64,14 +64,14 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             for line in self.format(record).splitlines():
-                self._send(_record("log", line))
+                self._send(_message("log", line))
         except Exception:
-            self.handleError(record)  # as logging does: a bad call is shown, and harms nothing
+            self.handleError(record)  # as every handler does: a bad call is shown, not raised
 
 
 @contextmanager
 def forwarded(send: Send) -> Iterator[None]:
-    """Send what this process prints and logs, instead of writing it to the executor's files."""
+    """Send what this process prints and logs, in place of writing it to the executor's files."""
     streams = sys.stdout, sys.stderr
     handler = _Handler(send)
     sys.stdout, sys.stderr = LineStream("stdout", send), LineStream("stderr", send)

@@ -1,18 +1,14 @@
-"""The life of one agent: decode its partitions, join, carry out instructions, leave."""
+"""The life of one agent: dial, decode its partitions, join, carry out instructions, leave."""
 
 from __future__ import annotations
 
 import os
-import platform
 import queue
-import shutil
 import socket
-import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +23,7 @@ from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.instructions import (
@@ -41,8 +38,6 @@ from cerebro_hydra.plan.instructions import (
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import Store
-from cerebro_hydra.storage.run_document import RunDocument
-from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.address import own_host
 from cerebro_hydra.wire.control import ControlClient
 from cerebro_hydra.wire.messages import ShardKey
@@ -52,17 +47,14 @@ from cerebro_hydra.wire.shard_server import ShardServer
 Partitions = dict[int, CachedPartition]
 
 
-def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) -> None:
+def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -> None:
     """Be the agent of one worker until the coordinator says stop.
 
     The process ends itself (`os._exit`) when its parent or the coordinator is gone.
 
     Args:
-        worker: slot number; partitions p with p % num_workers == worker are its own.
-        spec: JSON of the coordinator: where it is, the secret, the store, the run, the data. The
-            launcher may add the folder for scratch, the address to listen on (`host`; else the one
-            that leads to the driver), the addresses of its GPUs, and its name for this start
-            (`task`).
+        spec: the run, as every agent is told of it.
+        start: what the launcher knows of this start.
         factory: the user's `estimator_gen_fn`.
 
     Raises:
@@ -70,23 +62,9 @@ def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) ->
     """
     released = watchdog.watch_parent()
     try:
-        with _scratch(spec) as scratch:
-            _Agent(worker, spec, factory, scratch).run()
+        _Agent(spec, start, factory).run()
     finally:
         released.set()
-
-
-@contextmanager
-def _scratch(spec: dict[str, Any]) -> Iterator[str]:
-    """The launcher's folder, which outlives this process, or one of our own."""
-    if spec.get("scratch") is not None:
-        yield spec["scratch"]
-        return
-    folder = tempfile.mkdtemp(prefix="cerebro-hydra-")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _decode(
@@ -101,53 +79,49 @@ def _decode(
 
 
 class _Agent:
-    """Wires the rooms together; instructions come on the wire's thread, tasks run on the main."""
+    """Connects the parts of an agent; instructions come on the wire's thread, tasks run on main."""
 
-    def __init__(
-        self, worker: int, spec: dict[str, Any], factory: Callable[..., Any], scratch: str
-    ) -> None:
+    def __init__(self, spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -> None:
+        torch.set_num_threads(spec.document.threads)
         self._incarnation = uuid.uuid4().hex
-        self._folder = RunFolder(Store.from_dict(spec["store"]), spec["run_id"])
+        self._folder = spec.open_folder()
         self._shard_store = ShardStore()
         self._tasks: queue.SimpleQueue[tuple[Task, str | None] | None] = queue.SimpleQueue()
         self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stopping = threading.Event()
         self._ready = threading.Event()
-        host = spec.get("host") or own_host(spec["control"])
-        self._server = ShardServer(host, spec["secret"], self._published)
+        host = start.host or own_host(spec.control)
+        self._server = ShardServer(host, spec.secret, self._published)
         self._fetch_manager = FetchManager(
             self._incarnation,
             self._shard_store,
             self._folder,
-            lambda uri: ShardClient(uri, spec["secret"], digest),
+            lambda uri: ShardClient(uri, spec.secret, digest),
             lambda trial, visit: self._report(
                 events.StateReceived(trial, visit, self._incarnation)
             ),
         )
-        manifest = Manifest.from_json(spec["manifest"])
-        own = range(worker, manifest.num_partitions, spec["num_workers"])
-        hello = {
-            "incarnation": self._incarnation,
-            "worker": worker,
-            "partitions": list(own),
-            "uri": self._server.uri,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "task": spec.get("task"),
-            "python": platform.python_version(),
-        }
-        self._control = ControlClient(
-            spec["control"], spec["secret"], hello, self._on_message, self._on_closed
+        info = AgentInfo(
+            incarnation=self._incarnation,
+            worker=start.worker,
+            start=start.number,
+            uri=self._server.uri,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            gpus=start.gpus,
+            numeric=numeric_fingerprint(),
         )
-        document = RunDocument.from_json(self._control.welcome["document"])
-        torch.set_num_threads(document.threads)
-        # Dialled first, so that the user hears at once if the rows can't be read.
+        # Dialled before rows are read, so that the user hears at once if they can't be.
+        self._control = ControlClient(
+            spec.control, spec.secret, info.to_json(), self._on_message, self._on_closed
+        )
+        own = spec.partitions(start.worker)
         try:
-            training, validation = _decode(manifest, own, self._folder.store, scratch)
+            training, validation = _decode(spec.manifest, own, self._folder.store, start.scratch)
         except Exception as error:
             self._fail(error)
             raise
-        self._builder = TrialBuilder(document, factory, training, validation)
+        self._builder = TrialBuilder(spec.document, factory, training, validation)
         self._trainer = Trainer(
             self._incarnation,
             self._builder,
@@ -156,14 +130,7 @@ class _Agent:
             self._report,
             self._control.send,
         )
-        self._control.send(
-            {
-                "kind": "agent",
-                "pid": os.getpid(),
-                "gpus": spec.get("resources", {}).get("gpu", []),
-                "numeric": numeric_fingerprint(),
-            }
-        )
+        self._report(events.WorkerJoined(start.worker, self._incarnation, tuple(own)))
         self._ready.set()
 
     def run(self) -> None:
@@ -182,9 +149,8 @@ class _Agent:
         return self._shard_store.wait(key.trial, key.visit, key.shard)
 
     def _fail(self, error: Exception) -> None:
-        """End the run, not only this agent: a new one would meet the same."""
-        kind = type(error).__name__
-        self._control.send({"kind": "fatal", "type": kind, "error": str(error)})
+        """End the run, because a new agent in this one's place would meet the same error."""
+        self._report_fatal(error, str(error))
         self._stopping.set()
         self._ready.set()
         self._control.close()
@@ -192,6 +158,9 @@ class _Agent:
 
     def _report(self, event: events.Event) -> None:
         self._control.send({"event": to_json(event)})
+
+    def _report_fatal(self, error: Exception, story: str) -> None:
+        self._control.send({"fatal": {"type": type(error).__name__, "error": story}})
 
     def _on_closed(self, reason: str) -> None:
         if not self._stopping.is_set():
@@ -213,7 +182,7 @@ class _Agent:
             case StartSubEpoch() | Evaluate():
                 self._tasks.put((instruction, uri))
             case FetchShards():
-                self._trainer.bring(instruction, uri)
+                self._trainer.prefetch(instruction, uri)
             case Cancel():
                 self._trainer.cancel(instruction.attempt)
             case Drop():
@@ -226,7 +195,6 @@ class _Agent:
             shards = self._builder.num_shards(trial)
             write_checkpoint(self._folder, self._shard_store, trial, visit, shards)
         except Exception as error:
-            why = f"checkpoint of trial {trial}: {error}"
-            self._control.send({"kind": "fatal", "type": type(error).__name__, "error": why})
+            self._report_fatal(error, f"checkpoint of trial {trial}: {error}")
         else:
             self._report(events.Checkpointed(trial, visit, self._incarnation))

@@ -1,4 +1,4 @@
-"""What an agent holds: segments by digest, and of which of them each trial's states consist."""
+"""Holds segments by digest, and which of them make up each state of each trial."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Shard:
 
 @dataclass(eq=False)
 class State:
-    """One announced state: only who announced it can fill or retract it.
+    """One announced state, which only those who announced it can fill or retract.
 
-    After a redo a visit is made again, and the new state has the old one's name; this tells them
-    apart.
+    After a redo a visit is made again, and the new state has the old one's name: identity tells
+    them apart.
     """
 
     trial: int
@@ -83,7 +83,7 @@ class ShardStore:
     def wait(
         self, trial: int, visit: int, number: int, given_up: Callable[[], bool] = lambda: False
     ) -> Shard:
-        """One shard, as soon as it is there.
+        """Return one shard, as soon as it is there.
 
         Raises:
             TransferError: the state was withdrawn, or `given_up()` after a `wake`.
@@ -102,32 +102,33 @@ class ShardStore:
                 self._changed.wait()
 
     def wake(self) -> None:
-        """Let every `wait` look again whether it should give up."""
+        """Let every `wait` check again whether it should give up."""
         with self._changed:
             self._changed.notify_all()
 
     def whole(self, trial: int, visit: int) -> bool:
-        """Whether every shard of a state is here."""
+        """Return whether every shard of a state is here."""
         with self._changed:
             state = self._states.get((trial, visit))
             return state is not None and None not in state.shards
 
     def knows(self, trial: int, visit: int) -> bool:
-        """Whether a state is here or on its way."""
+        """Return whether a state is here or on its way."""
         with self._changed:
             return (trial, visit) in self._states
 
     def segment(self, digest: str) -> Bytes | None:
+        """Return a segment, if it is here."""
         with self._changed:
             return self._segments.get(digest)
 
     def segments(self) -> dict[str, Bytes]:
-        """All segments that need not be sent here, by digest."""
+        """Return all segments that need not be sent here, by digest."""
         with self._changed:
             return dict(self._segments)
 
     def withdraw(self, trial: int, visit: int) -> None:
-        """Forget a state; trainable segments that no other state names go with it."""
+        """Forget a state, with the trainable segments that no other state names."""
         with self._changed:
             state = self._states.pop((trial, visit), None)
             if state is None:

@@ -29,12 +29,12 @@ Report = Callable[[events.Event], None]
 
 
 class Trainer:
-    """Trains and evaluates; what it holds and publishes is on the shelf.
+    """Trains and evaluates; the states that it reads and publishes are in the shard store.
 
     Args:
-        incarnation: this agent.
+        incarnation: names this agent.
         report: takes an event for the coordinator.
-        send: takes a progress record for it.
+        send: takes a message of progress for it.
     """
 
     def __init__(
@@ -55,40 +55,40 @@ class Trainer:
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._stopped = False
-        self._made: WeakValueDictionary[int, State] = WeakValueDictionary()  # by attempt
+        self._published: WeakValueDictionary[int, State] = WeakValueDictionary()  # by attempt
 
     def cancel(self, attempt: int) -> None:
         """Take an attempt back, running or not, with what it published; called from any thread."""
         with self._lock:
             self._cancelled.add(attempt)
-            made = self._made.get(attempt)
-        if made is not None:
-            self._shard_store.retract(made)
+            published = self._published.get(attempt)
+        if published is not None:
+            self._shard_store.retract(published)
         self._shard_store.wake()
 
     def stop(self) -> None:
-        """Take everything back: the run is over; called from any thread."""
+        """Take every attempt back, because the run is over; called from any thread."""
         self._stopped = True
         self._shard_store.wake()
 
-    def bring(self, task: Task | FetchShards, uri: str | None) -> None:
+    def prefetch(self, task: Task | FetchShards, uri: str | None) -> None:
         """Start fetching the state that a task begins with."""
         shards = self._builder.num_shards(task.trial)
         source = task.source
-        self._fetch_manager.bring(
+        self._fetch_manager.fetch(
             FetchRequest(task.trial, source.visit, shards, source.incarnation, uri)
         )
 
     def perform(self, task: Task, uri: str | None) -> None:
-        """Do one task and report how it ended; never raises for what a trial did."""
+        """Do one task and report how it ended; errors of a trial never raise here."""
         with current_trial(task.trial):
             try:
                 self._check_cancelled(task.attempt)
-                self.bring(task, uri)
+                self.prefetch(task, uri)
                 self._train(task) if isinstance(task, StartSubEpoch) else self._evaluate(task)
             except (Exception, SystemExit) as error:  # user code that exits ends its trial only
-                if (made := self._made.get(task.attempt)) is not None:
-                    self._shard_store.retract(made)
+                if (published := self._published.get(task.attempt)) is not None:
+                    self._shard_store.retract(published)
                 self._report_failure(task, error)
 
     def _report_failure(self, task: Task, error: BaseException) -> None:
@@ -162,7 +162,7 @@ class Trainer:
         with self._lock:  # a cancel comes before this, or finds what it has to retract
             self._check_cancelled(task.attempt)
             state = self._shard_store.expect(task.trial, task.visit, shards)
-            self._made[task.attempt] = state
+            self._published[task.attempt] = state
             return state
 
     def _windows(self, task: StartSubEpoch, steps: int) -> Iterator[Sequence[Batch]]:
@@ -193,13 +193,14 @@ class Trainer:
             next_time = time.monotonic() + PROGRESS_SECONDS
             self._send(
                 {
-                    "kind": "progress",
-                    "trial": task.trial,
-                    "epoch": task.epoch,
-                    "partition": task.partition,
-                    "step": step - start_step + 1,
-                    "steps": steps,
-                    "loss": loss,
+                    "progress": {
+                        "trial": task.trial,
+                        "epoch": task.epoch,
+                        "partition": task.partition,
+                        "step": step - start_step + 1,
+                        "steps": steps,
+                        "loss": loss,
+                    }
                 }
             )
 
@@ -236,7 +237,7 @@ class Trainer:
         name = task.trial, task.source.visit
 
         def given_up() -> bool:
-            # What was asked for is here or on its way; if it is neither, its fetch has failed.
+            # The state was requested, so it is here or on its way unless its fetch has failed.
             return self._is_cancelled(task.attempt) or not self._shard_store.knows(*name)
 
         return self._shard_store.wait(*name, number, given_up)

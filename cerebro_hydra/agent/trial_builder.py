@@ -1,4 +1,4 @@
-"""What an agent needs to train one trial: recipe, cut, layout and engine, made once each."""
+"""Builds what an agent needs to train one trial: recipe, cut, layout and engine, once each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrialRuntime:
 
 
 class TrialBuilder:
-    """Builds trials with the user's factory; equal structures are exported and cut once."""
+    """Builds trials with the user's factory; equal models are exported and cut once."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class TrialBuilder:
         self._training = training
         self._validation = validation
         self._cut_models = CutModelCache()
-        self._builder: dict[int, TrialRuntime] = {}
+        self._runtimes: dict[int, TrialRuntime] = {}
 
     def num_shards(self, trial: int) -> int:
-        """How many shards a trial has, without building it."""
+        """Return how many shards a trial has, without building it."""
         return len(self._document.trials[trial].shards)
 
     def get(self, trial: int) -> TrialRuntime:
-        """The kit of a trial; runs the user's factory the first time."""
-        if trial not in self._builder:
-            self._builder[trial] = self._build(self._document.trials[trial])
-        return self._builder[trial]
+        """Return the runtime of a trial; runs the user's factory the first time."""
+        if trial not in self._runtimes:
+            self._runtimes[trial] = self._build(self._document.trials[trial])
+        return self._runtimes[trial]
 
     def _build(self, spec: TrialSpec) -> TrialRuntime:
         recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
@@ -68,11 +68,11 @@ class TrialBuilder:
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
         engine = Engine(cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
-        _let_go(recipe)
+        _free_weights(recipe)
         return TrialRuntime(spec, recipe, engine, cut_model.num_shards)
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
-        """The batches of a sub-epoch in its seeded order, a window per optimizer step."""
+        """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
         spec = self._document.trials[trial]
         part = self._training[partition]
         epoch += self._document.first_epoch
@@ -82,10 +82,11 @@ class TrialBuilder:
             yield window
 
     def rows(self, partition: int) -> int:
+        """Return how many training rows a partition has."""
         return self._training[partition].rows
 
     def validation(self, trial: int, partition: int) -> Iterator[Batch]:
-        """The validation rows of a partition, in stored order."""
+        """Yield the validation rows of a partition, in stored order."""
         spec = self._document.trials[trial]
         return self._batches(self._validation[partition], spec.batch_size, None)
 
@@ -93,8 +94,8 @@ class TrialBuilder:
         return batches(part, self._columns.features, self._columns.targets, batch_size, order)
 
 
-def _let_go(recipe: Recipe) -> None:
-    """Free the factory's weights: the state comes as segments, of these only names are needed."""
+def _free_weights(recipe: Recipe) -> None:
+    """Free the weights that the factory made: only their names are needed, states are fetched."""
     recipe.optimizer.state.clear()
     for parameter in recipe.model.parameters():
         parameter.data = parameter.data.new_empty(0)

@@ -1,11 +1,11 @@
-"""Ends an agent whose surroundings are gone, at once and for good."""
+"""Ends an agent whose parent or coordinator is gone."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 PARENT_LOST = 3
 DRIVER_LOST = 4
@@ -17,7 +17,7 @@ def watch_parent() -> threading.Event:
     released = threading.Event()
 
     def watch() -> None:
-        while not released.wait(LOOK_SECONDS):
+        while not released.wait(POLL_SECONDS):
             if os.getppid() != parent:
                 end(PARENT_LOST)
 
@@ -26,5 +26,5 @@ def watch_parent() -> threading.Event:
 
 
 def end(code: int) -> None:
-    """End the process without unwinding: returning from a task has left processes behind."""
+    """End the process without unwinding; returning from a task has left processes behind."""
     os._exit(code)

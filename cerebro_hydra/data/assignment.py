@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cerebro_hydra.data.manifest import PartitionInfo, partition_path
 from cerebro_hydra.data.row_ids import checksum, mixed_key
-from cerebro_hydra.errors import ConfigurationError, DataError
+from cerebro_hydra.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -95,23 +95,4 @@ def check_rows(train_rows: int, validation_rows: int | None, num_partitions: int
         raise DataError(
             f"{validation_rows} validation rows are fewer than {num_partitions} "
             "partitions: use fewer workers, more rows or a larger validation part"
-        )
-
-
-def check_validation(validation: float | str | None) -> None:
-    """Refuse what is neither None, nor a fraction, nor a column's name.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
-    if validation is None or isinstance(validation, str):
-        return
-    if (
-        isinstance(validation, bool)
-        or not isinstance(validation, int | float)
-        or not 0 < validation < 1
-    ):
-        raise ConfigurationError(
-            f"validation is {validation!r}: it must be None, a fraction between 0 and 1, or the "
-            "name of a boolean column"
         )

@@ -22,8 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cerebro_hydra.data import faults, row_store
-from cerebro_hydra.data.assignment import check_rows, check_validation
+from cerebro_hydra.data.assignment import check_rows
 from cerebro_hydra.data.cells import arrow_dtype, converted_kind
+from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, ExistingFiles, Manifest, SourceFile
 from cerebro_hydra.data.parquet_files import describe_file, list_files, metadata_of
 from cerebro_hydra.data.prepared import check_files, find_or_clear, finish, footers, prepared_in
@@ -74,39 +75,31 @@ def existing_paths(store: Store) -> Paths | None:
     return Paths(train, val if os.path.isdir(val) else None)
 
 
-def describe(
-    store: Store,
-    columns: Sequence[str],
-    num_partitions: int,
-    validation: float | str | None,
-    seed: int = 0,
-    mapper: Mapper = map,
-) -> Manifest:
+def describe(store: Store, num_partitions: int, spec: DataSpec, mapper: Mapper = map) -> Manifest:
     """Make existing files a data set of the store, or find that they are one already.
 
-    With `val_path`, its rows are validated on, whatever share `validation` says; without, that
-    share of the rows is held back, drawn by `seed`. None validates on nothing.
+    With `val_path`, its rows are validated on, whatever share the spec names; without, that share
+    of the rows is held back, drawn by the spec's seed. A spec without validation leaves `val_path`
+    unread.
 
     Raises:
         ConfigurationError: the paths or arguments can't be used.
         DataError: files, columns or rows can't be used; there are too few rows.
         SetupError: it is a petastorm row store, and petastorm is not here.
     """
-    check_validation(validation)
-    train, val = _folders(store, validation)
-    requests = _column_requests([train, *val], columns)
+    train, val = _folders(store, spec)
+    requests = _column_requests([train, *val], spec.columns)
     base = store.data_path("described")
     train_files = train.described(store, base)
     val_files = [file for folder in val for file in folder.described(store, base)]
     rows, val_rows = _sum(train_files), _sum(val_files)
-    share = validation if isinstance(validation, float) and not val else 0.0
-    held_back = round(rows * share)
-    validated = None if validation is None else val_rows or held_back
+    held_back = 0 if val else round(rows * spec.validation_share)
+    validated = None if spec.validation is None else val_rows or held_back
     check_rows(rows - held_back, validated, num_partitions)
     source = ExistingFiles(
         tuple(request.codec for request in requests),
         (*train_files, *val_files),
-        seed if held_back else None,
+        spec.seed if held_back else None,
     )
     partitions = partitions_of(
         [file.rows for file in train_files],
@@ -210,22 +203,22 @@ class _Folder:
         ]
 
 
-def _folders(store: Store, validation: float | str | None) -> tuple[_Folder, list[_Folder]]:
+def _folders(store: Store, spec: DataSpec) -> tuple[_Folder, list[_Folder]]:
     paths = existing_paths(store)
     if paths is None:
         raise ConfigurationError(
             f"the store {store.prefix!r} has no train_path; open it as LocalStore(prefix_path=..., "
             "train_path=...) with the path of Parquet files"
         )
-    if isinstance(validation, str):
+    if spec.validation_column is not None:
         raise ConfigurationError(
-            f"validation is {validation!r}, a column's name, but existing files are read in ranges "
-            "of rows: put the validation rows into a folder of their own and give val_path, or "
-            f"prepare the data: backend.prepare_data(store, spark.read.parquet({paths.train!r}), "
-            f"validation={validation!r}, ...)"
+            f"validation is {spec.validation!r}, a column's name, but existing files are read in "
+            "ranges of rows: put the validation rows into a folder of their own and give "
+            "val_path, or prepare the data: backend.prepare_data(store, "
+            f"spark.read.parquet({paths.train!r}), validation={spec.validation!r}, ...)"
         )
     train = _Folder.open(paths.train, "train_path")
-    if validation is None or paths.val is None:
+    if spec.validation is None or paths.val is None:
         return train, []
     val = _Folder.open(paths.val, "val_path")
     if both := set(map(os.path.realpath, train.files)) & set(map(os.path.realpath, val.files)):

@@ -23,7 +23,8 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from cerebro_hydra.data import faults
-from cerebro_hydra.data.assignment import Affine, Assignment, check_validation
+from cerebro_hydra.data.assignment import Affine, Assignment
+from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
 from cerebro_hydra.data.prepared import find_or_clear, fingerprint_of, finish
 from cerebro_hydra.errors import ConfigurationError, DataError
@@ -37,19 +38,12 @@ _ROW_GROUP_BYTES = 32 << 20  # row groups are read whole, so their size bounds a
 _SPARK_TYPES = {"int64": "bigint", "float32": "float", "bool": "boolean"}
 
 
-def prepare(
-    df: DataFrame,
-    store: Store,
-    num_partitions: int,
-    validation: float | str | None,
-    columns: Sequence[str],
-    seed: int = 0,
-) -> Manifest:
+def prepare(df: DataFrame, store: Store, num_partitions: int, spec: DataSpec) -> Manifest:
     """Write the columns of a DataFrame to the store, or find them there from an earlier time.
 
-    `validation` is the fraction of rows to hold back, or the name of a boolean (or 0/1) column
-    that marks them. Integers are kept as int64, floats and decimals as float32, booleans as bool;
-    arrays, nested arrays and Spark ML vectors must have one shape in all rows.
+    A column that marks validation rows is boolean, or holds 0 and 1. Integers are kept as int64,
+    floats and decimals as float32, booleans as bool; arrays, nested arrays and Spark ML vectors
+    must have one shape in all rows.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -57,48 +51,44 @@ def prepare(
         StoreError: the store can't be written, or holds files that contradict their manifest.
     """
     faults.require_dataframe("prepare_data", df)
-    _check_arguments(df, num_partitions, validation, columns)
-    plans = [_Plan.of(df, name, stored_name(i)) for i, name in enumerate(columns)]
-    by_flag = isinstance(validation, str)
-    flag = _flag(df, str(validation)) if by_flag else F.lit(False)
+    _check_arguments(df, num_partitions, spec)
+    plans = [_Plan.of(df, name, stored_name(i)) for i, name in enumerate(spec.columns)]
+    marker = spec.validation_column
+    flag = F.lit(False) if marker is None else _flag(df, marker)
     rows = df.select(*(plan.converted.alias(plan.stored) for plan in plans), flag.alias(_FLAG))
     rows.persist()  # so that what is checked is what is written, even if the query is random
     try:
         content = _Content.of(rows, plans)
-        _refuse_faults(df, plans, content, validation)
-        specs = tuple(
+        _refuse_faults(df, plans, content, marker)
+        columns = tuple(
             ColumnSpec(plan.name, plan.dtype, _shape(df, plan, content)) for plan in plans
         )
-        marked = sum(content.buckets[True]) if by_flag else None
-        held_back = round(content.rows * float(validation or 0)) if marked is None else marked
-        assignment = Assignment(content.rows, held_back, num_partitions, validation is not None)
-        fingerprint = fingerprint_of(specs, content.sums, num_partitions, validation, seed)
+        marked = None if marker is None else sum(content.buckets[True])
+        held_back = round(content.rows * spec.validation_share) if marked is None else marked
+        has_validation = spec.validation is not None
+        assignment = Assignment(content.rows, held_back, num_partitions, has_validation)
+        fingerprint = fingerprint_of(
+            columns, content.sums, num_partitions, spec.validation, spec.seed
+        )
         found = find_or_clear(store, fingerprint)
         if found is not None:
             return found
-        numbered = _with_row_ids(rows, plans, content, marked, seed)
+        numbered = _with_row_ids(rows, plans, content, marked, spec.seed)
         _write(numbered, plans, assignment, store.url(store.data_path(fingerprint)))
-        return finish(store, Manifest(fingerprint, specs, assignment.partitions()))
+        return finish(store, Manifest(fingerprint, columns, assignment.partitions()))
     finally:
         rows.unpersist()
 
 
-def _check_arguments(
-    df: DataFrame, num_partitions: int, validation: float | str | None, columns: Sequence[str]
-) -> None:
+def _check_arguments(df: DataFrame, num_partitions: int, spec: DataSpec) -> None:
     if isinstance(num_partitions, bool) or not isinstance(num_partitions, int):
         raise ConfigurationError(f"num_partitions is {num_partitions!r}: it must be an integer")
     if num_partitions < 1:
         raise ConfigurationError(f"num_partitions is {num_partitions}: it must be at least 1")
-    if isinstance(columns, str) or not columns:
-        raise ConfigurationError(f"columns is {columns!r}: it must be a list of column names")
-    for name in columns:
-        if list(columns).count(name) > 1:
-            raise ConfigurationError(f"column {name!r} is named twice in {list(columns)}")
+    for name in spec.columns:
         _check_present(df, name, "column")
-    check_validation(validation)
-    if isinstance(validation, str):
-        _check_present(df, validation, "validation column")
+    if spec.validation_column is not None:
+        _check_present(df, spec.validation_column, "validation column")
 
 
 def _check_present(df: DataFrame, name: str, what: str) -> None:
@@ -271,7 +261,7 @@ def _hashed(rows: DataFrame, plans: Sequence[_Plan]) -> DataFrame:
 
 
 def _refuse_faults(
-    df: DataFrame, plans: Sequence[_Plan], content: _Content, validation: float | str | None
+    df: DataFrame, plans: Sequence[_Plan], content: _Content, marker: str | None
 ) -> None:
     if not content.rows:
         raise DataError("the DataFrame is empty: there are no rows to prepare")
@@ -281,10 +271,10 @@ def _refuse_faults(
             if count:
                 example = _example(df, plan, condition)
                 raise faults.faulty(plan.name, fault, count, content.rows, example)
-    if content.unflagged:
-        row = df.where(_flag(df, str(validation)).isNull()).first()
+    if marker is not None and content.unflagged:
+        row = df.where(_flag(df, marker).isNull()).first()
         raise DataError(
-            f"validation column {validation!r} is neither true nor false in {content.unflagged} "
+            f"validation column {marker!r} is neither true nor false in {content.unflagged} "
             f"of {content.rows} rows, as in {_shown(row)}: fill it with true or false"
         )
 

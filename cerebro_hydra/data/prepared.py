@@ -6,11 +6,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pyarrow.parquet import FileMetaData
 
+from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest
 from cerebro_hydra.data.parquet_files import check_file, metadata_of
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
@@ -70,30 +70,10 @@ def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
     return manifest
 
 
-@dataclass(frozen=True)
-class DatasetQuery:
-    """What a search asks of prepared data."""
-
-    columns: tuple[str, ...]
-    num_partitions: int
-    validation: bool
-    """Whether there are validation rows."""
-
-    def problem(self, manifest: Manifest) -> str | None:
-        """Why data is not what is wanted, or None."""
-        there = [spec.name for spec in manifest.columns]
-        missing = [name for name in self.columns if name not in there]
-        if missing:
-            return f"it has no column {missing[0]!r}, its columns are {there}"
-        if manifest.num_partitions != self.num_partitions:
-            return f"it has {manifest.num_partitions} partitions for {self.num_partitions} workers"
-        if manifest.has_validation != self.validation:
-            return f"it has {'' if manifest.has_validation else 'no '}validation rows"
-        return None
-
-
-def choose_prepared(store: Store, wanted: DatasetQuery, given: Manifest | None) -> Manifest:
-    """The prepared data of a store that a search wants: the given one, or the only one that fits.
+def choose_prepared(
+    store: Store, num_partitions: int, spec: DataSpec, given: Manifest | None
+) -> Manifest:
+    """Return the prepared data of a store that fits a search: the given one, or the only one.
 
     Raises:
         ConfigurationError: none fits, or several do; lists what there is.
@@ -104,7 +84,8 @@ def choose_prepared(store: Store, wanted: DatasetQuery, given: Manifest | None) 
     else:
         manifest = find_prepared(store, given.fingerprint)
         found = [] if manifest is None else [manifest]
-    fitting = [manifest for manifest in found if wanted.problem(manifest) is None]
+    problems = {each.fingerprint: _problem(each, num_partitions, spec) for each in found}
+    fitting = [each for each in found if problems[each.fingerprint] is None]
     if len(fitting) == 1:
         check_files(fitting[0], store)
         return fitting[0]
@@ -114,11 +95,25 @@ def choose_prepared(store: Store, wanted: DatasetQuery, given: Manifest | None) 
             f"{[manifest.fingerprint for manifest in fitting]}; give the one that "
             "backend.prepare_data returned"
         )
-    reasons = "; ".join(f"{m.fingerprint}: {wanted.problem(m)}" for m in found) or "it holds none"
+    reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
     raise ConfigurationError(
-        f"the store {store.prefix!r} holds no prepared data for this search ({reasons}); prepare "
-        "it with backend.prepare_data, with these columns, or use fit"
+        f"the store {store.prefix!r} holds no prepared data for this search "
+        f"({reasons or 'it holds none'}); prepare it with backend.prepare_data, with these "
+        "columns, or use fit"
     )
+
+
+def _problem(manifest: Manifest, num_partitions: int, spec: DataSpec) -> str | None:
+    """Say why prepared data does not fit a search, or None."""
+    there = [column.name for column in manifest.columns]
+    missing = [name for name in spec.columns if name not in there]
+    if missing:
+        return f"it has no column {missing[0]!r}, its columns are {there}"
+    if manifest.num_partitions != num_partitions:
+        return f"it has {manifest.num_partitions} partitions for {num_partitions} workers"
+    if manifest.has_validation != (spec.validation is not None):
+        return f"it has {'' if manifest.has_validation else 'no '}validation rows"
+    return None
 
 
 def finish(store: Store, manifest: Manifest) -> Manifest:

@@ -1,1 +1,1 @@
-"""Who goes where: the coordinator, a thin shell around plan/; only it writes the journal."""
+"""The coordinator of a run, a thin shell around plan/; only it writes the journal."""

@@ -1,4 +1,4 @@
-"""The shell around `plan.hop_state`: turns messages into events and instructions into messages."""
+"""The coordinator: gives events to `plan.hop_state`, and its instructions to agents."""
 
 from __future__ import annotations
 
@@ -17,10 +17,18 @@ from cerebro_hydra.errors import (
     SetupError,
     StoreError,
 )
+from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.hopper.journal import Journal
-from cerebro_hydra.hopper.launcher import Launcher
+from cerebro_hydra.hopper.launcher import Factory, Launcher
 from cerebro_hydra.hopper.roster import Roster
 from cerebro_hydra.observe.observer import Observer, Observers
+from cerebro_hydra.observe.records import (
+    AgentStarted,
+    OutputLine,
+    Progress,
+    RunEnded,
+    RunStarted,
+)
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import (
     EvaluationDone,
@@ -38,7 +46,6 @@ from cerebro_hydra.plan.instructions import (
     Drop,
     Evaluate,
     FetchShards,
-    FinishRun,
     Instruction,
     MergeMetrics,
     StartSubEpoch,
@@ -48,51 +55,57 @@ from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control import ControlServer
 from cerebro_hydra.wire.secret import new_secret
 
-FOR_AGENTS = (StartSubEpoch, FetchShards, Evaluate, Cancel, Checkpoint, Drop)
-
 FATAL = {kind.__name__: kind for kind in (DataError, StoreError)}
-"""What an agent may meet that every other agent in its place would meet too."""
+"""Errors of an agent that any other agent in its place would meet too."""
 
 MOST_LOSSES = 8
-"""Agents of one worker that may be lost in a row; no launcher counts those that hang."""
+"""How many agents a worker may lose in a row; no launcher counts those that hang."""
 
 STOP_SECONDS = 20.0
 """How long agents may take to end by themselves after the run is over."""
 
 
 @dataclass(frozen=True)
-class _Exit:
+class _JobEnded:
     """No agent will be started any more."""
 
     error: BaseException | None
 
 
+@dataclass(frozen=True)
+class _Message:
+    """What an agent sent that is no event."""
+
+    incarnation: str
+    content: dict[str, Any]
+
+
 MergeStates = Callable[[int, list[dict[str, Any]]], dict[str, float]]
 """Merges what a trial's custom metrics made of each validation partition, in partition order."""
 
-_Item = Event | dict[str, Any] | _Exit
+_Item = Event | AgentInfo | _Message | _JobEnded
 
 
 class Coordinator:
     """Runs all trials of a document to their end.
 
-    One thread, the caller's, takes every decision: callbacks of the wire only fill its queue. A
-    decision is journalled before it is carried out.
+    The caller's thread takes every decision; callbacks of the wire only fill its queue. A decision
+    is journalled before it is carried out.
 
     Args:
         folder: the run's files; its journal must not exist yet.
-        document: what is to be run.
+        document: the run.
         launcher: starts the agents and replaces dead ones.
         factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
-        manifest: the prepared data.
-        observers: see every record, in order.
+        manifest: the run's data.
+        observers: are given every record, in order.
         join_timeout: seconds without any progress that missing workers may take to come.
-        measure: called with a trial and the states of its custom metrics, by name, one dict per
-            validation partition; returns a value per name. Runs on the caller's thread; what it
-            raises fails the trial alone.
+        merge_metrics: called with a trial and the states of its custom metrics, by name, one dict
+            per validation partition; returns a value per name. It runs on the caller's thread, and
+            what it raises fails the trial alone.
 
     Raises:
-        ConfigurationError: a trial has custom metrics and there is no `measure`.
+        ConfigurationError: a trial has custom metrics and there is no `merge_metrics`.
     """
 
     def __init__(
@@ -100,7 +113,7 @@ class Coordinator:
         folder: RunFolder,
         document: RunDocument,
         launcher: Launcher,
-        factory: Callable[..., Any],
+        factory: Factory,
         *,
         manifest: Manifest,
         observers: Sequence[Observer] = (),
@@ -133,14 +146,16 @@ class Coordinator:
         """
         begun = time.monotonic()
         secret = new_secret()
-        self._observers.on_record({"kind": "start", "document": self._document.to_json()})
+        self._observers.on_record(RunStarted(self._document))
         self._journal = Journal(self._folder, self._config)
         self._control = ControlServer(
             self._launcher.host, secret, self._on_hello, self._on_message, self._on_closed
         )
         try:
             self._launcher.start(
-                self._agent_spec(secret), self._factory, lambda error: self._inbox.put(_Exit(error))
+                self._agent_spec(secret),
+                self._factory,
+                lambda error: self._inbox.put(_JobEnded(error)),
             )
             self._decide_until_over()
         finally:
@@ -149,13 +164,12 @@ class Coordinator:
                 self._control.send(incarnation, {"do": "stop"})
             self._control.close()
             self._launcher.stop(STOP_SECONDS)
-            seconds = time.monotonic() - begun
-            self._observers.on_record({"kind": "finish", "seconds": seconds})
+            self._observers.on_record(RunEnded(time.monotonic() - begun))
         self._sweep()
         return self._state
 
     def _sweep(self) -> None:
-        """Delete what was the best state of a trial until a better one came."""
+        """Delete every state that was a trial's best until a better one came."""
         results = {
             number: {0, trial.result}
             for number, trial in enumerate(self._state.trials)
@@ -164,27 +178,25 @@ class Coordinator:
         if results:
             self._folder.sweep(results)
 
-    def _agent_spec(self, secret: str) -> dict[str, Any]:
-        return {
-            "control": self._control.uri,
-            "secret": secret,
-            "num_workers": self._launcher.num_workers,
-            "store": self._folder.store.to_dict(),
-            "run_id": self._folder.run_id,
-            "manifest": self._manifest.to_json(),
-        }
+    def _agent_spec(self, secret: str) -> AgentSpec:
+        return AgentSpec(
+            control=self._control.uri,
+            secret=secret,
+            num_workers=self._launcher.num_workers,
+            document=self._document,
+            manifest=self._manifest,
+        )
 
     # ------------------------------------------------------------------ callbacks of the wire
 
-    def _on_hello(self, hello: dict[str, Any]) -> dict[str, Any]:
-        self._inbox.put({"hello": hello})
-        return {"document": self._document.to_json()}
+    def _on_hello(self, hello: dict[str, Any]) -> None:
+        self._inbox.put(AgentInfo.of_hello(hello, self._roster.num_workers))
 
     def _on_message(self, incarnation: str, message: dict[str, Any]) -> None:
         if "event" in message:
             self._inbox.put(from_json(message["event"]))
         else:
-            self._inbox.put({**message, "incarnation": incarnation})
+            self._inbox.put(_Message(incarnation, message))
 
     def _on_closed(self, incarnation: str, reason: str) -> None:
         self._inbox.put(WorkerLost(incarnation, reason))
@@ -195,12 +207,9 @@ class Coordinator:
         while not self._state.finished:
             events = self._next_events()
             decided = [(event, self._state.handle(event)) for event in events]
-            records = [self._journal.record(time.time(), *decision) for decision in decided]
-            if records:
-                self._journal.append(records)
-            for record, (_, instructions) in zip(records, decided, strict=True):
-                self._carry_out(instructions)
-                self._observers.on_record({"kind": "journal", **record})
+            for decision in self._journal.append(time.time(), decided):
+                self._carry_out(decision.instructions)
+                self._observers.on_record(decision)
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""
@@ -214,41 +223,65 @@ class Coordinator:
         return [event for item in items if (event := self._event_of(item)) is not None]
 
     def _event_of(self, item: _Item) -> Event | None:
-        if isinstance(item, _Exit):
-            raise SetupError(
-                f"the agents' job ended before the run did: {item.error or 'no reason was given'}"
-            ) from item.error
-        if isinstance(item, WorkerLost):
-            self._roster.leave(item.incarnation)
-            lost = self._roster.member(item.incarnation)
-            if self._roster.losses(lost.worker) >= MOST_LOSSES:
+        match item:
+            case _JobEnded(error):
                 raise SetupError(
-                    f"worker {lost.worker} on {lost.host} lost {MOST_LOSSES} agents in a row, none "
-                    f"of which finished a task, the last one because: {item.reason}; look for code "
-                    "of yours that holds Python's lock for long, or for memory that runs out"
+                    f"the agents' job ended before the run did: {error or 'no reason was given'}"
+                ) from error
+            case AgentInfo():
+                self._admit(item)
+                return None
+            case _Message():
+                self._take(item)
+                return None
+            case WorkerLost():
+                self._replace(item)
+            case SubEpochDone() | EvaluationDone():
+                self._roster.worked(item.incarnation)
+        return item
+
+    def _admit(self, agent: AgentInfo) -> None:
+        """Note where a new agent runs, and what its bits depend on."""
+        self._roster.admit(agent)
+        worker = str(agent.worker)
+        self._numeric[worker] = agent.numeric
+        self._folder.write_json(NUMERIC_FILE, self._numeric)
+        self._workers[worker] = {"host": agent.host, "pid": agent.pid, "gpus": list(agent.gpus)}
+        self._folder.write_json(WORKERS_FILE, self._workers)
+        self._observers.on_record(
+            AgentStarted(
+                agent.worker, agent.incarnation, agent.host, agent.pid, agent.gpus, agent.numeric
+            )
+        )
+
+    def _take(self, message: _Message) -> None:
+        """Pass on what an agent says of its work, or end the run with its error."""
+        agent = self._roster.agent(message.incarnation)
+        match message.content:
+            case {"progress": fields}:
+                self._observers.on_record(Progress(worker=agent.worker, **fields))
+            case {"output": fields}:
+                self._observers.on_record(OutputLine(worker=agent.worker, **fields))
+            case {"fatal": {"type": kind, "error": error}}:
+                raise FATAL.get(kind, CerebroHydraError)(
+                    f"worker {agent.worker} on {agent.host}: {error}"
                 )
-            self._launcher.replace(lost.worker, lost.task)
-            return item
-        if isinstance(item, SubEpochDone | EvaluationDone):
-            self._roster.worked(item.incarnation)
-        if not isinstance(item, dict):
-            return item
-        if "hello" in item:
-            self._roster.admit(item["hello"])
-            return None
-        member = self._roster.member(item["incarnation"])
-        self._observers.on_record({**item, "worker": member.worker})
-        if item["kind"] == "fatal":
-            kind = FATAL.get(item["type"], CerebroHydraError)
-            raise kind(f"worker {member.worker} on {member.host}: {item['error']}")
-        if item["kind"] == "agent":
-            self._numeric[str(member.worker)] = item["numeric"]
-            self._folder.write_json(NUMERIC_FILE, self._numeric)
-            found = {"host": member.host, "pid": item.get("pid"), "gpus": item.get("gpus", [])}
-            self._workers[str(member.worker)] = found
-            self._folder.write_json(WORKERS_FILE, self._workers)
-            return member.joined
-        return None
+
+    def _replace(self, lost: WorkerLost) -> None:
+        """Let the launcher start another agent for a lost one.
+
+        Raises:
+            SetupError: the worker has lost too many in a row.
+        """
+        self._roster.leave(lost.incarnation)
+        agent = self._roster.agent(lost.incarnation)
+        if self._roster.losses(agent.worker) >= MOST_LOSSES:
+            raise SetupError(
+                f"worker {agent.worker} on {agent.host} lost {MOST_LOSSES} agents in a row, none "
+                f"of which finished a task, the last one because: {lost.reason}; look for code of "
+                "yours that holds Python's lock for long, or for memory that runs out"
+            )
+        self._launcher.replace(agent.worker, agent.start)
 
     def _missing_workers(self) -> SetupError:
         missing = self._roster.missing
@@ -260,15 +293,16 @@ class Coordinator:
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
-            if isinstance(instruction, FOR_AGENTS):
-                source = getattr(instruction, "source", None)
-                uri = self._roster.uri(source.incarnation) if source is not None else None
-                message = {"do": to_json(instruction), "uri": uri}
-                self._control.send(instruction.incarnation, message)
-            elif isinstance(instruction, MergeMetrics):
-                self._inbox.put(self._merged_metrics(instruction))
-            elif isinstance(instruction, FinishRun):
-                return
+            match instruction:
+                case StartSubEpoch() | Evaluate() | FetchShards():
+                    uri = self._roster.uri(instruction.source.incarnation)
+                    message = {"do": to_json(instruction), "uri": uri}
+                    self._control.send(instruction.incarnation, message)
+                case Cancel() | Checkpoint() | Drop():
+                    message = {"do": to_json(instruction), "uri": None}
+                    self._control.send(instruction.incarnation, message)
+                case MergeMetrics():
+                    self._inbox.put(self._merged_metrics(instruction))
 
     def _merged_metrics(self, task: MergeMetrics) -> MetricsMerged | MetricsMergeFailed:
         named = (task.attempt, task.trial, task.epoch)
@@ -292,13 +326,13 @@ def _checked(merge_metrics: MergeStates | None, config: HopConfig) -> MergeState
         if trial.custom_metrics:
             raise ConfigurationError(
                 f"trial {trial.trial} has the custom metrics {list(trial.custom_metrics)}, and "
-                "nothing measures them; pass measure= to the Coordinator"
+                "nothing merges them; pass merge_metrics= to the Coordinator"
             )
     return lambda trial, states: {}
 
 
 def hop_config(document: RunDocument, manifest: Manifest) -> HopConfig:
-    """The decisions' view of a run: the work of a sub-epoch is steps times the trial's bytes."""
+    """Return what decisions are made from; a trial's work is its rows times its bytes."""
     trials = tuple(
         TrialConfig(
             trial=spec.trial,

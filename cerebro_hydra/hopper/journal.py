@@ -1,4 +1,4 @@
-"""The journal of a run: numbered immutable segments, and the state that is their fold."""
+"""The journal of a run: numbered immutable segments, which fold to its state."""
 
 from __future__ import annotations
 
@@ -6,47 +6,53 @@ from collections.abc import Sequence
 from typing import Any
 
 from cerebro_hydra.errors import JournalError
+from cerebro_hydra.observe.records import Decision
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import Event
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction
-from cerebro_hydra.plan.journal import fold, record
+from cerebro_hydra.plan.journal import fold
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
 class Journal:
-    """Writes what was decided, before it is done.
+    """Writes decisions before they are carried out.
 
     The first line of segment 0 is the run's configuration, every further line one event with the
     instructions that it led to. A segment is written whole or not at all, and never changes.
     """
 
     def __init__(self, folder: RunFolder, config: HopConfig) -> None:
+        """Begin the journal of a run that has none."""
         self._folder = folder
         self._segments = 1
-        self._records = 0
+        self._decisions = 0
         folder.write_segment(0, [{"config": to_json(config)}])
 
-    def record(
-        self, time: float, event: Event, instructions: Sequence[Instruction]
-    ) -> dict[str, Any]:
-        """One decision as JSON; `time` (seconds since 1970) is for readers, never for the fold."""
-        line = {"time": time, **record(self._records, event, instructions)}
-        self._records += 1
-        return line
+    def append(
+        self, time: float, decided: Sequence[tuple[Event, Sequence[Instruction]]]
+    ) -> list[Decision]:
+        """Write events with their instructions as the next segment, and return them numbered.
 
-    def append(self, records: Sequence[dict[str, Any]]) -> None:
-        """Write the next segment."""
-        self._folder.write_segment(self._segments, list(records))
-        self._segments += 1
+        `time` (seconds since 1970) is for readers, never for the fold.
+        """
+        decisions = [
+            Decision(seq, time, event, tuple(instructions))
+            for seq, (event, instructions) in enumerate(decided, start=self._decisions)
+        ]
+        if decisions:
+            self._folder.write_segment(self._segments, [each.to_json() for each in decisions])
+            self._segments += 1
+            self._decisions += len(decisions)
+        return decisions
 
 
 def read(folder: RunFolder) -> tuple[HopConfig, list[dict[str, Any]]]:
-    """The configuration and all records of a run.
+    """Return the configuration and all records of a run.
 
     Raises:
-        JournalError: the journal is empty, has a gap or holds something else.
+        JournalError: the journal is empty, has a gap or does not begin with a configuration.
     """
     lines = [line for segment in folder.read_segments() for line in segment]
     if not lines or "config" not in lines[0]:
@@ -58,6 +64,6 @@ def read(folder: RunFolder) -> tuple[HopConfig, list[dict[str, Any]]]:
 
 
 def restore(folder: RunFolder) -> HopState:
-    """The state of a run as of its last journalled event."""
+    """Return the state of a run as of its last journalled event."""
     config, records = read(folder)
     return fold(config, records)

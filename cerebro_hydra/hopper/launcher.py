@@ -5,32 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from cerebro_hydra.hopper.agent_spec import AgentSpec
+
+Factory = Callable[..., Any]
+"""The user's `estimator_gen_fn`."""
+
+OnExit = Callable[[BaseException | None], None]
+
 
 class Launcher(Protocol):
     """Starts agents and keeps their number up.
 
-    `start` returns at once; each agent runs `agent.main.run_agent(worker, spec, factory)` and a
-    dead one is started again with the same worker number. `on_exit` is called once, from any
-    thread, when no agent will be started any more: with None after a regular end.
-
-    Each start gets a number of its own in `spec["task"]`. `host` is the address of this machine
-    on which the driver listens and which agents dial.
+    `num_workers` is how many agents there are. `host` is the address of this machine on which the
+    coordinator listens and which agents dial.
     """
 
     num_workers: int
     host: str
 
-    def start(
-        self,
-        spec: dict[str, Any],
-        factory: Callable[..., Any],
-        on_exit: Callable[[BaseException | None], None],
-    ) -> None: ...
+    def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
+        """Start the agents and return at once.
 
-    def replace(self, worker: int, task: int | None) -> None:
+        Each runs `agent.main.run_agent(spec, start, factory)`, with an `AgentStart` that the
+        launcher makes. A dead agent is started again for the same worker.
+
+        Args:
+            spec: what every agent is told.
+            factory: the user's function; travels once, inside the launcher's closure.
+            on_exit: called once, from any thread, when no agent will be started any more: with
+                None after a regular end, else with the reason.
+        """
+        ...
+
+    def replace(self, worker: int, start: int) -> None:
         """End what may be left of a start whose agent was given up, so that a new one can begin.
 
-        Does nothing if that start is over: most agents are lost because they died.
+        It does nothing if that start is over: most agents are lost because they died.
         """
         ...
 

@@ -1,79 +1,54 @@
-"""Who has joined: agents by incarnation, with the addresses where they serve shards."""
+"""The agents that have joined: all by incarnation, and the live one of each worker."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
 
-from cerebro_hydra.plan.events import WorkerJoined
-
-
-@dataclass(frozen=True)
-class Member:
-    """One live agent as it introduced itself."""
-
-    worker: int
-    incarnation: str
-    uri: str
-    host: str
-    partitions: tuple[int, ...]
-    task: int | None = None
-
-    @property
-    def joined(self) -> WorkerJoined:
-        return WorkerJoined(self.worker, self.incarnation, self.partitions)
+from cerebro_hydra.hopper.agent_spec import AgentInfo
 
 
 class Roster:
-    """Every agent that ever joined; addresses of the dead stay, for messages under way."""
+    """Keeps every agent that ever joined; messages under way may need addresses of the dead."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
-        self._members: dict[str, Member] = {}
+        self._agents: dict[str, AgentInfo] = {}
         self._live: dict[int, str] = {}
         self._losses: dict[int, int] = {}
 
-    def admit(self, hello: dict[str, Any]) -> Member:
+    def admit(self, agent: AgentInfo) -> None:
         """Take in an agent; a newer incarnation of a worker replaces the older one."""
-        member = Member(
-            worker=int(hello["worker"]),
-            incarnation=str(hello["incarnation"]),
-            uri=str(hello["uri"]),
-            host=str(hello["host"]),
-            partitions=tuple(int(p) for p in hello["partitions"]),
-            task=hello.get("task"),
-        )
-        self._members[member.incarnation] = member
-        self._live[member.worker] = member.incarnation
-        return member
+        self._agents[agent.incarnation] = agent
+        self._live[agent.worker] = agent.incarnation
 
     def leave(self, incarnation: str) -> None:
         """Note that an agent is gone, unless a newer one has its place already."""
-        member = self._members.get(incarnation)
-        if member is not None and self._live.get(member.worker) == incarnation:
-            del self._live[member.worker]
-            self._losses[member.worker] = self.losses(member.worker) + 1
+        agent = self._agents.get(incarnation)
+        if agent is not None and self._live.get(agent.worker) == incarnation:
+            del self._live[agent.worker]
+            self._losses[agent.worker] = self.losses(agent.worker) + 1
 
     def worked(self, incarnation: str) -> None:
         """Note that an agent finished a task."""
-        member = self._members.get(incarnation)
-        if member is not None:
-            self._losses.pop(member.worker, None)
+        agent = self._agents.get(incarnation)
+        if agent is not None:
+            self._losses.pop(agent.worker, None)
 
     def losses(self, worker: int) -> int:
-        """How many agents of a worker were lost, one after the other, without finishing a task."""
+        """Return how many agents of a worker were lost in a row without finishing a task."""
         return self._losses.get(worker, 0)
 
     def uri(self, incarnation: str | None) -> str | None:
-        """Where an agent serves shards; None for the store."""
-        return None if incarnation is None else self._members[incarnation].uri
+        """Return where an agent serves shards; None for the store."""
+        return None if incarnation is None else self._agents[incarnation].uri
 
-    def member(self, incarnation: str) -> Member:
-        return self._members[incarnation]
+    def agent(self, incarnation: str) -> AgentInfo:
+        """Return an agent, also one that is gone."""
+        return self._agents[incarnation]
 
     @property
     def live(self) -> Collection[str]:
+        """Incarnations of the live agents."""
         return self._live.values()
 
     @property

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from torch import nn
 
-    from cerebro_hydra.tune.model import History, TrainedModel
-    from cerebro_hydra.tune.result import Trial
+    from cerebro_hydra.tune.model import TrainedModel
+    from cerebro_hydra.tune.trial import History, Trial
 
 
 class SparkModel(Model, OutputParams, MLWritable, MLReadable["SparkModel"]):

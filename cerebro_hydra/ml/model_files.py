@@ -23,7 +23,7 @@ from cerebro_hydra.ml.sources import Loaded
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
 from cerebro_hydra.spark import hadoop_files
 from cerebro_hydra.spark.predictors import ExportedPredictor
-from cerebro_hydra.tune.result import Trial
+from cerebro_hydra.tune.trial import Trial
 
 FORMAT = 1
 FILES = (GRAPH_FILE, WEIGHTS_FILE)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from cerebro_hydra.ml.model import SparkModel
     from cerebro_hydra.tune.list_search import ListSearch
     from cerebro_hydra.tune.model import TrainedModel
-    from cerebro_hydra.tune.result import SearchResult, Trial
+    from cerebro_hydra.tune.result import SearchResult
+    from cerebro_hydra.tune.trial import Trial
 
 # Two runs at once would wait for each other's task slots: a pipeline is fitted in several threads
 # by a CrossValidator with parallelism.

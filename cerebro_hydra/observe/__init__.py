@@ -1,28 +1,38 @@
-"""WHAT HAPPENED: one stream of records, and the views that are folds of it.
+"""What happened: one stream of records, and the views that are folds of it.
 
-A record is a dictionary of JSON. Its "kind" is one of:
-
-- "start": {"document": the run document}, first;
-- "journal": {"seq", "time", "event", "instructions"}, what the journal holds;
-- "progress": {"trial", "worker", "epoch", "partition", "step", "steps", "loss"};
-- "log": {"trial": int or None, "worker", "line", "stream"}, what a user's code printed or logged;
-- "finish": {"seconds"}, last.
+`records.py` lists the records. A view matches on their classes, and on those of the events and
+instructions that a `Decision` holds (`plan/events.py`, `plan/instructions.py`).
 """
 
 from __future__ import annotations
 
 from cerebro_hydra.observe.console import console_observer
-from cerebro_hydra.observe.observer import Observer, Observers, Record
+from cerebro_hydra.observe.observer import Observer, Observers
+from cerebro_hydra.observe.records import (
+    AgentStarted,
+    Decision,
+    OutputLine,
+    Progress,
+    Record,
+    RunEnded,
+    RunStarted,
+)
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter
 from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.view import RunView, TrialView
 
 __all__ = [
     "REPORT_FILE",
+    "AgentStarted",
+    "Decision",
     "Observer",
     "Observers",
+    "OutputLine",
+    "Progress",
     "Record",
     "ReportWriter",
+    "RunEnded",
+    "RunStarted",
     "RunView",
     "TrialView",
     "console_observer",

@@ -1,4 +1,4 @@
-"""Which view suits where a run is watched from."""
+"""Chooses the view that suits the place from which a run is watched."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class ConsoleObserver(Observer, Protocol):
 
 
 def console_observer(verbose: int, console: Console | None = None) -> ConsoleObserver:
-    """A live table on a terminal and in a notebook that can show one, plain lines elsewhere.
+    """Return a live table on a terminal and in a notebook that can show one, else plain lines.
 
-    With `verbose=0` nothing is printed; what the users' code prints goes to Python's logging.
+    With `verbose=0` nothing is printed, and what the user's code prints goes to Python's logging.
     """
     if verbose == 0:
         return LogLines()
     console = console or Console()
-    # In a notebook rich redraws through a widget, and without that package prints every frame.
+    # In a notebook rich redraws through ipywidgets, and without that package prints every frame.
     redraws = console.is_terminal and not console.is_dumb_terminal
     if redraws or (console.is_jupyter and find_spec("ipywidgets")):
         return LiveTable(console)

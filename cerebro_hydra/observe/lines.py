@@ -1,4 +1,4 @@
-"""A run as plain lines: one per ended epoch of a trial, for logs, files and pipes."""
+"""Shows a run as plain lines, one per ended epoch of a trial, for logs, files and pipes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 from rich.console import Console
 
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Decision, OutputLine, Record, RunEnded, RunStarted
 from cerebro_hydra.observe.text import (
     duration,
     final_table,
@@ -16,20 +16,22 @@ from cerebro_hydra.observe.text import (
     summary,
 )
 from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.plan.events import Event, WorkerLost
+from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
 
 _LOGGER = logging.getLogger("cerebro_hydra.trials")
 
 
 class LogLines:
-    """Sends what the users' code printed or logged to Python's logging, and nothing else."""
+    """Sends what the user's code printed or logged to Python's logging, and nothing else."""
 
     def on_record(self, record: Record) -> None:
         """Log one line under `cerebro_hydra.trials`."""
-        if record["kind"] == "log":
+        if isinstance(record, OutputLine):
             _LOGGER.info("%s", prefixed(record))
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: plain lines hold no screen."""
 
 
 class PlainLines:
@@ -42,26 +44,26 @@ class PlainLines:
 
     def on_record(self, record: Record) -> None:
         """Take in one record and print what it changed."""
-        if record["kind"] == "journal":
-            self._lost_worker(record["event"])
+        if isinstance(record, Decision):
+            self._tell_loss(record.event)  # while the view still knows the worker
         self.view.apply(record)
-        match record["kind"]:
-            case "start":
-                self._start()
-            case "journal":
-                for instruction in record["instructions"]:
-                    self._instruction(instruction)
-            case "log":
+        match record:
+            case RunStarted():
+                self._tell_start()
+            case Decision():
+                for instruction in record.instructions:
+                    self._tell(instruction)
+            case OutputLine():
                 self._print(prefixed(record))
-            case "finish":
-                # What is no terminal has no width of its own, and files are read in wide windows.
+            case RunEnded():
+                # A pipe or file has no width of its own, and files are read in wide windows.
                 self._console.print(final_table(self.view), width=max(self._console.width, 120))
                 self._print(summary(self.view))
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: plain lines hold no screen."""
 
-    def _start(self) -> None:
+    def _tell_start(self) -> None:
         document = self.view.document
         assert document is not None
         self._print(
@@ -73,9 +75,9 @@ class PlainLines:
         for trial in self.view.trials:
             self._print(f"{trial.trial_id}: {parameters(trial.params)}")
 
-    def _instruction(self, instruction: dict[str, object]) -> None:
+    def _tell(self, instruction: Instruction) -> None:
         match instruction:
-            case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
+            case EndEpoch(index, epoch):
                 trial, document = self.view.trials[index], self.view.document
                 assert document is not None
                 left = self.view.eta(trial)
@@ -84,21 +86,21 @@ class PlainLines:
                     f"{trial.trial_id} epoch {epoch + 1}/{document.num_epochs}: "
                     f"{numbers(trial.epochs[epoch])}{rest}"
                 )
-            case {"type": "FinishTrial", "trial": int(index)}:
+            case FinishTrial(index):
                 trial = self.view.trials[index]
                 if trial.stopped_early:
                     self._print(f"{trial.trial_id} {trial.reason}")
                 elif trial.status != "finished":
                     self._print(f"{trial.trial_id} {trial.status}: {trial.reason.rstrip()}")
-            case {"type": "Redo", "trial": int(index)}:
+            case Redo(index):
                 trial = self.view.trials[index]
-                self._print(f"{trial.trial_id} repeats sub-epochs: {instruction['reason']}")
+                self._print(f"{trial.trial_id} repeats sub-epochs: {instruction.reason}")
 
-    def _lost_worker(self, event: dict[str, object]) -> None:
-        if event["type"] == "WorkerLost":
+    def _tell_loss(self, event: Event) -> None:
+        if isinstance(event, WorkerLost):
             for worker, incarnation in self.view.workers.items():
-                if incarnation == event["incarnation"]:
-                    self._print(f"worker {worker} lost: {event['reason']}")
+                if incarnation == event.incarnation:
+                    self._print(f"worker {worker} lost: {event.reason}")
 
     def _print(self, line: str) -> None:
         # Neither markup nor emoji nor colours nor wrapping: the lines are for grep.

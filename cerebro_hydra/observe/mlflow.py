@@ -1,4 +1,4 @@
-"""A run in MLflow: a parent run for the search, and below it one per trial."""
+"""Logs a run to MLflow: a parent run for the search, and below it one run per trial."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import re
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
 
 LONGEST_PARAM = 6000
-"""Characters that MLflow takes for a parameter."""
+"""The most characters that MLflow takes for a parameter."""
 
 LONGEST_NAME = 250
 
@@ -23,13 +24,13 @@ ENDS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
 class MLflowTracker:
-    """An observer that logs parameters, metrics by epoch, how trials end, and the report.
+    """Logs parameters, metrics by epoch, how trials end, and the report; an observer.
 
-    Your own active MLflow run, if there is one, is left alone. What MLflow does not take in the
-    name of a parameter or metric becomes "_".
+    Your own active MLflow run, if there is one, is left alone. Characters that MLflow refuses in
+    the name of a parameter or metric become "_".
 
     Args:
-        experiment: its name; made if there is none.
+        experiment: name of the experiment, which is created if it does not exist.
         tracking_uri: where MLflow keeps runs; None takes MLflow's own setting.
 
     Raises:
@@ -50,17 +51,17 @@ class MLflowTracker:
         self._runs: list[str] = []
 
     def on_record(self, record: Record) -> None:
-        """Log what a record says of epochs and ends; a search may follow another."""
-        if record["kind"] == "start":
+        """Log the epochs and ends that a record tells of; another search may follow."""
+        if isinstance(record, RunStarted):
             self._view, self._runs = RunView(), []
         self._view.apply(record)
-        match record["kind"]:
-            case "start":
+        match record:
+            case RunStarted():
                 self._start()
-            case "journal":
-                for instruction in record["instructions"]:
-                    self._instruction(instruction, round(1000 * record["time"]))
-            case "finish":
+            case Decision():
+                for instruction in record.instructions:
+                    self._instruction(instruction, round(1000 * record.time))
+            case RunEnded():
                 self._finish()
 
     def _start(self) -> None:
@@ -89,15 +90,16 @@ class MLflowTracker:
         self._client.log_batch(run.info.run_id, params=logged)
         return str(run.info.run_id)
 
-    def _instruction(self, instruction: dict[str, Any], now: int) -> None:
+    def _instruction(self, instruction: Instruction, now: int) -> None:
         from mlflow.entities import Metric
 
         match instruction:
-            case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
-                values = instruction["metrics"].items()
-                metrics = [Metric(allowed(name), value, now, epoch + 1) for name, value in values]
+            case EndEpoch(index, epoch, values):
+                metrics = [
+                    Metric(allowed(name), value, now, epoch + 1) for name, value in values.items()
+                ]
                 self._client.log_batch(self._runs[index], metrics=metrics)
-            case {"type": "FinishTrial", "trial": int(index)}:
+            case FinishTrial(index):
                 self._end(self._view.trials[index], now)
 
     def _end(self, trial: TrialView, now: int | None = None) -> None:
@@ -127,9 +129,9 @@ class MLflowTracker:
 
 
 def allowed(name: str) -> str:
-    """The name of a parameter or metric with "_" for what MLflow refuses in one."""
+    """Return the name of a parameter or metric with "_" for what MLflow refuses."""
     name = re.sub(r"[^\w\-. :/]", "_", name)[:LONGEST_NAME]
-    # MLflow's names may be paths, of one spelling only, and below a folder.
+    # MLflow takes names that are normalised relative paths.
     if posixpath.normpath(name) != name or name.startswith((".", "/")):
         name = name.replace("/", "_").lstrip(".") or "_"
     return name

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
-Record = Mapping[str, Any]
+from cerebro_hydra.observe.records import Record
 
 _LOGGER = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Observer(Protocol):
-    """Is given every record of a run, in order, from one thread at a time."""
+    """Watches a run: it is given every record, in order, from one thread at a time."""
 
-    def on_record(self, record: Record) -> None: ...
+    def on_record(self, record: Record) -> None:
+        """Take in one record."""
+        ...
 
 
 class Observers:
@@ -31,7 +34,7 @@ class Observers:
             except Exception:
                 self._observers.remove(observer)
                 _LOGGER.exception(
-                    "%s failed on a %r record and sees no more of this run, which goes on",
+                    "%s failed on a %s record and sees no more of this run, which goes on",
                     type(observer).__name__,
-                    record.get("kind"),
+                    type(record).__name__,
                 )

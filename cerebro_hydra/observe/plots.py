@@ -1,4 +1,4 @@
-"""Plots of a run with matplotlib: learning curves, and a parameter against a metric."""
+"""Plots a run with matplotlib: learning curves, and parameters against the metric."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cerebro_hydra.observe.view import RunView, TrialView
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, as in the report; colour-blind people tell them apart.
+# The palette of Okabe and Ito, as in the report; colour-blind people tell the colours apart.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#a3960c", "#3c3f46")
 
 _COLUMNS = 3
 
 
 def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
-    """One panel per measured name, by epoch; after them one per parameter, against what decides.
+    """Plot each measured name by epoch, then each parameter against the evaluation metric.
 
     The best eight trials have a colour each; the others are grey.
 
@@ -95,7 +95,7 @@ def _against(axes: Any, name: str, ranked: Sequence[TrialView], view: RunView) -
 
 
 def _text(text: str) -> str:
-    """Dollars as they are: matplotlib reads formulas between them."""
+    """Escape dollars, because matplotlib reads formulas between them."""
     return text.replace("$", r"\$")
 
 

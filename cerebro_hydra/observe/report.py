@@ -1,4 +1,4 @@
-"""`report.html`: a run as one page that needs nothing but a browser, made from its folder alone."""
+"""Renders `report.html`, one page that needs only a browser, from the run's folder alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template
 
 from cerebro_hydra import __version__
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Record, RunEnded
 from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.text import duration, metric_title, number, utf8
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline
@@ -27,24 +27,24 @@ COLOURS = 8
 
 
 class ReportWriter:
-    """An observer that writes the report when a run is over, however it ended.
+    """Writes the report when a run is over, however it ended; an observer.
 
-    `path` is the report's, once it is written.
+    `path` is where the report lies, once it is written.
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        """Write into a run's folder."""
+        """Write nothing yet; the report will lie in this folder."""
         self._folder = folder
         self.path: str | None = None
 
     def on_record(self, record: Record) -> None:
-        """Write when the last record comes; the rest is read from the folder."""
-        if record["kind"] == "finish":
+        """Write the report when the run has ended; all it shows is read from the folder."""
+        if isinstance(record, RunEnded):
             self.path = self._folder.write_file(REPORT_FILE, render(self._folder).encode())
 
 
 def render(folder: RunFolder) -> str:
-    """The page of a run, with nothing that can't be written as UTF-8.
+    """Return the page of a run, with "?" for what UTF-8 can't hold.
 
     Raises:
         StoreError: there is no run document.
@@ -60,7 +60,7 @@ def render(folder: RunFolder) -> str:
 
 
 def page() -> Template:
-    """The page to be filled; the package may lie in a zip, as Spark ships it."""
+    """Return the template of the page; the package may lie in a zip, as Spark ships it."""
     environment = Environment(
         loader=PackageLoader("cerebro_hydra.observe", "page"),
         autoescape=True,
@@ -128,7 +128,7 @@ def _row(view: RunView, trial: TrialView, place: int) -> dict[str, Any]:
 
 
 def _data(view: RunView, timeline: Timeline, places: Mapping[int, int]) -> str:
-    """What the page's script draws, as JSON that can stand in a `script` element."""
+    """Return what the page's script draws, as JSON that can stand in a `script` element."""
     zero = timeline.begin
     content = {
         "metric": view.metric,
@@ -174,7 +174,7 @@ def _task(bar: TaskBar, zero: float) -> dict[str, Any]:
         "trial": bar.trial,
         "epoch": bar.epoch,
         "partition": bar.partition,
-        "told": bar.told - zero,
+        "assigned": bar.assigned - zero,
         "start": bar.start - zero,
         "end": bar.end - zero,
         "outcome": bar.outcome,
@@ -195,7 +195,7 @@ def _hop(hop: HopBar, zero: float) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | str:
-    """JSON has no word for what is not finite."""
+    """Return a number, or its name where JSON has no number for it (NaN, infinities)."""
     return value if math.isfinite(value) else str(value)
 
 

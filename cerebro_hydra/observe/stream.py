@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cerebro_hydra.observe.observer import Record
-from cerebro_hydra.storage.run_document import RUN_FILE
+from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
 def records_of(folder: RunFolder) -> Iterator[Record]:
-    """Yield "start", every "journal" record and "finish", whose seconds are the journal's.
+    """Yield the start, every decision, and the end, whose seconds are the journal's.
 
-    Progress and log lines are not kept, so they do not come.
+    The folder keeps no other kind of record.
 
     Raises:
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
-    yield {"kind": "start", "document": folder.read_json(RUN_FILE)}
+    yield RunStarted(RunDocument.from_json(folder.read_json(RUN_FILE)))
     first = last = 0.0
     for segment in folder.read_segments():
         for line in segment:
             if "event" in line:
-                last = line["time"]
+                decision = Decision.from_json(line)
+                last = decision.time
                 first = first or last
-                yield {"kind": "journal", **line}
-    yield {"kind": "finish", "seconds": last - first}
+                yield decision
+    yield RunEnded(last - first)

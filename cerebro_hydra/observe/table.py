@@ -1,4 +1,4 @@
-"""A run as a table that redraws itself, on a terminal."""
+"""Shows a run as a table that redraws itself, on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import OutputLine, Record, RunEnded, RunStarted
 from cerebro_hydra.observe.text import (
     add_parameter_columns,
     duration,
@@ -31,7 +31,7 @@ _WIDTH_FOR_PARAMETERS = 100
 
 
 class LiveTable:
-    """Shows every trial as it goes; lines of the users' code scroll by above the table."""
+    """Shows where every trial is; what the user's code prints scrolls by above the table."""
 
     def __init__(self, console: Console) -> None:
         """Draw on `console`."""
@@ -43,17 +43,17 @@ class LiveTable:
     def on_record(self, record: Record) -> None:
         """Take in one record, and redraw if the last frame is old enough."""
         self.view.apply(record)
-        match record["kind"]:
-            case "start":
+        match record:
+            case RunStarted():
                 self._tell_reader()
                 if self._console.width < _WIDTH_FOR_PARAMETERS:
                     self._tell_parameters()
                 # Frames are drawn by records, so that no other thread reads the view.
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
-            case "log":
+            case OutputLine():
                 self._console.print(Text(prefixed(record)))
-            case "finish":
+            case RunEnded():
                 self.close()
                 self._console.print(final_table(self.view))
                 self._console.print(summary(self.view), highlight=False)
@@ -79,9 +79,9 @@ class LiveTable:
 
 
 def frame(view: RunView, width: int) -> Group:
-    """The table as it stands, with what the hops have cost so far.
+    """Return the table as it stands, with what the hops have cost so far.
 
-    A narrow one (width in characters) has no room for the parameters.
+    A narrow table (`width` in characters) has no room for the parameters.
     """
     assert view.document is not None
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""A run in TensorBoard: one of its runs per trial, with parameters and a point per epoch."""
+"""Logs a run to TensorBoard: a run there per trial, with parameters and a point per epoch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import time
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
 
 
 class TensorBoardTracker:
-    """An observer that writes `<log_dir>/<run id>/<trial id>`, as the run goes on.
+    """Writes `<log_dir>/<run id>/<trial id>` as the run goes on; an observer.
 
     Args:
-        log_dir: what `tensorboard --logdir` is given.
+        log_dir: the folder to give to `tensorboard --logdir`.
 
     Raises:
         SetupError: tensorboard is not installed.
@@ -35,20 +36,20 @@ class TensorBoardTracker:
         self._writers: list[Any] = []
 
     def on_record(self, record: Record) -> None:
-        """Write what a record says of epochs and ends; with the last one, close all files.
+        """Write the epochs and ends that a record tells of; close all files with the last record.
 
-        A search may follow another.
+        Another search may follow.
         """
-        if record["kind"] == "start":
+        if isinstance(record, RunStarted):
             self._view, self._writers = RunView(), []
         self._view.apply(record)
-        match record["kind"]:
-            case "start":
+        match record:
+            case RunStarted():
                 self._start()
-            case "journal":
-                for instruction in record["instructions"]:
-                    self._instruction(instruction, record["time"])
-            case "finish":
+            case Decision():
+                for instruction in record.instructions:
+                    self._instruction(instruction, record.time)
+            case RunEnded():
                 for writer in self._writers:
                     writer.close()
 
@@ -64,23 +65,23 @@ class TensorBoardTracker:
             params = {utf8(name): _plain(value) for name, value in trial.params.items()}
             self._add(trial, time.time(), summary=hparams_pb(params, trial_id=trial.trial_id))
 
-    def _instruction(self, instruction: dict[str, Any], now: float) -> None:
+    def _instruction(self, instruction: Instruction, now: float) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         match instruction:
-            case {"type": "EndEpoch", "trial": int(index), "epoch": int(epoch)}:
+            case EndEpoch(index, epoch, metrics):
                 values = [
                     Summary.Value(tag=utf8(name), simple_value=value)
-                    for name, value in instruction["metrics"].items()
+                    for name, value in metrics.items()
                 ]
                 self._add(self._view.trials[index], now, epoch + 1, summary=Summary(value=values))
-            case {"type": "Redo", "trial": int(index)}:
+            case Redo(index):
                 # Readers then forget the points of epochs that are trained again.
                 trial = self._view.trials[index]
                 log = SessionLog(status=SessionLog.START)
                 self._add(trial, now, len(trial.epochs) + 1, session_log=log)
-            case {"type": "FinishTrial", "trial": int(index), "status": str(status)}:
+            case FinishTrial(index, status):
                 self._add(self._view.trials[index], now, summary=_session_end(status, now))
 
     def _add(self, trial: TrialView, now: float, step: int = 0, **content: Any) -> None:
@@ -90,7 +91,7 @@ class TensorBoardTracker:
 
 
 def _session_end(status: str, now: float) -> Any:
-    """How the table of parameters shows an end; tensorboard's own helper asks for tensorflow."""
+    """Return the summary of a trial's end; tensorboard's own helper asks for tensorflow."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 

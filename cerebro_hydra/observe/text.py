@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import OutputLine
 from cerebro_hydra.observe.view import RunView, TrialView
 
 STYLES = {
@@ -25,35 +25,35 @@ _ARROWS = {"min": "↓", "max": "↑"}
 _SPELT = {"min": "lower is better", "max": "higher is better"}
 
 
-def prefixed(record: Record) -> str:
-    """A line of a user's code with the trial, or else the worker, that it came from."""
-    trial = record["trial"]
-    source = f"worker-{record['worker']}" if trial is None else f"trial-{trial:03d}"
-    return f"[{source}] {record['line']}"
+def prefixed(output: OutputLine) -> str:
+    """Return a line of a user's code with the trial, or else the worker, that it came from."""
+    trial = output.trial
+    source = f"worker-{output.worker}" if trial is None else f"trial-{trial:03d}"
+    return f"[{source}] {output.line}"
 
 
 def utf8(text: str) -> str:
-    """The text with a question mark for what UTF-8 has no bytes for: half of a surrogate pair."""
+    """Return the text with "?" for halves of surrogate pairs, which UTF-8 can't hold."""
     return text.encode("utf-8", "replace").decode()
 
 
 def number(value: float) -> str:
-    """A measured value in four significant digits."""
+    """Format a measured value in four significant digits."""
     return f"{value:.4g}"
 
 
 def numbers(metrics: Mapping[str, float]) -> str:
-    """Measured values with their names."""
+    """Format measured values with their names."""
     return ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
 
 
 def parameters(params: Mapping[str, Any]) -> str:
-    """Parameter values with their names, in the order of the search space."""
+    """Format parameter values with their names, in the order of the search space."""
     return ", ".join(f"{name}={value}" for name, value in params.items())
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 7 s, 2 min 05 s or 1 h 20 min."""
+    """Format seconds as 7 s, 2 min 05 s or 1 h 20 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -63,24 +63,24 @@ def duration(seconds: float) -> str:
 
 
 def metric_heading(view: RunView) -> str:
-    """The same for a narrow column: "val_accuracy ↑"."""
+    """Return the metric and its direction for a narrow column, as "val_accuracy ↑"."""
     return f"{view.metric} {_ARROWS[view.direction]}"
 
 
 def metric_title(view: RunView) -> str:
-    """What decides, with its direction: "val_accuracy (higher is better)"."""
+    """Return the metric and its direction, as "val_accuracy (higher is better)"."""
     return f"{view.metric} ({_SPELT[view.direction]})"
 
 
 def summary(view: RunView) -> str:
-    """What a finished run took, in one line."""
+    """Return what a finished run took, in one line."""
     took = "" if view.seconds is None else f" in {duration(view.seconds)}"
     ended = sum(trial.status == "finished" for trial in view.trials)
     return f"{ended} of {len(view.trials)} trials finished{took}; {view.totals}"
 
 
 def status_text(trial: TrialView) -> Text:
-    """A status in its colour; says which epoch is the result of a trial that stopped early."""
+    """Return a status in its colour; after an early stop with the epoch of the result."""
     words = trial.status
     if trial.stopped_early:
         words += " early" if trial.best_epoch is None else f" early, best {trial.best_epoch + 1}"
@@ -88,20 +88,20 @@ def status_text(trial: TrialView) -> Text:
 
 
 def parameter_columns(view: RunView) -> list[str]:
-    """Headings for the parameters of trials: one for each if a few, else one for all."""
+    """Return headings for the parameters of trials: one each if they are few, else one for all."""
     names = list(dict.fromkeys(name for trial in view.trials for name in trial.params))
     return names if len(names) <= _MOST_PARAMETER_COLUMNS else ["parameters"]
 
 
 def add_parameter_columns(table: Table, view: RunView) -> None:
-    """Add a column per heading; where there is little room, a heading folds before its values."""
+    """Add a column per heading; where room is short, headings fold before values do."""
     for column, heading in enumerate(parameter_columns(view)):
         widest = max(len(parameter_cells(view, trial)[column]) for trial in view.trials)
         table.add_column(Text(heading), overflow="fold", min_width=min(max(widest, 5), 20))
 
 
 def parameter_cells(view: RunView, trial: TrialView) -> list[Text]:
-    """One trial's parameters, as `parameter_columns` heads them."""
+    """Return one trial's parameters, a cell for each of `parameter_columns`."""
     headings = parameter_columns(view)
     if headings == ["parameters"]:
         return [Text(parameters(trial.params))]
@@ -109,7 +109,7 @@ def parameter_cells(view: RunView, trial: TrialView) -> list[Text]:
 
 
 def final_table(view: RunView) -> Table:
-    """All trials, best first, each with the numbers of its result."""
+    """Return a table of all trials, best first, each with the numbers of its result."""
     title = Text(f"best first by {metric_title(view)}", style="table.title")
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     table.add_column("", no_wrap=True)

@@ -1,8 +1,9 @@
-"""Who did what when: a fold of the journal's records into bars, one lane of them per worker.
+"""Folds the decisions of a run into bars that show who did what when, one lane per worker.
 
-A task's bar ends when the journal says so, and begins so many seconds before as the agent measured.
-A hop's bar ends when its receiver had the state whole; shards that were trained on before make it
-overlap the task that it belongs to. An agent has one task at a time, so tasks never overlap.
+A task's bar ends at the time in the journal, and begins as many seconds before as the agent
+measured. A hop's bar ends when its receiver has the whole state; since training begins with the
+first shard, it may overlap the task that it belongs to. An agent has one task at a time, so tasks
+never overlap.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Decision, Record
 from cerebro_hydra.plan import events, instructions
-from cerebro_hydra.plan.codec import from_json
 
 AttemptOutcome = Literal["running", "done", "repeated", "failed", "cancelled", "lost"]
 
@@ -39,9 +39,9 @@ class HopBar:
 class TaskBar:
     """One sub-epoch or one evaluation of a partition, on one worker.
 
-    `start` and `end` are seconds since 1970, `seconds` what the agent measured; `told` is when the
-    agent was given the task: from then to `start` it waited for shards. `outcome` "repeated" is
-    for a sub-epoch that counted until its state was lost.
+    `start` and `end` are seconds since 1970, `seconds` what the agent measured. The agent was given
+    the task at `assigned`, and waited for shards from then to `start`. The outcome "repeated" is
+    that of a sub-epoch that counted until its state was lost.
     """
 
     kind: Literal["train", "evaluate"]
@@ -51,7 +51,7 @@ class TaskBar:
     partition: int
     visit: int
     attempt: int
-    told: float
+    assigned: float
     start: float
     end: float
     outcome: AttemptOutcome = "running"
@@ -62,7 +62,7 @@ class TaskBar:
 
 @dataclass
 class Absence:
-    """A worker between the loss of an agent and the next one's start; `end` None: none came."""
+    """The time between the loss of a worker's agent and the next one's start, if one came."""
 
     worker: int
     start: float
@@ -85,21 +85,21 @@ class Timeline:
     _open: dict[int, tuple[TaskBar, _Task]] = field(default_factory=dict)
     _live: dict[str, int] = field(default_factory=dict)
     _known: dict[str, int] = field(default_factory=dict)
-    _asked: dict[tuple[int, int, str], float] = field(default_factory=dict)
+    _requested: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _received: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _lanes: dict[int, list[float]] = field(default_factory=dict)
 
     def apply(self, record: Record) -> None:
-        """Take in one record; all but those of the journal change nothing."""
-        if record.get("kind") != "journal":
+        """Take in one record; only decisions change anything."""
+        if not isinstance(record, Decision):
             return
-        now = float(record["time"])
+        now = record.time
         self.begin = self.begin or now
         # Clocks may be set back; bars never run backwards.
         self.end = now = max(now, self.end)
-        self._event(from_json(record["event"]), now)
-        for instruction in record["instructions"]:
-            self._instruction(from_json(instruction), now)
+        self._event(record.event, now)
+        for instruction in record.instructions:
+            self._instruction(instruction, now)
         for bar, _ in self._open.values():
             bar.end = now
 
@@ -123,7 +123,7 @@ class Timeline:
         match instruction:
             case instructions.FetchShards():
                 source = instruction.source
-                self._asked[instruction.trial, source.visit, instruction.incarnation] = now
+                self._requested[instruction.trial, source.visit, instruction.incarnation] = now
             case instructions.StartSubEpoch() | instructions.Evaluate():
                 self._begin(instruction, now)
             case instructions.Cancel():
@@ -160,7 +160,7 @@ class Timeline:
         bar, task = self._open[event.attempt]
         self._close(event.attempt, "done", now)
         bar.seconds = event.seconds
-        bar.start = max(bar.told, now - event.seconds)
+        bar.start = max(bar.assigned, now - event.seconds)
         if (
             event.hop.bytes_moved or event.hop.bytes_saved
         ) and task.source.incarnation != task.incarnation:
@@ -170,8 +170,8 @@ class Timeline:
     def _hop(self, bar: TaskBar, task: _Task, hop: events.Hop) -> HopBar:
         state = task.trial, task.source.visit, task.incarnation
         end = min(self._received.get(state, bar.start), bar.end)
-        asked = min(self._asked.get(state, bar.told), bar.told)
-        start = min(max(end - hop.seconds, asked), end)
+        requested = min(self._requested.get(state, bar.assigned), bar.assigned)
+        start = min(max(end - hop.seconds, requested), end)
         source = None
         if task.source.incarnation is not None:
             source = self._known.get(task.source.incarnation)
@@ -181,7 +181,7 @@ class Timeline:
         return HopBar(source, start, end, hop.bytes_moved, hop.bytes_saved, lane)
 
     def _close(self, attempt: int, outcome: AttemptOutcome, now: float) -> None:
-        """End a task's bar; one that is over already stays as it is."""
+        """End a task's bar, unless it is over already."""
         if attempt in self._open:
             bar, _ = self._open.pop(attempt)
             bar.outcome, bar.end = outcome, now

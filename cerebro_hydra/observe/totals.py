@@ -1,4 +1,4 @@
-"""What the hops of a run cost: how many, bytes moved and saved, seconds."""
+"""Sums up the hops of a run: their number, bytes moved and saved, seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Totals:
 
 
 def human_bytes(count: int) -> str:
-    """A count of bytes in decimal units, as 12.3 MB."""
+    """Format a count of bytes in decimal units, as 12.3 MB."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:

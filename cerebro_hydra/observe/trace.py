@@ -1,4 +1,4 @@
-"""A run in the Trace Event Format, which Perfetto and Chrome's tracing page open.
+"""Writes a run in the Trace Event Format, which Perfetto and Chrome's tracing page open.
 
 Every worker is a process with threads for sub-epochs, evaluations and hops; arrows lead from the
 sub-epoch that made a state to the hop that brought it elsewhere; counters add up the bytes. Times
@@ -17,15 +17,15 @@ from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage.run_folder import RunFolder
 
 RUN, FIRST_WORKER = 1, 2
-"""Process numbers: of the run as a whole, and of worker 0."""
+"""Process numbers of the run as a whole, and of worker 0."""
 
 THREADS = {"train": 1, "evaluate": 2}
 HOPS = 3
-"""Thread of the first hop lane; hops that overlap have further ones."""
+"""Thread of the first lane of hops; hops that overlap have further lanes."""
 
 
 def trace(folder: RunFolder) -> dict[str, Any]:
-    """The trace of a run, ready for `json`; its events are in the order of their times.
+    """Return the trace of a run, ready for `json`, with events in the order of their times.
 
     Raises:
         StoreError: there is no run document.
@@ -104,7 +104,7 @@ class _Trace:
                 "visit": bar.visit,
                 "attempt": bar.attempt,
                 "outcome": bar.outcome,
-                "waited_seconds": bar.start - bar.told,
+                "waited_seconds": bar.start - bar.assigned,
             },
         }
 
@@ -139,7 +139,7 @@ class _Trace:
             }
 
     def _maker(self, bar: TaskBar, hop: HopBar) -> TaskBar | None:
-        """The sub-epoch whose state the hop brought, if it ran where the hop came from."""
+        """Return the sub-epoch whose state the hop moved, if it ran where the hop came from."""
         visit = bar.visit - 1 if bar.kind == "train" else bar.visit
         end = self._time(hop.end)
         makers = (

@@ -1,4 +1,4 @@
-"""The state of a run as people see it: a pure fold over its records.
+"""Folds the records of a run into its state as people see it; a pure function.
 
 The live table, the plain lines and `SearchResult` all read this one fold, so that what scrolls by
 and what is returned cannot differ. It knows no clock but the times in the records.
@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cerebro_hydra.observe.observer import Record
+from cerebro_hydra.observe.records import Decision, Progress, Record, RunEnded, RunStarted
 from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.plan import events, instructions
-from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.outcome import best_epoch
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -23,7 +22,7 @@ from cerebro_hydra.storage.run_folder import RunFolder
 
 @dataclass
 class TrialView:
-    """One trial: what it is, where it is, what it has reached."""
+    """One trial: its parameters, where it is, and what it has measured."""
 
     trial: int
     trial_id: str
@@ -31,24 +30,24 @@ class TrialView:
     status: str = "waiting"
     """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped"."""
     reason: str = ""
-    """Why it ended so; of a failed trial the traceback; of a finished one, why before its time."""
+    """Why it ended: a failed trial's traceback, or why a trial stopped early."""
     epoch: int = 0
     partition: int | None = None
     worker: int | None = None
     attempt: int | None = None
-    """The task it is in; its next one may start before this one is committed."""
+    """The task that it is in; the next one may start before this one is committed."""
     loss: float | None = None
-    """Training loss of the latest batch, or else sub-epoch, that an agent told of."""
+    """Training loss of the latest batch or sub-epoch that an agent reported."""
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(epoch, partition) of each surviving sub-epoch, by visit."""
     epochs: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics of each ended epoch: "train_loss", "val_loss", ..."""
     best_epoch: int | None = None
-    """Of a trial with patience: the ended epoch with the best finite value so far, from 0."""
+    """The epoch, from 0, with the best finite value so far; None for trials without patience."""
     result_visit: int | None = None
-    """The state that it ended with, which the run folder holds; 0 if it failed."""
+    """The visit whose state is its result, which the run folder holds; 0 if it failed."""
     seconds: float = 0.0
-    """Spent in sub-epochs, their hops and evaluations, repeated ones too."""
+    """Seconds spent in sub-epochs, their hops and evaluations, repeated ones too."""
     sub_epochs: int = 0
     """How many sub-epochs those seconds include."""
 
@@ -59,12 +58,12 @@ class TrialView:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether it finished before its last epoch, because it got no better."""
+        """Whether it finished before its last epoch because it had stopped improving."""
         return self.status == "finished" and self.reason != ""
 
     @property
     def result_epoch(self) -> int | None:
-        """The epoch that its numbers are of: the best one with patience, else the last ended."""
+        """The epoch that its result is of: the best one with patience, else the last ended."""
         return self.best_epoch if self.best_epoch is not None else max(self.epochs, default=None)
 
     @property
@@ -74,7 +73,7 @@ class TrialView:
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """Each measured name with one value per ended epoch."""
+        """The values of each measured name, one per ended epoch."""
         ended = [self.epochs[epoch] for epoch in sorted(self.epochs)]
         return {name: [metrics[name] for metrics in ended] for name in (ended[0] if ended else ())}
 
@@ -87,17 +86,17 @@ class _Task:
 
 
 class RunView:
-    """What is known of a run after the records that were applied."""
+    """The state of a run after the records that were applied."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
+        """Begin before the first record."""
         self.document: RunDocument | None = None
         self.trials: list[TrialView] = []
         self.totals = Totals()
         self.workers: dict[int, str] = {}
         """Incarnation of each live worker."""
         self.seconds: float | None = None
-        """Wall-clock seconds of the whole run; of a folder, those of its journal."""
+        """Wall-clock seconds of the whole run, or of its journal if it was read from a folder."""
         self._tasks: dict[int, _Task] = {}
 
     @classmethod
@@ -110,22 +109,22 @@ class RunView:
 
     def apply(self, record: Record) -> None:
         """Take in one record; a kind that it has no use for changes nothing."""
-        match record.get("kind"):
-            case "start":
-                self._start(RunDocument.from_json(record["document"]))
-            case "journal":
-                self._event(from_json(record["event"]))
-                for instruction in record["instructions"]:
-                    self._instruction(from_json(instruction))
-            case "progress":
-                trial = self.trials[record["trial"]]
-                if trial.status == "training" and trial.worker == record["worker"]:
-                    trial.loss = record["loss"]
-            case "finish":
-                self.seconds = record["seconds"]
+        match record:
+            case RunStarted():
+                self._start(record.document)
+            case Decision():
+                self._event(record.event)
+                for instruction in record.instructions:
+                    self._instruction(instruction)
+            case Progress():
+                trial = self.trials[record.trial]
+                if trial.status == "training" and trial.worker == record.worker:
+                    trial.loss = record.loss
+            case RunEnded():
+                self.seconds = record.seconds
 
     def eta(self, trial: TrialView) -> float | None:
-        """Seconds until a trial ends at the pace seen so far, or None before any was seen.
+        """Return the seconds until a trial ends at the pace seen so far; None before any was seen.
 
         A trial needs its remaining sub-epochs one after the other, and shares the workers with all
         trials that are not over.
@@ -143,11 +142,11 @@ class RunView:
         return left * pace * max(1.0, sharing)
 
     def best_first(self) -> list[TrialView]:
-        """The trials, best first by the evaluation metric; those without a value come last."""
+        """Return the trials, best first by the evaluation metric, those without a value last."""
         return sorted(self.trials, key=self.rank)
 
     def rank(self, trial: TrialView) -> tuple[int, float]:
-        """Sort key: finished trials by the metric of their result, NaN and the rest last.
+        """Return a sort key: finished trials by the metric of their result, NaN and the rest last.
 
         Equal trials keep their order, so that the first wins.
         """
@@ -157,13 +156,13 @@ class RunView:
         return (0, -value if self.direction == "max" else value)
 
     def score(self, trial: TrialView) -> float | None:
-        """The evaluation metric of the trial's result, or of what would be it now."""
+        """Return the evaluation metric of the trial's result, or of its result so far."""
         epoch = trial.result_epoch
         return None if epoch is None else trial.epochs[epoch].get(self.metric)
 
     @property
     def metric(self) -> str:
-        """Name of what decides, as in a history: "val_accuracy", or "train_loss" unvalidated."""
+        """Name in a history of the metric that decides, as "val_accuracy" or "train_loss"."""
         assert self.document is not None
         split = "val" if self.document.validated else "train"
         return f"{split}_{self.document.evaluation_metric}"
@@ -175,7 +174,7 @@ class RunView:
         return self.document.metrics[self.document.evaluation_metric]
 
     def measured(self) -> Iterator[str]:
-        """Names that a history holds, in the order in which people want to read them."""
+        """Yield the names that a history holds, in the order in which people want to read them."""
         assert self.document is not None
         yield "train_loss"
         if self.document.validated:
@@ -239,7 +238,7 @@ class RunView:
                 trial.worker = trial.partition = trial.attempt = None
 
     def _lose(self, incarnation: str) -> None:
-        """Forget a worker and its tasks: what it held is gone, so nothing more comes of them."""
+        """Forget a lost agent and its tasks."""
         self.workers = {w: i for w, i in self.workers.items() if i != incarnation}
         for attempt, task in list(self._tasks.items()):
             if task.incarnation == incarnation:

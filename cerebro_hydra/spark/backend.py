@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.spark import checks
 from cerebro_hydra.spark.launcher import SparkLauncher
@@ -77,11 +78,15 @@ class SparkBackend:
             ConfigurationError: an argument can't be used.
             DataError: rows can't be used (null, NaN, ragged); names column and row.
         """
+        require_store(store)
+        spec = DataSpec.checked(feature_columns, label_columns, None, validation, seed)
+        return self.prepare(store, df, spec)
+
+    def prepare(self, store: Store, df: DataFrame, spec: DataSpec) -> Manifest:
+        """Do what `prepare_data` does, for a search."""
         from cerebro_hydra.data.prepare import prepare
 
-        require_store(store)
-        columns = _columns(feature_columns, label_columns)
-        return prepare(df, store, self.num_workers, validation, columns, seed)
+        return prepare(df, store, self.num_workers, spec)
 
     def existing_data(
         self,
@@ -108,11 +113,15 @@ class SparkBackend:
             ConfigurationError: the paths or arguments can't be used.
             DataError: rows can't be used (null, NaN, ragged); names column, file and row.
         """
+        require_store(store)
+        spec = DataSpec.checked(feature_columns, label_columns, None, validation, seed)
+        return self.describe(store, spec)
+
+    def describe(self, store: Store, spec: DataSpec) -> Manifest:
+        """Do what `existing_data` does, for a search."""
         from cerebro_hydra.data.existing import describe
 
-        require_store(store)
-        columns = _columns(feature_columns, label_columns)
-        return describe(store, columns, self.num_workers, validation, seed, self._mapped)
+        return describe(store, self.num_workers, spec, self._mapped)
 
     def get_metadata_from_parquet(
         self,
@@ -120,7 +129,7 @@ class SparkBackend:
         label_columns: Sequence[str] = ("label",),
         feature_columns: Sequence[str] = ("features",),
     ) -> ParquetMetadata:
-        """What a store's data is: `(train_rows, val_rows, metadata, avg_row_size)`.
+        """Return what a store's data is: `(train_rows, val_rows, metadata, avg_row_size)`.
 
         `metadata` has for each column its type and the shape of a row, of the first one where the
         files were not prepared here; `avg_row_size` is in bytes.
@@ -132,24 +141,15 @@ class SparkBackend:
         from cerebro_hydra.data.existing import metadata_from
 
         require_store(store)
-        return metadata_from(store, _columns(feature_columns, label_columns))
+        return metadata_from(store, DataSpec.checked(feature_columns, label_columns).columns)
 
     def _mapped(self, function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         tasks = max(1, min(len(items), _TASKS_PER_WORKER * self.num_workers))
         return self.spark_context.parallelize(items, tasks).map(function).collect()
 
     def launcher(self) -> SparkLauncher:
-        """What starts and stops the agents of one run."""
+        """Return what starts and stops the agents of one run."""
         return SparkLauncher(self.spark_context, self.num_workers)
-
-
-def _columns(features: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:
-    from cerebro_hydra.data.faults import column_names
-
-    named = column_names("feature_columns", features)
-    if labels:  # none where rows are prepared before it is known what they are for
-        named += column_names("label_columns", labels)
-    return column_names("feature_columns and label_columns together", named)
 
 
 def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
+from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
+from cerebro_hydra.hopper.launcher import Factory, OnExit
 from cerebro_hydra.spark.gpus import pinned
 from cerebro_hydra.spark.probe import worker_failure
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-Agent = Callable[[int, dict[str, Any], Callable[..., Any]], None]
-OnExit = Callable[[BaseException | None], None]
+Agent = Callable[[AgentSpec, AgentStart, Factory], None]
 
 # Spark ends a cancelled task's Python two seconds later; nobody waits longer than this for it.
 _CANCEL_SECONDS = 10.0
@@ -28,11 +29,11 @@ LOCAL_IP = "SPARK_LOCAL_IP"
 """Spark's own variable for the one address of a machine that its servers shall use."""
 
 
-def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) -> None:
+def run_agent(spec: AgentSpec, start: AgentStart, factory: Factory) -> None:
     """Be the agent of one worker until the run is over."""
     from cerebro_hydra.agent.main import run_agent as run
 
-    run(worker, spec, factory)
+    run(spec, start, factory)
 
 
 class SparkLauncher:
@@ -58,21 +59,15 @@ class SparkLauncher:
         self._group = ""
         self._cancelled = threading.Event()
 
-    def start(self, spec: dict[str, Any], factory: Callable[..., Any], on_exit: OnExit) -> None:
-        """Start the job and return at once.
+    def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
+        """Start the job and return at once; see `Launcher`.
 
-        Each task calls `agent(worker, spec, factory)`, with `spec["scratch"]` (a folder that Spark
-        deletes, if the spec names none), `spec["resources"]` (addresses by resource name),
-        `spec["task"]` (the id of the task attempt) and `spec["host"]` (SPARK_LOCAL_IP, if the
-        executor has it). Where it was given GPUs, CUDA sees only those.
-
-        Args:
-            spec: what agents need to know, as JSON.
-            factory: the user's function, pickled into the tasks' closure.
-            on_exit: gets None when all agents returned, else why the job ended.
+        Each task calls `agent(spec, start, factory)`. A start's number is the id of the task
+        attempt, its scratch folder is one that Spark deletes, its host is SPARK_LOCAL_IP where the
+        executor has that. Where the task was given GPUs, CUDA sees only those.
 
         Raises:
-            ConfigurationError: the factory or the spec can't travel; says what to change.
+            ConfigurationError: the factory can't travel; says what to change.
         """
         if self._thread is not None and self._thread.is_alive():
             raise ConfigurationError("the agents of this launcher are running; stop them first")
@@ -80,21 +75,22 @@ class SparkLauncher:
 
         self._group = f"cerebro-hydra-{uuid.uuid4().hex}"
         self._cancelled.clear()
-        task = _task(json.dumps(spec), pickle_factory(factory), self._agent, self._group)
+        text = json.dumps(spec.to_json())
+        task = _task(text, pickle_factory(factory), self._agent, self._group)
         self._thread = InheritableThread(
             target=self._run, args=(task, on_exit), name="cerebro-hydra-agents", daemon=True
         )
         self._thread.start()
 
-    def replace(self, worker: int, task: int | None) -> None:
-        """Kill the attempt of an agent that was given up, so that Spark starts the next one.
+    def replace(self, worker: int, start: int) -> None:
+        """Kill the task attempt of an agent that was given up, so that Spark starts the next one.
 
-        One that hangs would hold its slot for ever. It does not count as a failure of the task.
+        An agent that hangs would hold its slot for ever. The kill is no failure of the task.
         """
         spark = self._spark_context._jsc  # None once somebody has stopped it, agents and all
-        if task is not None and spark is not None and not self._cancelled.is_set():
+        if spark is not None and not self._cancelled.is_set():
             why = f"the agent of worker {worker} was given up"
-            spark.sc().killTaskAttempt(task, True, why)
+            spark.sc().killTaskAttempt(start, True, why)
 
     def stop(self, timeout: float) -> None:
         """Wait until the agents, told by the coordinator, have returned; then cancel their job.
@@ -133,7 +129,7 @@ class SparkLauncher:
 
 
 def pickle_factory(factory: Callable[..., Any]) -> bytes:
-    """The user's function with what it captures, as Spark's closures are pickled.
+    """Pickle the user's function with what it captures, as Spark pickles closures.
 
     Raises:
         ConfigurationError: it captures something that can't travel; says what and what to change.
@@ -164,27 +160,28 @@ def _task(
     return task
 
 
-def run_task(worker: int, spec_text: str, factory: bytes, agent: Agent, run: str) -> None:
-    """What one task does, in Spark's Python worker."""
+def run_task(worker: int, spec: str, factory: bytes, agent: Agent, run: str) -> None:
+    """Run an agent in one task, in Spark's Python worker."""
     from pyspark import TaskContext
     from pyspark.serializers import CloudPickleSerializer
 
     context = TaskContext.get()
     assert context is not None
-    spec = json.loads(spec_text)
-    spec["task"] = context.taskAttemptId()
-    spec["host"] = os.environ.get(LOCAL_IP)
-    spec["resources"] = {name: list(found.addresses) for name, found in context.resources().items()}
-    scratch = None
-    if spec.get("scratch") is None:
-        # The same folder in every incarnation, so that a relaunched agent finds its caches.
-        scratch = Path(spark_folder()) / run / f"worker-{worker}"
-        scratch.mkdir(parents=True, exist_ok=True)
-        spec["scratch"] = str(scratch)
-    with pinned(spec["resources"].get("gpu", [])):
-        agent(worker, spec, CloudPickleSerializer().loads(factory))
-    if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
+    # The same folder in every incarnation, so that a relaunched agent finds its caches.
+    scratch = Path(spark_folder()) / run / f"worker-{worker}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    gpus = context.resources().get("gpu")
+    start = AgentStart(
+        worker=worker,
+        number=context.taskAttemptId(),
+        scratch=str(scratch),
+        host=os.environ.get(LOCAL_IP),
+        gpus=tuple(gpus.addresses) if gpus else (),
+    )
+    with pinned(start.gpus):
+        loaded = CloudPickleSerializer().loads(factory)
+        agent(AgentSpec.from_json(json.loads(spec)), start, loaded)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def driver_host(spark_context: SparkContext) -> str:

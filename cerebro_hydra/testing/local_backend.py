@@ -1,4 +1,4 @@
-"""A backend without Spark: arrays for a DataFrame, processes for executors."""
+"""A backend without Spark, with arrays for a DataFrame and processes for executors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.existing import describe
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.storage import Store
@@ -15,7 +16,7 @@ from cerebro_hydra.testing.local_launcher import LocalLauncher
 
 
 class Arrays:
-    """Named arrays of shape (rows, ...), where a search takes a DataFrame."""
+    """Named arrays of shape (rows, ...) that stand in for a DataFrame."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self.arrays = dict(arrays)
@@ -26,11 +27,14 @@ class Arrays:
 
 
 class LocalBackend:
-    """What a search needs of a backend, on this machine and without Java.
+    """A `Backend` on this machine, without Java.
 
     Everything but Spark is real: prepared files, agents in processes of their own, the wire,
-    the coordinator and its journal. `agents` is the launcher of the latest run; for `preloaded`
-    see there.
+    the coordinator and its journal. `agents` is the launcher of the latest run.
+
+    Args:
+        num_workers: agents, and partitions of the data.
+        preloaded: modules that agents load before they start; see `LocalLauncher`.
     """
 
     def __init__(self, num_workers: int, preloaded: Sequence[str] = ()) -> None:
@@ -38,29 +42,17 @@ class LocalBackend:
         self._preloaded = preloaded
         self.agents = LocalLauncher(num_workers, preloaded=preloaded)
 
-    def prepare_data(
-        self,
-        store: Store,
-        df: Arrays,
-        validation: float | None,
-        feature_columns: Sequence[str],
-        label_columns: Sequence[str],
-        seed: int,
-    ) -> Manifest:
-        columns = {name: df.arrays[name] for name in (*feature_columns, *label_columns)}
-        return write_dataset(store, columns, self.num_workers, validation, seed)
+    def prepare(self, store: Store, df: Arrays, spec: DataSpec) -> Manifest:
+        """Write arrays as prepared data; `validation` is a share or None."""
+        columns = {name: df.arrays[name] for name in spec.columns}
+        share = spec.validation_share or None
+        return write_dataset(store, columns, self.num_workers, share, spec.seed)
 
-    def existing_data(
-        self,
-        store: Store,
-        validation: float | str | None,
-        feature_columns: Sequence[str],
-        label_columns: Sequence[str],
-        seed: int,
-    ) -> Manifest:
-        columns = [*feature_columns, *label_columns]
-        return describe(store, columns, self.num_workers, validation, seed)
+    def describe(self, store: Store, spec: DataSpec) -> Manifest:
+        """Make the existing Parquet files of the store its data."""
+        return describe(store, self.num_workers, spec)
 
     def launcher(self) -> LocalLauncher:
+        """Return a launcher of local processes, which becomes `agents`."""
         self.agents = LocalLauncher(self.num_workers, preloaded=self._preloaded)
         return self.agents

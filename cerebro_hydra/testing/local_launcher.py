@@ -1,31 +1,34 @@
-"""Agents as plain local processes: real processes, sockets and kills, no Java."""
+"""Starts agents as plain local processes: real processes, sockets and kills, without Java."""
 
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.errors import SetupError
+from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
+from cerebro_hydra.hopper.launcher import Factory, OnExit
 from cerebro_hydra.spark.daemon import PRELOADED
 
 _OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission", "torch.export._trace")
 
 
 class LocalLauncher:
-    """Starts each agent as a process, and a dead one again, as Spark does.
+    """Starts each agent as a process, and starts a dead one again, as Spark does.
 
     Agents are forked from a process that has loaded torch, like those of Spark's daemon; the first
-    launcher starts it, and it serves all later ones. The factory travels by name: it is a module's
-    function, or a `functools.partial` of one.
+    launcher starts that process, and it serves all later ones. The factory travels by name: it is a
+    module's function, or a `functools.partial` of one.
 
     Args:
         num_workers: how many agents.
         max_failures: deaths of one worker after which the launcher gives up.
-        preloaded: modules that the forked process loads too.
+        preloaded: modules that this process loads too.
     """
 
     def __init__(
@@ -39,38 +42,46 @@ class LocalLauncher:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, BaseProcess] = {}
-        self._tasks: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._running = num_workers
         self._lock = threading.Lock()
 
-    def start(
-        self,
-        spec: dict[str, Any],
-        factory: Callable[..., Any],
-        on_exit: Callable[[BaseException | None], None],
-    ) -> None:
+    def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
+        """Start a process per worker; see `Launcher`."""
+        self._scratch = tempfile.TemporaryDirectory(
+            prefix="cerebro-hydra-", ignore_cleanup_errors=True
+        )
         for worker in range(self.num_workers):
             thread = threading.Thread(
-                target=self._keep_up, args=(worker, spec, factory, on_exit), daemon=True
+                target=self._keep_up,
+                args=(worker, spec, self._scratch.name, factory, on_exit),
+                daemon=True,
             )
             thread.start()
             self._threads.append(thread)
 
-    def replace(self, worker: int, task: int | None) -> None:
+    def replace(self, worker: int, start: int) -> None:
+        """Kill the process of a start, unless the next one has begun."""
         with self._lock:
-            if self._tasks.get(worker) == task:
+            if self._starts.get(worker) == start:
                 self._processes[worker].kill()
 
     def stop(self, timeout: float) -> None:
+        """Wait for each agent, then kill those that are left."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(timeout)
         for process in self._processes.values():
             if process.is_alive():
                 process.kill()
+        for thread in self._threads:
+            thread.join(timeout)
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     def pid(self, worker: int) -> int:
-        """Process id of a worker's present agent, for tests that kill it."""
+        """Return the process id of a worker's present agent, for tests that kill it."""
         pid = self._processes[worker].pid
         assert pid is not None
         return pid
@@ -78,15 +89,16 @@ class LocalLauncher:
     def _keep_up(
         self,
         worker: int,
-        spec: dict[str, Any],
-        factory: Callable[..., Any],
-        on_exit: Callable[[BaseException | None], None],
+        spec: AgentSpec,
+        scratch: str,
+        factory: Factory,
+        on_exit: OnExit,
     ) -> None:
-        for task in range(self._max_failures):
-            started = (worker, {**spec, "task": task}, factory)
-            process = self._context.Process(target=run_agent, args=started)
+        for number in range(self._max_failures):
+            start = AgentStart(worker, number, scratch)
+            process = self._context.Process(target=run_agent, args=(spec, start, factory))
             with self._lock:
-                self._processes[worker], self._tasks[worker] = process, task
+                self._processes[worker], self._starts[worker] = process, number
             process.start()
             process.join()
             if process.exitcode == 0 or self._stopping.is_set():
@@ -94,9 +106,7 @@ class LocalLauncher:
                 return
         self._leave(SetupError(f"worker {worker} died {self._max_failures} times"), on_exit)
 
-    def _leave(
-        self, error: BaseException | None, on_exit: Callable[[BaseException | None], None]
-    ) -> None:
+    def _leave(self, error: BaseException | None, on_exit: OnExit) -> None:
         with self._lock:
             self._running -= 1
             last = self._running == 0

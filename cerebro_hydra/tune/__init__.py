@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from cerebro_hydra.tune.grid import GridSearch
 from cerebro_hydra.tune.random_search import RandomSearch
-from cerebro_hydra.tune.result import SearchResult, Trial
+from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.space import (
     hp_choice,
     hp_loguniform,
@@ -15,6 +15,7 @@ from cerebro_hydra.tune.space import (
     hp_quniform,
     hp_uniform,
 )
+from cerebro_hydra.tune.trial import Trial
 
 __all__ = [
     "GridSearch",

@@ -1,4 +1,4 @@
-"""Admission: every trial is built, cut, tried on real batches and written down before training."""
+"""Admission: before training, every trial is built, cut, tried on real batches and written down."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.range_check import check_value_ranges
-from cerebro_hydra.tune.samples import Samples
 
 
 @dataclass
 class Admitted:
     """Trials that may train, and those that were refused.
 
-    Trials are numbered in the order of the search space; those that were refused come last, so
-    that the numbers of a run have no gap.
+    Trials are numbered in the order of the search space. Refused ones come last, so that the
+    numbers of a run have no gap.
     """
 
     specs: list[TrialSpec] = field(default_factory=list)
@@ -45,18 +45,18 @@ class Admitted:
     """{"trial_id", "params", "error"}: the error is the traceback."""
     metrics: dict[str, str] = field(default_factory=dict)
     """Direction of every measured name, "loss" first."""
-    measures: list[tuple[Metric, ...]] = field(default_factory=list)
-    """What merges the custom metrics of each trial."""
+    state_metrics: list[tuple[Metric, ...]] = field(default_factory=list)
+    """The custom metrics of each trial, which merge their states."""
 
     def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
-        """A trial's custom metrics, from their states on all partitions."""
-        return merge_metrics(self.measures[trial], states)
+        """Return a trial's custom metrics, from their states on all partitions."""
+        return merge_metrics(self.state_metrics[trial], states)
 
 
 @contextlib.contextmanager
 def loading_exporter() -> Iterator[None]:
     """Load what the first cut takes longest to load, while the body waits for something else."""
-    # Joined at the end: two threads in the middle of one circular import see half a module.
+    # Joined before anything is cut: two threads inside one circular import see half a module.
     loading = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
     loading.start()
     try:
@@ -72,19 +72,19 @@ class Admission:
         self,
         factory: Callable[[Any], Any],
         columns: Columns,
-        samples: Samples,
+        examples: ExampleBatches,
         folder: RunFolder,
         seed: int,
         report: Callable[[str], None],
     ) -> None:
-        """Admit nothing yet; `report` is given the story of every new structure."""
+        """Admit nothing yet; `report` is given a description of every new cut."""
         self._factory = factory
         self._columns = columns
-        self._samples = samples
+        self._examples = examples
         self._folder = folder
         self._seed = seed
         self._report = report
-        self._ranges = samples.ranges()
+        self._ranges = examples.ranges()
         self._cut_models = CutModelCache()
         self._reported: set[str] = set()
 
@@ -120,7 +120,7 @@ class Admission:
                     f"are {list(metrics)}; add it to the metrics of the SparkEstimator"
                 )
             admitted.metrics = metrics
-            admitted.measures.append(recipe.state_metrics)
+            admitted.state_metrics.append(recipe.state_metrics)
             admitted.specs.append(spec)
         for number, (params, error) in enumerate(refused, start=len(admitted.specs)):
             trial_id = f"trial-{number:03d}"
@@ -134,7 +134,7 @@ class Admission:
         if recipe.warm_start is not None:
             load_warm_start(recipe.model, recipe.warm_start)
         seed = trial_seed(self._seed, trial)
-        examples = [(b.features, b.labels) for b in self._samples.batches(recipe.batch_size)]
+        examples = [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]
         admission = admit(recipe, examples, seed, self._cut_models)
         check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
         shards = []
@@ -157,17 +157,17 @@ class Admission:
             accumulate=recipe.accumulate,
             steps=tuple(
                 num_windows(rows, recipe.batch_size, recipe.accumulate)
-                for rows in self._samples.partition_rows
+                for rows in self._examples.partition_rows
             ),
             shards=tuple(shards),
             patience=recipe.early_stopping,
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
         )
-        self._tell(spec, admission.report)
+        self._report_cut(spec, admission.report)
         return spec, recipe
 
-    def _tell(self, spec: TrialSpec, report: CutReport) -> None:
-        """Report a cut, unless a trial before has the same but for its batch size."""
+    def _report_cut(self, spec: TrialSpec, report: CutReport) -> None:
+        """Report a cut, unless an earlier trial has the same one, batch size aside."""
         shape = str(
             [
                 replace(shard, receives=tuple(replace(v, nbytes=0) for v in shard.receives))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-if TYPE_CHECKING:
-    from cerebro_hydra.tune.result import Trial
+from cerebro_hydra.tune.trial import Trial
 
 
 def by_trial(trials: Iterable[Trial]) -> pd.DataFrame:
-    """One row per trial; the metrics are those of its result, and absent values are missing."""
+    """Return one row per trial, with the metrics of its result; absent values are missing."""
     return pd.DataFrame(
         {
             "trial_id": trial.trial_id,
@@ -29,7 +28,7 @@ def by_trial(trials: Iterable[Trial]) -> pd.DataFrame:
 
 
 def by_epoch(trials: Iterable[Trial]) -> pd.DataFrame:
-    """One row per trial and ended epoch, for plots and group-by."""
+    """Return one row per trial and ended epoch, for plots and group-by."""
     return pd.DataFrame(
         {"trial_id": trial.trial_id, "epoch": epoch, **_params(trial), **_metrics(trial, epoch)}
         for trial in trials

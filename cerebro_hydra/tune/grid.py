@@ -12,7 +12,7 @@ class GridSearch(Search):
     """Trains every combination of the search space; the arguments are those of `Search`.
 
     Raises:
-        ConfigurationError: a parameter has no end of values; or as `Search`.
+        ConfigurationError: a parameter has infinitely many values; or as `Search`.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -20,5 +20,5 @@ class GridSearch(Search):
         self._candidates = grid(self.search_space)
 
     def candidates(self) -> list[dict[str, Any]]:
-        """All combinations, in the order of the search space."""
+        """Return all combinations, in the order of the search space."""
         return self._candidates

@@ -1,4 +1,4 @@
-"""A search over candidates that are listed one by one."""
+"""List search: every candidate is given."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cerebro_hydra.tune.result import SearchResult, Trial
+from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.search import Search
 from cerebro_hydra.tune.space import hp_choice
+from cerebro_hydra.tune.trial import Trial
 
 
 class ListSearch(Search):
@@ -20,16 +21,16 @@ class ListSearch(Search):
     """
 
     def __init__(self, *, candidates: Sequence[Mapping[str, Any]], **arguments: Any) -> None:
-        # The space that a list spans: which of its entries it is.
+        # A space of one parameter, the number of the candidate.
         super().__init__(search_space={"candidate": hp_choice(range(len(candidates)))}, **arguments)
         self._candidates = [dict(candidate) for candidate in candidates]
 
     def candidates(self) -> list[dict[str, Any]]:
-        """As they were given."""
+        """Return the candidates as they were given."""
         return self._candidates
 
     def trials_of(self, result: SearchResult) -> list[Trial]:
-        """The trial of each candidate; a result has those last whose model could not be built."""
+        """Return the trial of each candidate, also where a result lists refused ones last."""
         by_params: dict[str, deque[Trial]] = defaultdict(deque)
         for trial in result.trials:
             by_params[_key(trial.params)].append(trial)

@@ -1,4 +1,4 @@
-"""One trial's trained model: its history, its weights, what it predicts."""
+"""The trained model of one trial: its history, its weights, its predictions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.replay import factories
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.tune.trial import History
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
     from cerebro_hydra.recipe import Recipe
     from cerebro_hydra.spark.transform import Inference
 
-History = dict[str, list[float]]
-
 
 class TrainedModel:
-    """A finished trial of a run; reads its weights when they are asked for."""
+    """The model of a finished trial, which reads its weights when they are asked for."""
 
     def __init__(
         self,
@@ -48,20 +47,20 @@ class TrainedModel:
 
     @property
     def trial_id(self) -> str:
-        """Such as "trial-000"."""
+        """Id of the trial, such as "trial-000"."""
         return self._spec.trial_id
 
     @property
     def params(self) -> dict[str, Any]:
-        """What the factory was called with."""
+        """Parameters that the factory was called with."""
         return dict(self._spec.params)
 
     def get_history(self) -> History:
-        """Measured values by name, one per epoch."""
+        """Return measured values by name, one per epoch."""
         return self._history
 
     def torch(self) -> nn.Module:
-        """The model with its trained weights, in eval mode.
+        """Return the model with its trained weights, in eval mode.
 
         Raises:
             ReplayError: its factory can't be found; says how to give it.
@@ -78,7 +77,7 @@ class TrainedModel:
         return self
 
     def transform(self, df: DataFrame) -> DataFrame:
-        """The DataFrame with the model's outputs, by default in `<label>__output`.
+        """Add the model's outputs to a DataFrame, by default in `<label>__output`.
 
         Raises:
             ConfigurationError: an output column is there already.
@@ -92,23 +91,23 @@ class TrainedModel:
 
     @cached_property
     def _inference(self) -> Inference:
-        """Kept, because a second transform then needs neither to read nor to send the weights."""
+        """What predicts, kept so that a second transform neither reads nor sends the weights."""
         return self.inference()
 
     def inference(self, recipe: Recipe | None = None) -> Inference:
-        """What predicts on executors; raises as `transform` does.
+        """Return what predicts on executors; raises as `transform` does.
 
         Args:
-            recipe: what `recipe()` gives, if it is at hand.
+            recipe: the result of `recipe()`, if it is at hand.
         """
         from cerebro_hydra.recipe import Columns
         from cerebro_hydra.spark.launcher import pickle_factory
         from cerebro_hydra.spark.predictors import BuiltPredictor
         from cerebro_hydra.spark.transform import Inference, feature_specs
-        from cerebro_hydra.tune.trained import weights_file
+        from cerebro_hydra.tune.trained_recipe import weights_file
 
         recipe = recipe or self.recipe()
-        program = BuiltPredictor(
+        predictor = BuiltPredictor(
             factory=pickle_factory(self._find_factory()),
             params=self.params,
             seed=self._document.seed,
@@ -116,31 +115,33 @@ class TrainedModel:
             state={"model": weights_file(recipe.model)},
         )
         specs = feature_specs(self._manifest().columns, self._document.feature_columns)
-        return Inference(program, specs, recipe.batch_size, lambda: _two_of(self.batch().features))
+        return Inference(
+            predictor, specs, recipe.batch_size, lambda: _two_of(self.batch().features)
+        )
 
     def recipe(self) -> Recipe:
-        """The trial with its trained weights, in eval mode.
+        """Build the trial with its trained weights, in eval mode.
 
         Raises:
             ReplayError: its factory can't be found; says how to give it.
         """
-        from cerebro_hydra.tune.trained import trained_recipe
+        from cerebro_hydra.tune.trained_recipe import trained_recipe
 
         trial = self._spec.trial
         return trained_recipe(self._folder, self._document, trial, self._find_factory())
 
     def batch(self) -> Batch:
-        """The first rows that it was trained on, as many as its batches have.
+        """Return the first rows that it was trained on, as many as its batches have.
 
         Raises:
             StoreError: the prepared data is gone.
         """
         from cerebro_hydra.recipe import Columns
-        from cerebro_hydra.tune.samples import Samples
+        from cerebro_hydra.tune.example_batches import ExampleBatches
 
         store = self._folder.store
-        samples = Samples(self._manifest(), store, Columns.of(self._document))
-        return samples.batches(self._spec.batch_size)[0]
+        examples = ExampleBatches(self._manifest(), store, Columns.of(self._document))
+        return examples.batches(self._spec.batch_size)[0]
 
     def _find_factory(self) -> Callable[[Any], Any]:
         return factories.find(self._folder.path, self._document.factory, self._factory)
@@ -156,14 +157,14 @@ class TrainedModel:
 
 
 def _two_of(columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The first two rows; of a single one, two copies."""
+    """Return the first two rows; of a single one, two copies."""
     import torch
 
     return tuple(torch.cat([column[:2], column[:2]])[:2] for column in columns)
 
 
 def checked_outputs(output_columns: Sequence[str], document: RunDocument) -> list[str]:
-    """Names of output columns, one per label column.
+    """Return the names of output columns, one per label column.
 
     Raises:
         ConfigurationError: they are not as many.

@@ -17,7 +17,7 @@ class RandomSearch(Search):
     independent, and the same seed gives the same trials.
 
     Raises:
-        ConfigurationError: num_models is no whole number from 1; or as `Search`.
+        ConfigurationError: `num_models` is not a whole number from 1; or as `Search`.
     """
 
     def __init__(self, *, num_models: int, **arguments: Any) -> None:
@@ -25,6 +25,6 @@ class RandomSearch(Search):
         self.num_models = whole("num_models", num_models, least=1)
 
     def candidates(self) -> list[dict[str, Any]]:
-        """The draws, in order."""
+        """Return the draws, in order."""
         random = Random(seed_of(self.seed, "random search"))
         return draws(self.search_space, self.num_models, random)

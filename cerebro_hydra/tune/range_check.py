@@ -1,4 +1,4 @@
-"""Whether a model and its loss take the smallest and largest values that the columns hold."""
+"""Checks that a model and its loss take the smallest and largest values of each column."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.recipe.objective import is_log_odds
 from cerebro_hydra.shards.sample import Example, fresh
 
-# How torch says that a number is none of a table's rows, of the classes, or no probability.
+# How torch says that a number is outside of a table's rows, of the classes, or of [0, 1].
 _OUT_OF_RANGE = re.compile(
     r"out of (bounds|range)|smaller than num_classes|must be non-negative|is no class number|"
     r"between 0 and 1|Assertion.*n_classes",
     re.I,
 )
 
-
-# So many places of an array are tried one by one; of a longer one, as many that are spread over it.
+# How many places of an array are tried one by one; in a longer array they are spread evenly.
 _MOST_PLACES = 64
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What did not take a value, and what it said."""
+    """The part that refused a value, and its error."""
 
-    what: str
+    part: str
     error: Exception
 
 
@@ -41,8 +40,8 @@ def check_value_ranges(
     """Put each column's extremes, one after another, into a batch that the model is known to take.
 
     The rows of a batch rarely hold the largest class or token id, and training would meet it late.
-    Other errors than being out of range are not judged: such a row need not exist. Neither is a
-    value in an array that is taken in one of its places: each may have a table of its own.
+    Errors of other kinds are ignored, because such a row need not exist. A value of an array is
+    fine if any one of its places takes it: each place may have a table of its own.
 
     Raises:
         ConfigurationError: a value is out of the range of forward or loss; names column and value.
@@ -54,7 +53,7 @@ def check_value_ranges(
             given = (*example[0], *example[1])[number]
             is_feature = number < len(columns.features)
             if name in ranges and not is_feature:
-                _check_share(recipe, number - len(columns.features), name, ranges[name])
+                _check_probability(recipe, number - len(columns.features), name, ranges[name])
             if name not in ranges or (is_feature and given.is_floating_point()):
                 continue
             for value in ranges[name]:
@@ -63,8 +62,8 @@ def check_value_ranges(
         model.train(training)
 
 
-def _check_share(recipe: Recipe, label: int, name: str, held: Range) -> None:
-    """Torch takes any number for a share, and the loss then falls without bound."""
+def _check_probability(recipe: Recipe, label: int, name: str, held: Range) -> None:
+    """Refuse targets outside of [0, 1], with which torch lets such a loss fall without bound."""
     losses = recipe.losses
     loss = losses[label] if len(losses) > 1 else losses[0]
     if is_log_odds(loss) and (held[0] < 0 or held[1] > 1):
@@ -90,29 +89,29 @@ def _check(
     remedy = "an embedding for every value" if is_feature else "an output for every class"
     raise ConfigurationError(
         f"{'feature' if is_feature else 'label'} column {name!r} holds values from {held[0]} to "
-        f"{held[1]}, and {failure.what} fails at {value}: {type(failure.error).__name__}: "
+        f"{held[1]}, and {failure.part} fails at {value}: {type(failure.error).__name__}: "
         f"{failure.error}; give the model {remedy}, or correct the column"
     ) from failure.error
 
 
 def _changed(example: Example, number: int, value: float, places: slice) -> Example:
-    """The batch with another value in these places of the first row of one column."""
+    """Return the batch with another value in these places of the first row of one column."""
     features, labels = fresh(example)
     (*features, *labels)[number][0].view(-1)[places] = value
     return features, labels
 
 
 def _failure(recipe: Recipe, example: Example) -> _Failure | None:
-    """How forward or loss fails on a batch, if because a value is out of range."""
-    what = "forward"
+    """Return how forward or loss fails on a batch because a value is out of range, or None."""
+    part = "forward"
     try:
         with torch.no_grad(), recipe.precision():
             features, targets = recipe.collated(*example, None)
             inputs = recipe.inputs(features, targets)
             outputs = recipe.call.evaluate(recipe.model, inputs, {})
             shape = f" of outputs {list(outputs.shape)}" if isinstance(outputs, Tensor) else ""
-            what = f"the loss{shape}"
+            part = f"the loss{shape}"
             recipe.compute_loss(outputs, targets)
     except Exception as error:
-        return _Failure(what, error) if _OUT_OF_RANGE.search(str(error)) else None
+        return _Failure(part, error) if _OUT_OF_RANGE.search(str(error)) else None
     return None

@@ -1,48 +1,27 @@
-"""What a search found, read from the run's folder alone."""
+"""The result of a search, read from the run's folder alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.observe import Observer, records_of
+from cerebro_hydra.observe import Observer, RunStarted, records_of
 from cerebro_hydra.observe.totals import Totals
-from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RunDocument
-from cerebro_hydra.tune.model import History, TrainedModel, checked_outputs
+from cerebro_hydra.tune.model import TrainedModel, checked_outputs
+from cerebro_hydra.tune.trial import History, Trial
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
     from pyspark.sql import DataFrame
     from torch import nn
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One trial of a search.
-
-    `status` is "finished", "failed", "stopped", or where an unfinished run left it; `error` is a
-    failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
-    partition) per sub-epoch, in the order in which the trial trained on them. `result_epoch` is the
-    epoch, from 0, whose weights are the trial's result: the best one with early stopping, else the
-    last; None before the first has ended. `seconds` were spent in its sub-epochs, hops and
-    evaluations, repeated ones too.
-    """
-
-    trial_id: str
-    params: dict[str, Any]
-    status: str
-    history: History
-    visit_log: list[tuple[int, int]]
-    error: str | None = None
-    result_epoch: int | None = None
-    seconds: float = 0.0
 
 
 class SearchResult:
@@ -59,11 +38,8 @@ class SearchResult:
         assert view.document is not None
         self.run_path = folder.path
         self.document: RunDocument = view.document
-        self.trials = [_trial(trial) for trial in view.trials]
-        self.trials += [
-            Trial(each["trial_id"], each["params"], "failed", {}, [], each["error"])
-            for each in refused
-        ]
+        self.trials = [Trial.of_view(each) for each in view.trials]
+        self.trials += [Trial.of_refused(each) for each in refused]
         self.totals: Totals = view.totals
         self._view = view
         self._folder = folder
@@ -94,7 +70,7 @@ class SearchResult:
         return f"<p>{escape(repr(self))}</p>{self.to_pandas().to_html(index=False)}"
 
     def to_pandas(self, per_epoch: bool = False) -> pandas.DataFrame:
-        """The trials as a DataFrame.
+        """Return the trials as a pandas DataFrame.
 
         Args:
             per_epoch: False gives one row per trial: trial_id, status, a column `param_NAME` per
@@ -107,7 +83,7 @@ class SearchResult:
         return by_epoch(self.trials) if per_epoch else by_trial(self.trials)
 
     def plot(self, parameters: Sequence[str] = ()) -> Figure:
-        """Learning curves with matplotlib, and each of `parameters` against the metric.
+        """Plot learning curves with matplotlib, and each of `parameters` against the metric.
 
         Raises:
             SetupError: matplotlib is not installed.
@@ -120,17 +96,17 @@ class SearchResult:
     def export_to(self, observer: Observer) -> None:
         """Give the whole run to a tracker that did not watch it, such as an `MLflowTracker`.
 
-        Trials that could not be built are no part of it.
+        It does not include trials that could not be built.
         """
-        here = {"store": self._folder.store.to_dict(), "run_id": self._folder.run_id}
+        store, run_id = self._folder.store.to_dict(), self._folder.run_id
         for record in records_of(self._folder):
-            if record["kind"] == "start":  # the folder may have been moved since
-                record = {**record, "document": {**record["document"], **here}}
+            if isinstance(record, RunStarted):  # the folder may have been moved since
+                record = RunStarted(replace(record.document, store=store, run_id=run_id))
             observer.on_record(record)
 
     @property
     def metric(self) -> str:
-        """Name in a history of what decides, such as "val_accuracy"."""
+        """Name of the metric that decides which trial is best, such as "val_accuracy"."""
         return self._view.metric
 
     @property
@@ -140,7 +116,7 @@ class SearchResult:
 
     @property
     def best_trial(self) -> Trial:
-        """The finished trial with the best metric after its result's epoch; the first of equals.
+        """The finished trial with the best metric in its result's epoch; of equals the first.
 
         Raises:
             ConfigurationError: no finished trial has a number there.
@@ -154,19 +130,19 @@ class SearchResult:
         return self.trials[best.trial]
 
     def get_best_model_history(self) -> History:
-        """The history of the best trial."""
+        """Return the history of the best trial."""
         return self.best_trial.history
 
     def get_history(self) -> History:
-        """The history of the best trial, by the name that a model has for it."""
+        """Return the history of the best trial, as a model's method of this name does."""
         return self.get_best_model_history()
 
     def get_all_model_history(self) -> dict[str, History]:
-        """The history of every trial, by its id."""
+        """Return the history of every trial, by its id."""
         return {trial.trial_id: trial.history for trial in self.trials}
 
     def get_best_model(self) -> TrainedModel:
-        """The best trial's model.
+        """Return the best trial's model.
 
         Raises:
             ConfigurationError: no trial is best.
@@ -174,11 +150,11 @@ class SearchResult:
         return self._model(self.best_trial)
 
     def get_all_models(self) -> list[TrainedModel]:
-        """The model of every trial that finished."""
+        """Return the model of every trial that finished."""
         return [self._model(trial) for trial in self.trials if trial.status == "finished"]
 
     def torch(self, trial_id: str | None = None) -> nn.Module:
-        """A trial's model with its trained weights, in eval mode; by default the best trial's.
+        """Return a trial's model with its trained weights, in eval mode; by default the best one.
 
         Raises:
             ConfigurationError: there is no such trial, or it did not finish.
@@ -192,7 +168,7 @@ class SearchResult:
         return self
 
     def transform(self, df: DataFrame) -> DataFrame:
-        """The DataFrame with the best model's outputs; see `TrainedModel.transform`."""
+        """Add the best model's outputs to a DataFrame; see `TrainedModel.transform`."""
         model = self._transforming
         if self._output_columns is not None:
             model.set_output_columns(self._output_columns)
@@ -200,7 +176,7 @@ class SearchResult:
 
     @cached_property
     def _transforming(self) -> TrainedModel:
-        """The best model, whose weights are read and sent once; nobody else renames its columns."""
+        """The best model, kept so that its weights are read and sent once."""
         return self.get_best_model()
 
     def _model(self, trial: Trial) -> TrainedModel:
@@ -222,17 +198,3 @@ class SearchResult:
                 f"{known[trial_id].error or 'the run ended before it did'}"
             )
         return known[trial_id]
-
-
-def _trial(view: TrialView) -> Trial:
-    error = view.reason if view.status == "failed" else None
-    return Trial(
-        view.trial_id,
-        view.params,
-        view.status,
-        view.history,
-        view.visit_log,
-        error,
-        view.result_epoch,
-        view.seconds,
-    )

@@ -1,4 +1,4 @@
-"""What all searches share: checking the arguments, admitting trials, running them."""
+"""The base of all searches: checks the arguments, admits trials, runs them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.faults import column_names, require_dataframe
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.prepared import DatasetQuery, choose_prepared
+from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
+from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
 from cerebro_hydra.plan.hop_config import ORDERS
 from cerebro_hydra.replay import factories
 from cerebro_hydra.storage import RunFolder, Store, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
+from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.samples import Samples
 from cerebro_hydra.tune.space import check_space
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from cerebro_hydra.recipe import Columns
-    from cerebro_hydra.spark import SparkBackend
 
 
 class Search(ABC):
@@ -64,7 +65,7 @@ class Search(ABC):
     def __init__(
         self,
         *,
-        backend: SparkBackend,
+        backend: Backend,
         store: Store,
         estimator_gen_fn: Callable[[Any], Any],
         search_space: Mapping[str, Any],
@@ -79,11 +80,8 @@ class Search(ABC):
         verbose: int = 1,
         observers: Sequence[Observer] = (),
     ) -> None:
-        for method in ("prepare_data", "launcher"):
-            if not callable(getattr(backend, method, None)):
-                raise ConfigurationError(
-                    f"backend is a {type(backend).__name__}; give a SparkBackend"
-                )
+        if not isinstance(backend, Backend):
+            raise ConfigurationError(f"backend is a {type(backend).__name__}; give a SparkBackend")
         require_store(store)
         if not callable(estimator_gen_fn):
             raise ConfigurationError(
@@ -95,23 +93,15 @@ class Search(ABC):
         self.estimator_gen_fn = estimator_gen_fn
         self.search_space = check_space(search_space)
         self.num_epochs = whole("num_epochs", num_epochs, least=1)
-        self.evaluation_metric = evaluation_metric
-        self.validation = _checked_validation(validation, evaluation_metric)
-        self.feature_columns = column_names("feature_columns", feature_columns)
-        self.label_columns = column_names("label_columns", label_columns)
-        if both := set(self.feature_columns) & set(self.label_columns):
-            raise ConfigurationError(
-                f"{sorted(both)[0]!r} is in feature_columns and in label_columns; leave it in one"
-            )
-        self.sample_weight_column = sample_weight_column
-        if sample_weight_column is not None:
-            (weight,) = column_names("sample_weight_column", [sample_weight_column])
-            if weight in (*self.feature_columns, *self.label_columns):
-                raise ConfigurationError(
-                    f"sample_weight_column is {weight!r}, which is a feature or label column too; "
-                    "give a column of its own"
-                )
+        self.evaluation_metric = _checked_metric(evaluation_metric, validation)
         self.seed = whole("seed", seed, least=0)
+        self.data_spec = DataSpec.checked(
+            feature_columns,
+            column_names("label_columns", label_columns),
+            sample_weight_column,
+            validation,
+            seed,
+        )
         if order not in ORDERS:
             raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
         self.order = order
@@ -119,7 +109,7 @@ class Search(ABC):
         if not isinstance(observers, Sequence):
             raise ConfigurationError(f"observers is {observers!r}; give a list: [{observers!r}]")
         for observer in observers:
-            if not callable(getattr(observer, "on_record", None)):
+            if not isinstance(observer, Observer):
                 raise ConfigurationError(
                     f"observers holds {observer!r}, which has no on_record; give trackers such as "
                     "TensorBoardTracker(log_dir)"
@@ -128,7 +118,7 @@ class Search(ABC):
 
     @abstractmethod
     def candidates(self) -> list[dict[str, Any]]:
-        """The parameters of every trial, in order."""
+        """Return the parameters of every trial, in order."""
 
     def fit(self, df: DataFrame) -> SearchResult:
         """Train every candidate on `df`.
@@ -143,23 +133,15 @@ class Search(ABC):
             AllTrialsFailed: no trial was left; the message holds every reason.
         """
         self._check_columns(df)
-        targets = self._columns().targets
         with loading_exporter():
-            manifest = self.backend.prepare_data(
-                self.store,
-                df,
-                validation=self.validation,
-                feature_columns=self.feature_columns,
-                label_columns=targets,
-                seed=self.seed,
-            )
+            manifest = self.backend.prepare(self.store, df, self.data_spec)
         return self._fit(manifest)
 
     def fit_on_prepared_data(self, prepared: Manifest | None = None) -> SearchResult:
         """Train every candidate on data that is there already.
 
-        That is what `backend.prepare_data` has written to the store; or the Parquet files of the
-        store's `train_path` and `val_path`, or of Cerebro in its folder, which are read as they
+        The data is what `backend.prepare_data` has written to the store; or the Parquet files of
+        the store's `train_path` and `val_path`, or of Cerebro in its folder, which are read as they
         lie: their validation rows are those of `val_path`, else the share `validation` of all rows.
         Prepared data keeps the rows that it holds out, whatever share or seed this search has.
 
@@ -175,25 +157,15 @@ class Search(ABC):
             StoreError: the data is not as it was.
             and whatever `fit` does.
         """
-        targets = self._columns().targets
         if prepared is None and existing_paths(self.store) is not None:
-            return self._fit(
-                self.backend.existing_data(
-                    self.store,
-                    validation=self.validation,
-                    feature_columns=self.feature_columns,
-                    label_columns=targets,
-                    seed=self.seed,
-                )
-            )
+            return self._fit(self.backend.describe(self.store, self.data_spec))
         if not isinstance(prepared, Manifest | None):
             raise ConfigurationError(
                 f"fit_on_prepared_data got a {type(prepared).__name__}; give what "
                 "backend.prepare_data returned, or nothing; a DataFrame goes to fit"
             )
-        columns = (*self.feature_columns, *targets)
-        wanted = DatasetQuery(columns, self.backend.num_workers, self.validation is not None)
-        return self._fit(choose_prepared(self.store, wanted, prepared))
+        workers = self.backend.num_workers
+        return self._fit(choose_prepared(self.store, workers, self.data_spec, prepared))
 
     def _fit(self, manifest: Manifest) -> SearchResult:
         folder = RunFolder(self.store, _new_run_id())
@@ -211,25 +183,22 @@ class Search(ABC):
         return result
 
     def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
-        samples = Samples(manifest, self.store, self._columns())
+        examples = ExampleBatches(manifest, self.store, self._columns())
         report = print if self.verbose else _nothing
         admission = Admission(
-            self.estimator_gen_fn, self._columns(), samples, folder, self.seed, report
+            self.estimator_gen_fn, self._columns(), examples, folder, self.seed, report
         )
         return admission.admit(self.candidates(), self.evaluation_metric)
 
     def _columns(self) -> Columns:
         from cerebro_hydra.recipe import Columns
 
-        return Columns(self.feature_columns, self.label_columns, self.sample_weight_column)
+        return Columns.of(self.data_spec)
 
     def _check_columns(self, df: DataFrame) -> None:
         require_dataframe("fit", df)
-        wanted = [*self.feature_columns, *self._columns().targets]
-        if isinstance(self.validation, str):
-            wanted.append(self.validation)
-        for name in wanted:
-            if name not in df.columns:
+        for name in (*self.data_spec.columns, self.data_spec.validation_column):
+            if name is not None and name not in df.columns:
                 raise ConfigurationError(
                     f"the DataFrame has no column {name!r}; its columns are {df.columns}"
                 )
@@ -244,9 +213,9 @@ class Search(ABC):
             num_partitions=manifest.num_partitions,
             evaluation_metric=self.evaluation_metric,
             metrics=admitted.metrics,
-            feature_columns=self.feature_columns,
-            label_columns=self.label_columns,
-            sample_weight_column=self.sample_weight_column,
+            feature_columns=self.data_spec.feature_columns,
+            label_columns=self.data_spec.label_columns,
+            sample_weight_column=self.data_spec.sample_weight_column,
             store=self.store.to_dict(),
             fingerprint=manifest.fingerprint,
             validated=manifest.has_validation,
@@ -288,48 +257,36 @@ def _nothing(line: str) -> None:
 
 
 def _new_run_id() -> str:
-    """Sorts by time, and two runs of one second differ."""
+    """Return an id that sorts by time, and differs for two runs of one second."""
     now = datetime.datetime.now(datetime.UTC)
     return f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
 def whole(name: str, value: Any, least: int) -> int:
-    """The value of an argument that is a whole number.
+    """Return the value of an argument, which must be a whole number.
 
     Raises:
-        ConfigurationError: it is none, or below `least`.
+        ConfigurationError: it is something else, or below `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}; it is a whole number from {least}")
     return value
 
 
-def _checked_validation(validation: Any, metric: Any) -> float | str | None:
+def _checked_metric(metric: Any, validation: Any) -> str:
     if not isinstance(metric, str):
         raise ConfigurationError(f"evaluation_metric is {metric!r}; give 'loss' or a metric's name")
-    if validation is None:
-        if metric != "loss":
-            raise ConfigurationError(
-                f"evaluation_metric is {metric!r} and validation is None, but metrics are measured "
-                "on validation rows only; give validation=0.2, or evaluation_metric='loss' for the "
-                "training loss"
-            )
-        return None
-    if isinstance(validation, str) and validation:
-        return validation
-    if isinstance(validation, bool) or not isinstance(validation, int | float):
+    if validation is None and metric != "loss":
         raise ConfigurationError(
-            f"validation is {validation!r}; give a share such as 0.2, a column's name, or None"
+            f"evaluation_metric is {metric!r} and validation is None, but metrics are measured on "
+            "validation rows only; give validation=0.2, or evaluation_metric='loss' for the "
+            "training loss"
         )
-    if not 0 < validation < 1:
-        raise ConfigurationError(
-            f"validation is {validation!r}; a share lies between 0 and 1, None is for no validation"
-        )
-    return float(validation)
+    return metric
 
 
 def _all_failed(run_path: str, errors: Sequence[str]) -> AllTrialsFailed:
-    """Says each different reason once, with the number of trials that it ended."""
+    """Return the error that gives each reason once, with the number of trials that it ended."""
     reasons = {error: errors.count(error) for error in errors}
     stories = "\n\n".join(f"{count} of {len(errors)}: {e.strip()}" for e, count in reasons.items())
     return AllTrialsFailed(

@@ -1,4 +1,4 @@
-"""Search spaces: what each hyper-parameter may be, all combinations of them, and random ones."""
+"""Search spaces: the values of each hyper-parameter, all combinations, and random draws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST_EXPONENT = 300  # of what a float can hold
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values, each as good a guess as the others."""
+    """One of several values, each as likely as the others."""
 
     options: tuple[Any, ...]
 
@@ -30,7 +30,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A number between two others, of its logarithm to base 10 if `log`, rounded to a quantum."""
+    """A number between two bounds, which are exponents of 10 if `log`; rounded to `quantum`."""
 
     low: float
     high: float
@@ -49,16 +49,16 @@ Dimension = Choice | Uniform
 
 
 def hp_uniform(min: float, max: float) -> Uniform:
-    """Any number from `min` to `max`, each as likely as the others.
+    """Draw a number from `min` to `max`, each as likely as the others.
 
     Raises:
-        ConfigurationError: a bound is no finite number, or `min` is not below `max`.
+        ConfigurationError: a bound is not a finite number, or `min` is not below `max`.
     """
     return _checked("hp_uniform", Uniform(min, max))
 
 
 def hp_quniform(min: float, max: float, q: float) -> Uniform:
-    """As `hp_uniform`, rounded to a multiple of `q`.
+    """Draw as `hp_uniform` does, and round to a multiple of `q`.
 
     Raises:
         ConfigurationError: as `hp_uniform`, or `q` is not above 0, or not below `max - min`.
@@ -67,7 +67,7 @@ def hp_quniform(min: float, max: float, q: float) -> Uniform:
 
 
 def hp_loguniform(min: float, max: float) -> Uniform:
-    """10 to the power of any number from `min` to `max`: `hp_loguniform(-4, -1)` is 0.0001 to 0.1.
+    """Draw 10 to the power of a number from `min` to `max`; (-4, -1) gives 0.0001 to 0.1.
 
     Raises:
         ConfigurationError: as `hp_uniform`, or 10 to that power is beyond what a float holds.
@@ -76,7 +76,7 @@ def hp_loguniform(min: float, max: float) -> Uniform:
 
 
 def hp_qloguniform(min: float, max: float, q: float) -> Uniform:
-    """As `hp_loguniform`, rounded to a multiple of `q`.
+    """Draw as `hp_loguniform` does, and round to a multiple of `q`.
 
     Raises:
         ConfigurationError: as `hp_loguniform`, or `q` is not above 0, or not below the largest
@@ -121,8 +121,8 @@ def _checked(function: str, dimension: Uniform) -> Uniform:
 def hp_choice(options: Iterable[Any]) -> Choice:
     """Let a hyper-parameter be one of `options`, tried in the given order.
 
-    Options are what JSON holds: numbers, strings, booleans, None, lists and dictionaries of them,
-    because a trial is sent to workers and kept in the run folder as JSON. Tuples arrive as lists.
+    A trial is sent to workers and kept in the run folder as JSON, so options are numbers, strings,
+    booleans, None, and lists and dictionaries of them. Tuples arrive as lists.
 
     Raises:
         ConfigurationError: there are no options, or they have no order, or one is not JSON.
@@ -141,7 +141,7 @@ def hp_choice(options: Iterable[Any]) -> Choice:
 
 
 def as_json(what: str, option: Any) -> Any:
-    """The option as a worker will see it, so that the driver's factory sees the same.
+    """Return the option as a worker will see it, so that the driver's factory sees the same.
 
     Raises:
         ConfigurationError: JSON can't hold it; the message begins with `what`.
@@ -166,8 +166,8 @@ def check_space(search_space: Any) -> dict[str, Dimension]:
     """Return the search space as a dictionary in its own order.
 
     Raises:
-        ConfigurationError: it is no dictionary, or empty, or a value is not made by an `hp_`
-            function.
+        ConfigurationError: it is not a dictionary, is empty, or has a value that no `hp_` function
+            made.
     """
     if not isinstance(search_space, Mapping):
         raise ConfigurationError(
@@ -192,10 +192,10 @@ def check_space(search_space: Any) -> dict[str, Dimension]:
 
 
 def grid(search_space: Mapping[str, Dimension]) -> list[dict[str, Any]]:
-    """All combinations; the last parameter changes fastest, as in nested loops.
+    """Return all combinations; the last parameter changes fastest, as in nested loops.
 
     Raises:
-        ConfigurationError: a parameter has no end of values.
+        ConfigurationError: a parameter has infinitely many values.
     """
     names = list(search_space)
     options = []
@@ -212,9 +212,9 @@ def grid(search_space: Mapping[str, Dimension]) -> list[dict[str, Any]]:
 def draws(
     search_space: Mapping[str, Dimension], count: int, random: Random
 ) -> list[dict[str, Any]]:
-    """Random combinations, drawn one after the other from one generator.
+    """Draw random combinations one after the other from one generator.
 
-    A longer list begins with the shorter one of the same seed.
+    With the same seed, a longer list begins with the shorter one.
     """
     return [
         {name: dimension.sample(random) for name, dimension in search_space.items()}

@@ -1,4 +1,4 @@
-"""Peers, kits and engines that do what a test tells them, and nothing else."""
+"""Peers, builders and engines that do what a test tells them, and nothing else."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Peer:
             self.left.set()
 
 
-class StandInKits:
+class StandInBuilder:
     """One trial of one shard, whose engine publishes one step later; hooks run where named."""
 
     def __init__(self, **hooks: Callable[[], object]) -> None:

@@ -29,7 +29,7 @@ class Bench:
         self.told.set()
 
     def bring(self, owner: str) -> Peer:
-        self.fetch_manager.bring(FetchRequest(0, 3, 1, owner, f"uri-{owner}"))
+        self.fetch_manager.fetch(FetchRequest(0, 3, 1, owner, f"uri-{owner}"))
         peer = self.peers[f"uri-{owner}"]
         assert peer.asked.wait(SECONDS)
         return peer

@@ -15,7 +15,7 @@ from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import FetchShards, StartSubEpoch, StateSource
 from cerebro_hydra.shards.digest import digest
-from tests.agent.standins import SECONDS, Peer, StandInKits
+from tests.agent.standins import SECONDS, Peer, StandInBuilder
 
 VISIT = 3
 TASK = StartSubEpoch(7, 0, VISIT, 1, 0, 0, "me", StateSource(VISIT - 1, "a"), {})
@@ -34,7 +34,7 @@ class Bench:
         self.fetch_manager = FetchManager(
             "me", self.shard_store, folder, connect, lambda trial, visit: None
         )
-        builder: Any = StandInKits(**hooks)
+        builder: Any = StandInBuilder(**hooks)
         self.trainer = Trainer(
             "me",
             builder,
@@ -52,7 +52,7 @@ class Bench:
 
     def bring_redone_state(self) -> Peer:
         """What the coordinator does after a redo: the same visit was made again elsewhere."""
-        self.trainer.bring(FetchShards(0, 0, "me", StateSource(VISIT, "b")), "uri-b")
+        self.trainer.prefetch(FetchShards(0, 0, "me", StateSource(VISIT, "b")), "uri-b")
         return self.peers["uri-b"]
 
     @property

@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cerebro_hydra.data import existing
 from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.storage import Store
 
@@ -73,6 +75,19 @@ def write_row_store(
 
 def _cell(value: Any) -> Any:
     return bytes(value) if isinstance(value, bytearray) else value
+
+
+def describe(
+    store: Store,
+    columns: Sequence[str],
+    partitions: int,
+    validation: float | str | None,
+    seed: int = 0,
+    mapper: Any = map,
+) -> Manifest:
+    """Make a store's existing files its data, with all columns as features."""
+    spec = DataSpec.checked(columns, validation=validation, seed=seed)
+    return existing.describe(store, partitions, spec, mapper)
 
 
 def read_all(store: Store, manifest: Manifest, split: str, cache: Path) -> list[CachedPartition]:

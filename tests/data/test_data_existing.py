@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cerebro_hydra.data.existing import describe, metadata_from
+from cerebro_hydra.data.existing import metadata_from
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.datasets import write_dataset
-from tests.data.existing_stores import joined, read_all, write_plain
+from tests.data.existing_stores import describe, joined, read_all, write_plain
 
 ROWS = 60
 NUMBERS = np.random.default_rng(0)

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types as T
 
-from cerebro_hydra.data.existing import describe, existing_paths, metadata_from
+from cerebro_hydra.data.existing import existing_paths, metadata_from
 from cerebro_hydra.data.manifest import Codec
 from cerebro_hydra.data.row_store import decode
 from cerebro_hydra.errors import ConfigurationError, DataError, SetupError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.datasets import write_dataset
-from tests.data.existing_stores import CEREBRO_STORE, joined, read_all, write_row_store
+from tests.data.existing_stores import CEREBRO_STORE, describe, joined, read_all, write_row_store
 
 pytest.importorskip("petastorm")
 from petastorm import make_reader

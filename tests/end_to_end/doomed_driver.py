@@ -10,6 +10,7 @@ import numpy as np
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra.observe import AgentStarted
 from cerebro_hydra.tune import search as search_module
 from tests.end_to_end import models
 
@@ -19,8 +20,8 @@ class Announcer:
         self.pids: list[int] = []
 
     def on_record(self, record: Any) -> None:
-        if record["kind"] == "agent":
-            self.pids.append(record["pid"])
+        if isinstance(record, AgentStarted):
+            self.pids.append(record.pid)
             if len(self.pids) == 2:
                 print(json.dumps(self.pids), flush=True)
 

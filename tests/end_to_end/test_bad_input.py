@@ -1,44 +1,23 @@
-"""Whatever a user gives that can't be trained on is met with a sentence, before an agent starts."""
+"""DataFrames and clusters that can't be trained on: refused with a sentence before any agent.
+
+What needs no Spark is in tests/tune/test_tune_bad_input.py.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.sql import functions as F
 
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, hp_choice
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from cerebro_hydra.errors import CerebroHydraError
 from tests.end_to_end import models
 
 pytestmark = pytest.mark.spark(group=1)
 
 ROWS, WORKERS = 60, 2
-
-
-def built(params: dict[str, Any]) -> Any:
-    """The small net with one thing changed."""
-    recipe = models.feed_forward({"lr": 0.01})
-    return replace(recipe, **params)
-
-
-def another_width(params: dict[str, Any]) -> Any:
-    """Takes 100 features, where the data has 16."""
-    import torch
-
-    model = torch.nn.Linear(params["width"], 4)
-    return SparkEstimator(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.CrossEntropyLoss()
-    )
-
-
-def no_estimator(params: dict[str, Any]) -> Any:
-    """What a newcomer may return first."""
-    return models.feed_forward({"lr": 0.01}).model
 
 
 @pytest.fixture(scope="module")
@@ -97,44 +76,6 @@ DATA: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"validation": None, "evaluation_metric": "loss"},
         r"1 training rows are fewer than 2",
     ),
-    "class out of range": (
-        lambda df: with_row(df, "label", "9"),
-        {},
-        r"label column 'label' holds values from 0 to 9, .*\[\d+, 4\] fails at 9: .*correct",
-    ),
-    "negative class": (
-        lambda df: with_row(df, "label", "-1"),
-        {},
-        r"the loss failed on a batch .* \(label: int64\[\d+\] from -1 to 3\): .*outputs that fit",
-    ),
-}
-
-FACTORIES: dict[str, tuple[Any, dict[str, list[Any]], dict[str, Any], str]] = {
-    "forward that does not fit": (
-        another_width,
-        {"width": [100]},
-        {"evaluation_metric": "loss"},
-        r"forward failed on .* features \(features: float32\[\d+, 16\].*\(\d+x16 and 100x4\); give",
-    ),
-    "unknown metric": (
-        built,
-        {"metrics": [["acuracy"]]},
-        {},
-        r"unknown metric 'acuracy'; known are \['acc', 'accuracy', .*\].*\{name: \(function",
-    ),
-    "metric that is not measured": (
-        built,
-        {"batch_size": [8]},
-        {"evaluation_metric": "f1"},
-        r"evaluation_metric is 'f1', which is not measured; .*\['loss', 'accuracy'\]; add it",
-    ),
-    "unknown module": (built, {"shards": [["layer9"]]}, {}, r"'layer9'.*modules"),
-    "factory of a wrong type": (
-        no_estimator,
-        {"lr": [0.1]},
-        {},
-        r"estimator_gen_fn returned a Sequential; return a SparkEstimator",
-    ),
 }
 
 
@@ -161,40 +102,13 @@ def test_data_that_can_not_be_trained_on(
     assert not list(tmp_path.glob("runs/*/journal")), "a run was begun"
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-def test_estimators_that_can_not_be_trained(
-    backend: SparkBackend, df: Any, tmp_path: Path, name: str
-) -> None:
-    factory, space, options, said = FACTORIES[name]
-    choices = {param: hp_choice(values) for param, values in space.items()}
-    with pytest.raises(CerebroHydraError, match=f"(?s){said}"):
-        search(backend, tmp_path, estimator_gen_fn=factory, search_space=choices, **options).fit(df)
-    assert not list(tmp_path.glob("runs/*/journal")), "a run was begun"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"search_space": {}}, r"search_space is empty; give at least one"),
-        ({"search_space": {"lr": [0.1]}}, r"'lr'.*hp_choice"),
-        ({"validation": 1.5}, r"validation is 1\.5; a share lies between 0 and 1"),
-        ({"validation": 0}, r"validation is 0; .*None is for no validation"),
-    ],
-)
-def test_arguments_that_mean_nothing(
-    backend: SparkBackend, tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(CerebroHydraError, match=said):
-        search(backend, tmp_path, **changes)
-
-
 @pytest.mark.parametrize(
     ("features", "labels", "said"),
     [
         ("features", ["label"], r"feature_columns is 'features'; give a list: \['features'\]"),
         ([], ["label"], r"feature_columns is \[\]; give a list of column names"),
         (["features"], "label", r"label_columns is 'label'; give a list: \['label'\]"),
-        (["label"], ["label"], r"together names 'label' more than once"),
+        (["label"], ["label"], "'label' is in feature_columns and in label_columns"),
     ],
 )
 def test_columns_that_a_backend_can_not_take(
@@ -223,38 +137,3 @@ def test_more_workers_than_slots_are_counted_and_named(spark: Any) -> None:
     said = r"(?s)9 workers need 9 slots and Spark has 4; worker 4.*set num_workers=4"
     with pytest.raises(CerebroHydraError, match=said):
         SparkBackend(spark_context=spark, num_workers=9)
-
-
-def test_a_store_that_can_not_be_written(backend: SparkBackend, df: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    said = r"can't create '.*file/store/data': .*choose another folder"
-    with pytest.raises(CerebroHydraError, match=said):
-        LocalStore(prefix_path=str(tmp_path / "file" / "store"))
-    # A store whose runs' place is taken shows it before anything trains, too.
-    store = LocalStore(prefix_path=str(tmp_path / "store"))
-    os.rmdir(tmp_path / "store" / "runs")
-    (tmp_path / "store" / "runs").write_text("no folder")
-    with pytest.raises(CerebroHydraError, match=r"can't .*runs.*choose another folder"):
-        search(backend, tmp_path, store=store).fit(df)
-
-
-def test_half_written_and_other_data_in_a_store(
-    backend: SparkBackend, df: Any, tmp_path: Path
-) -> None:
-    store = LocalStore(prefix_path=str(tmp_path))
-    manifest = backend.prepare_data(store, df, 0.2, ["half"], ["label"])
-    said = r"no column 'features', its columns are \['half', 'label'\].*backend.prepare_data"
-    with pytest.raises(CerebroHydraError, match=said):
-        search(backend, tmp_path, store=store).fit_on_prepared_data()
-    folder = Path(store.data_path(manifest.fingerprint))
-    next(folder.glob("split=train/partition=00001/*.parquet")).unlink()
-    said = r"prepared data doesn't match its manifest: .*partition=00001.*delete '.*and prepare"
-    with pytest.raises(CerebroHydraError, match=said):
-        search(backend, tmp_path, feature_columns=["half"]).fit_on_prepared_data(manifest)
-    # Without its manifest a preparation has not ended: it is none, and made anew.
-    (folder / "manifest.json").unlink()
-    with pytest.raises(CerebroHydraError, match="it holds none"):
-        search(backend, tmp_path, feature_columns=["half"]).fit_on_prepared_data()
-    again = backend.prepare_data(store, df, 0.2, ["half"], ["label"])
-    assert again == manifest
-    assert json.loads((folder / "manifest.json").read_text())["fingerprint"] == again.fingerprint

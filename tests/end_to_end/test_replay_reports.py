@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,26 @@ from tests.end_to_end.test_runs import classes, search
 pytestmark = pytest.mark.slow
 
 
-def trained(path: Path) -> Any:
-    return search(path, models.feed_forward, {"lr": [0.01], "dropout": [0.3]}, classes(120))
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one run, whose store the tests copy and damage."""
+    path = tmp_path_factory.mktemp("sound")
+    space = {"lr": [0.01], "dropout": [0.3]}
+    return Path(search(path, models.feed_forward, space, classes(120)).run_path)
 
 
-def test_one_flipped_bit_in_a_checkpoint_is_named(tmp_path: Path) -> None:
-    result = trained(tmp_path)
-    folder = RunFolder.open(result.run_path)
+@pytest.fixture
+def run_path(sound: Path, tmp_path: Path) -> str:
+    shutil.copytree(sound.parents[1], tmp_path / "store")
+    return str(tmp_path / "store" / "runs" / sound.name)
+
+
+def test_the_run_is_sound_before_it_is_damaged(run_path: str) -> None:
+    assert cerebro_hydra.replay(run_path, "trial-000").identical
+
+
+def test_one_flipped_bit_in_a_checkpoint_is_named(run_path: str) -> None:
+    folder = RunFolder.open(run_path)
     state = folder.read_state(0, max(folder.states(0)))
     path = Path(folder.path, "objects", f"{state['shards'][1]['trainable']}.safetensors")
     content = bytearray(path.read_bytes())
@@ -31,21 +45,20 @@ def test_one_flipped_bit_in_a_checkpoint_is_named(tmp_path: Path) -> None:
     start = 8 + int.from_bytes(content[:8], "little") + header["param:3.bias"]["data_offsets"][0]
     content[start + 4] ^= 1
     path.write_bytes(content)
-    report = cerebro_hydra.replay(result.run_path, "trial-000")
+    report = cerebro_hydra.replay(run_path, "trial-000")
     assert not report.identical
     assert report.first_difference.startswith("param:3.bias[1]: the run has")
 
 
-def test_a_partition_visited_twice_is_named(tmp_path: Path) -> None:
-    result = trained(tmp_path)
-    for path in sorted(Path(result.run_path, "journal").iterdir()):
+def test_a_partition_visited_twice_is_named(run_path: str) -> None:
+    for path in sorted(Path(run_path, "journal").iterdir()):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for line in lines:
             for instruction in line.get("instructions", ()):
                 if instruction["type"] == "Commit" and instruction["epoch"] == 0:
                     instruction["partition"] = 0
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = cerebro_hydra.replay(result.run_path, "trial-000")
+    report = cerebro_hydra.replay(run_path, "trial-000")
     assert report.first_difference == "partition 0 was visited twice in epoch 0"
 
 
@@ -79,7 +92,6 @@ def test_one_batch_repeated_in_place_of_another_is_seen(tmp_path: Path) -> None:
     assert "the run has" in report.first_difference
 
 
-def test_an_unknown_trial_is_named(tmp_path: Path) -> None:
-    result = trained(tmp_path)
+def test_an_unknown_trial_is_named(run_path: str) -> None:
     with pytest.raises(ReplayError, match="no trial 'trial-007'"):
-        cerebro_hydra.replay(result.run_path, "trial-007")
+        cerebro_hydra.replay(run_path, "trial-007")

@@ -141,8 +141,8 @@ def test_without_validation_the_training_loss_decides(tmp_path: Path) -> None:
 class SwapsRows(LocalBackend):
     """Repeats one row in place of another after preparation: the count stays right."""
 
-    def prepare_data(self, store: Any, *arguments: Any, **named: Any) -> Any:
-        manifest = super().prepare_data(store, *arguments, **named)
+    def prepare(self, store: Any, df: Any, spec: Any) -> Any:
+        manifest = super().prepare(store, df, spec)
         info = manifest.partition("train", 1)
         folder = Path(store.data_path(manifest.fingerprint), info.path)
         (path,) = folder.glob("*.parquet")

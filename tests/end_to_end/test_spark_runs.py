@@ -16,6 +16,8 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra.observe import AgentStarted, Decision
+from cerebro_hydra.plan.instructions import Commit
 from tests.end_to_end import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
@@ -77,12 +79,12 @@ class KillsOnce:
         self.commits = 0
 
     def on_record(self, record: Any) -> None:
-        if record["kind"] == "agent":
-            self.pids[record["incarnation"]] = record["pid"]
-        if record["kind"] != "journal":
+        if isinstance(record, AgentStarted):
+            self.pids[record.incarnation] = record.pid
+        if not isinstance(record, Decision):
             return
-        self.commits += sum(i["type"] == "Commit" for i in record["instructions"])
-        incarnation = record["event"].get("incarnation")
+        self.commits += sum(isinstance(each, Commit) for each in record.instructions)
+        incarnation = getattr(record.event, "incarnation", None)
         if self.commits >= self.after and self.killed is None and incarnation in self.pids:
             self.killed = incarnation
             os.kill(self.pids[incarnation], signal.SIGKILL)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.instructions import Checkpoint, Evaluate, StartSubEpoch
@@ -21,24 +22,22 @@ class ScriptedAgent:
     """Answers every task at once; `script(instruction)` may answer with another event."""
 
     def __init__(
-        self, worker: int, spec: dict[str, Any], script: Callable[[Any, str], Any] | None = None
+        self,
+        worker: int,
+        start: int,
+        spec: AgentSpec,
+        script: Callable[[Any, str], Any] | None = None,
     ) -> None:
         self.incarnation = uuid.uuid4().hex
         self._script = script
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        hello = {
-            "incarnation": self.incarnation,
-            "worker": worker,
-            "partitions": [worker],
-            "uri": f"grpc://127.0.0.1:{worker + 1}",
-            "host": "here",
-            "task": spec["task"],
-        }
+        uri = f"grpc://127.0.0.1:{worker + 1}"
+        info = AgentInfo(self.incarnation, worker, start, uri, "here", 7, (str(worker),), {})
         self._control = ControlClient(
-            spec["control"], spec["secret"], hello, self._inbox.put, lambda reason: self.stop()
+            spec.control, spec.secret, info.to_json(), self._inbox.put, lambda reason: self.stop()
         )
-
-        self._control.send({"kind": "agent", "pid": 7, "gpus": [str(worker)], "numeric": {}})
+        joined = events.WorkerJoined(worker, self.incarnation, tuple(spec.partitions(worker)))
+        self._control.send({"event": to_json(joined)})
 
     def stop(self) -> None:
         self._inbox.put({"do": "stop"})
@@ -92,16 +91,16 @@ class ScriptedLauncher:
     ) -> None:
         self.num_workers = num_workers
         self.host = "127.0.0.1"
-        self.given_up: list[tuple[int, int | None]] = []
+        self.given_up: list[tuple[int, int]] = []
         self._present = num_workers if present is None else present
         self._script = script
         self._threads: list[threading.Thread] = []
 
-    def start(self, spec: dict[str, Any], factory: Any, on_exit: Any) -> None:
+    def start(self, spec: AgentSpec, factory: Any, on_exit: Any) -> None:
         def keep_up(worker: int) -> None:
             with contextlib.suppress(ControlFailed):  # the driver gave up
-                for task in itertools.count(10 * worker):
-                    if ScriptedAgent(worker, {**spec, "task": task}, self._script).run():
+                for start in itertools.count(10 * worker):
+                    if ScriptedAgent(worker, start, spec, self._script).run():
                         break
 
         for worker in range(self._present):
@@ -109,8 +108,8 @@ class ScriptedLauncher:
             self._threads.append(thread)
             thread.start()
 
-    def replace(self, worker: int, task: int | None) -> None:
-        self.given_up.append((worker, task))
+    def replace(self, worker: int, start: int) -> None:
+        self.given_up.append((worker, start))
 
     def stop(self, timeout: float) -> None:
         for thread in self._threads:

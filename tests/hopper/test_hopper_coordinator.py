@@ -12,8 +12,9 @@ from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.hopper.coordinator import Coordinator, hop_config
 from cerebro_hydra.hopper.journal import read, restore
+from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan import events
-from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.plan.instructions import FinishTrial, StartSubEpoch
 from cerebro_hydra.plan.journal import comparable, fold
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
@@ -72,10 +73,19 @@ def document(
 
 class Tape:
     def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
+        self.records: list[Record] = []
 
-    def on_record(self, record: Any) -> None:
-        self.records.append(dict(record))
+    def on_record(self, record: Record) -> None:
+        self.records.append(record)
+
+    def instructions(self, kind: type) -> list[Any]:
+        told = (
+            each
+            for record in self.records
+            if isinstance(record, Decision)
+            for each in record.instructions
+        )
+        return [each for each in told if isinstance(each, kind)]
 
 
 def run(
@@ -98,7 +108,11 @@ def test_every_trial_visits_every_partition_once_per_epoch(tmp_path: Any) -> Non
         assert record.problem(3) is None
         assert len(record.visit_log) == 6
     state.validate()
-    assert [r["kind"] for r in tape.records[:1] + tape.records[-1:]] == ["start", "finish"]
+    assert [type(r) for r in (tape.records[0], tape.records[-1])] == [RunStarted, RunEnded]
+    started = [r for r in tape.records if isinstance(r, AgentStarted)]
+    assert sorted((r.worker, r.host, r.pid, r.gpus) for r in started) == [
+        (worker, "here", 7, (str(worker),)) for worker in range(3)
+    ]
 
 
 def test_the_fold_of_every_prefix_of_the_journal_is_the_state_at_that_time(tmp_path: Any) -> None:
@@ -209,11 +223,11 @@ def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp
 
 def test_a_custom_metric_without_a_value_fails_its_trial_with_both_names(tmp_path: Any) -> None:
     doc = document(1, 1, 1, custom_metrics=("auc",))
-    view = run(
+    _, _, tape = run(
         tmp_path, ScriptedLauncher(1), doc, merge_metrics=lambda *_: {"auc": 1.0, "f1": 1.0}
-    )[2]
-    (finish,) = [i for r in view.records for i in r.get("instructions", ()) if "status" in i]
-    assert "the custom metrics are ['auc'], but ['auc', 'f1'] were measured" in finish["reason"]
+    )
+    (finish,) = tape.instructions(FinishTrial)
+    assert "the custom metrics are ['auc'], but ['auc', 'f1'] were measured" in finish.reason
 
 
 def test_custom_metrics_that_nothing_measures_are_refused(tmp_path: Any) -> None:

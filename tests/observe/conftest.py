@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.plan.codec import to_json
+from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.simulate import Loss, Simulation
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -21,13 +21,17 @@ EPOCHS, PARTITIONS = 3, 2
 
 
 def document(
-    num_trials: int, validated: bool = True, patience: int | None = None, **changes: Any
+    num_trials: int,
+    validated: bool = True,
+    patience: int | None = None,
+    params: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> RunDocument:
     trials = tuple(
         TrialSpec(
             trial=trial,
             trial_id=f"trial-{trial:03d}",
-            params={"lr": 10.0**-trial},
+            params={"lr": 10.0**-trial} if params is None else params,
             seed=trial,
             cut={},
             template={},
@@ -66,7 +70,7 @@ def make_document() -> Callable[..., RunDocument]:
 
 
 @pytest.fixture
-def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
+def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
     """`simulate(num_trials, ...)` gives a finished simulation and the records of its run."""
 
     def run(
@@ -75,7 +79,7 @@ def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
         validated: bool = True,
         patience: int | None = None,
         loss: Callable[[int, int], float] = lambda trial, epoch: 1.0,
-    ) -> tuple[Simulation, list[dict[str, Any]]]:
+    ) -> tuple[Simulation, list[Record]]:
         config = HopConfig(
             trials=tuple(
                 TrialConfig(t, 1.0, 1_000_000, (("f", "t"),), patience=patience)
@@ -96,20 +100,10 @@ def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
             measure=loss,
         )
         timeline = simulation.run()
-        records: list[dict[str, Any]] = [
-            {"kind": "start", "document": document(num_trials, validated, patience).to_json()}
-        ]
+        records: list[Record] = [RunStarted(document(num_trials, validated, patience))]
         for seq, (event, instructions) in enumerate(timeline.records):
-            records.append(
-                {
-                    "kind": "journal",
-                    "seq": seq,
-                    "time": float(seq),
-                    "event": to_json(event),
-                    "instructions": [to_json(instruction) for instruction in instructions],
-                }
-            )
-        records.append({"kind": "finish", "seconds": timeline.makespan})
+            records.append(Decision(seq, float(seq), event, tuple(instructions)))
+        records.append(RunEnded(timeline.makespan))
         return simulation, records
 
     return run

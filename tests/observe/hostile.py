@@ -6,6 +6,8 @@ import os
 import signal
 from typing import Any
 
+from cerebro_hydra.observe import Decision
+from cerebro_hydra.plan.instructions import Commit
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.testing.local_backend import LocalBackend
 from tests.end_to_end import models
@@ -27,7 +29,7 @@ class Killer:
         self._backend, self._left = backend, after
 
     def on_record(self, record: Any) -> None:
-        if record["kind"] == "journal" and self._left > 0:
-            self._left -= sum(i["type"] == "Commit" for i in record["instructions"])
+        if isinstance(record, Decision) and self._left > 0:
+            self._left -= sum(isinstance(each, Commit) for each in record.instructions)
             if self._left <= 0:
                 os.kill(self._backend.agents.pid(1), signal.SIGKILL)

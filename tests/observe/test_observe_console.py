@@ -4,22 +4,31 @@ import io
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from cerebro_hydra.observe import RunView, console_observer
+from cerebro_hydra.observe import (
+    Decision,
+    OutputLine,
+    Progress,
+    Record,
+    RunEnded,
+    RunStarted,
+    RunView,
+    console_observer,
+)
 from cerebro_hydra.observe.lines import LogLines, PlainLines
 from cerebro_hydra.observe.table import LiveTable, frame
 from cerebro_hydra.observe.text import duration, final_table
 from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.codec import to_json
 from cerebro_hydra.plan.simulate import Loss
 
-LOG = {"kind": "log", "trial": 1, "worker": 0, "line": "lr is [0.1]", "stream": "stdout"}
+PRINTED = OutputLine(worker=0, trial=1, stream="stdout", line="lr is [0.1]")
 
 
 def terminal(width: int = 160) -> Console:
@@ -50,13 +59,12 @@ def test_view_suits_where_it_is_watched_from() -> None:
 @pytest.mark.parametrize("width", [80, 160])
 def test_names_and_values_are_shown_as_they_are(make_document: Any, width: int) -> None:
     name, line = "[lr[/b] :x:", "[/] :100: [red]"
-    document = make_document(1, metrics={"loss": "min", name: "max"}, evaluation_metric=name)
-    content = document.to_json()
-    content["trials"][0]["params"] = {name: name}
-    records: list[dict[str, Any]] = [
-        {"kind": "start", "document": content},
-        {**LOG, "trial": 0, "line": line},
-        {"kind": "finish", "seconds": 1.0},
+    metrics = {"loss": "min", name: "max"}
+    document = make_document(1, metrics=metrics, evaluation_metric=name, params={name: name})
+    records: list[Record] = [
+        RunStarted(document),
+        replace(PRINTED, trial=0, line=line),
+        RunEnded(1.0),
     ]
     for make, console in (
         (LiveTable, Console(file=io.StringIO(), width=width, color_system=None)),
@@ -99,7 +107,7 @@ def test_what_reads_the_rows_is_said_at_the_start(
     console = make()
     observer = console_observer(1, console)
     document = make_document(1, reader="Arrow 26.0.1 (petastorm is not installed)")
-    observer.on_record({"kind": "start", "document": document.to_json()})
+    observer.on_record(RunStarted(document))
     observer.close()
     assert "rows are read by Arrow 26.0.1 (petastorm is not installed)" in printed(console)
 
@@ -134,7 +142,8 @@ def test_lines_of_user_code_carry_their_trial(
     _, records = simulate(2)
     console = make()
     observer = console_observer(1, console)
-    for record in [records[0], LOG, {**LOG, "trial": None, "line": "import"}, *records[1:]]:
+    outside = replace(PRINTED, trial=None, line="import")
+    for record in [records[0], PRINTED, outside, *records[1:]]:
         observer.on_record(record)
     assert "[trial-001] lr is [0.1]" in printed(console)
     assert "[worker-0] import" in printed(console)
@@ -148,7 +157,7 @@ def test_quiet_prints_nothing_and_logs_what_user_code_printed(
     _, records = simulate(2)
     observer = console_observer(0)
     with caplog.at_level(logging.INFO, logger="cerebro_hydra.trials"):
-        for record in [*records, LOG]:
+        for record in [*records, PRINTED]:
             observer.on_record(record)
     assert capfd.readouterr() == ("", "")
     assert [record.getMessage() for record in caplog.records] == ["[trial-001] lr is [0.1]"]
@@ -171,17 +180,15 @@ def test_live_table_gives_the_cursor_back_in_the_middle_of_a_run(
 
 def test_frame_shows_where_each_trial_is(make_document: Callable[..., Any]) -> None:
     view = RunView()
-    view.apply({"kind": "start", "document": make_document(2).to_json()})
+    view.apply(RunStarted(make_document(2)))
     started = ins.StartSubEpoch(0, 1, 4, 1, 1, 0, "a", ins.StateSource(0, None), {})
     for event, instruction in [
         (ev.WorkerJoined(0, "a", (0,)), started),
         (ev.TrialStopped(0, ""), ins.EndEpoch(1, 0, {"train_loss": 0.7, "val_loss": 0.61234})),
         (ev.TrialStopped(0, ""), started),
     ]:
-        view.apply(
-            {"kind": "journal", "event": to_json(event), "instructions": [to_json(instruction)]}
-        )
-    view.apply({"kind": "progress", "trial": 1, "worker": 0, "loss": 0.54321})
+        view.apply(Decision(0, 0.0, event, (instruction,)))
+    view.apply(Progress(worker=0, trial=1, epoch=1, partition=1, step=1, steps=4, loss=0.54321))
     text = drawn(frame(view, 160))
     row = next(line for line in text.splitlines() if "trial-001" in line)
     assert row.split() == ["trial-001", "0.1", "training", "2/3", "1", "0", "0.5432", "0.6123"]
@@ -209,17 +216,11 @@ def test_final_table_has_the_best_first_and_says_the_direction(
 ) -> None:
     view = RunView()
     document = make_document(3, evaluation_metric="accuracy")
-    view.apply({"kind": "start", "document": document.to_json()})
+    view.apply(RunStarted(document))
     for trial, accuracy in enumerate([0.5, 0.75, float("nan")]):
         metrics = {"train_loss": 1.0, "val_loss": 1.0, "val_accuracy": accuracy}
-        instructions = [ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "", 4)]
-        view.apply(
-            {
-                "kind": "journal",
-                "event": to_json(ev.TrialStopped(trial, "")),
-                "instructions": [to_json(each) for each in instructions],
-            }
-        )
+        instructions = (ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "", 4))
+        view.apply(Decision(0, 0.0, ev.TrialStopped(trial, ""), instructions))
     text = drawn(final_table(view))
     assert re.findall(r"trial-\d{3}", text) == ["trial-001", "trial-000", "trial-002"]
     assert "best first by val_accuracy (higher is better)" in text
@@ -228,20 +229,16 @@ def test_final_table_has_the_best_first_and_says_the_direction(
 
 
 def test_many_parameters_share_one_column(make_document: Callable[..., Any]) -> None:
-    document = make_document(1).to_json()
     view = RunView()
-    view.apply({"kind": "start", "document": document})
+    view.apply(RunStarted(make_document(1)))
     assert "parameters" not in drawn(final_table(view))
-    document["trials"][0]["params"] = dict.fromkeys("abcde", 1)
-    view.apply({"kind": "start", "document": document})
+    view.apply(RunStarted(make_document(1, params=dict.fromkeys("abcde", 1))))
     assert "a=1, b=1, c=1, d=1, e=1" in drawn(final_table(view))
 
 
 def test_parameters_with_brackets_are_shown_as_they_are(make_document: Callable[..., Any]) -> None:
-    document = make_document(1).to_json()
-    document["trials"][0]["params"] = {"cut": ["red", "0"]}
     view = RunView()
-    view.apply({"kind": "start", "document": document})
+    view.apply(RunStarted(make_document(1, params={"cut": ["red", "0"]})))
     assert "['red', '0']" in drawn(final_table(view))
 
 

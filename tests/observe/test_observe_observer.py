@@ -4,15 +4,17 @@ import logging
 
 import pytest
 
-from cerebro_hydra.observe.observer import Observers, Record
+from cerebro_hydra.observe import Decision, Observers, Record, RunEnded, RunStarted
+from cerebro_hydra.plan.events import TrialStopped
+from tests.observe.conftest import document
 
 
 class Recorder:
     def __init__(self) -> None:
-        self.kinds: list[str] = []
+        self.records: list[Record] = []
 
     def on_record(self, record: Record) -> None:
-        self.kinds.append(record["kind"])
+        self.records.append(record)
 
 
 class Broken(Recorder):
@@ -24,11 +26,13 @@ class Broken(Recorder):
 def test_observer_that_raises_is_logged_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     before, broken, after = Recorder(), Broken(), Recorder()
     observers = Observers([before, broken, after])
+    decision = Decision(0, 1.0, TrialStopped(0, "enough"), ())
+    records: list[Record] = [RunStarted(document(1)), decision, RunEnded(1.0)]
     with caplog.at_level(logging.ERROR):
-        for kind in ("start", "journal", "finish"):
-            observers.on_record({"kind": kind})
-    assert before.kinds == after.kinds == ["start", "journal", "finish"]
-    assert broken.kinds == ["start"]
+        for record in records:
+            observers.on_record(record)
+    assert before.records == after.records == records
+    assert broken.records == records[:1]
     assert len(caplog.records) == 1
-    assert "Broken" in caplog.text
+    assert "Broken failed on a RunStarted record" in caplog.text
     assert "no room on the screen" in caplog.text

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.observe import RunStarted, RunView
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
@@ -36,11 +36,10 @@ def test_names_and_values_are_no_formulas(make_document: Any) -> None:
     from cerebro_hydra.observe.plots import plot
 
     name = "$\\bad{$"
-    document = make_document(1, metrics={"loss": "min", name: "max"}, evaluation_metric=name)
-    content = document.to_json()
-    content["trials"][0]["params"] = {name: name}
+    metrics = {"loss": "min", name: "max"}
+    document = make_document(1, metrics=metrics, evaluation_metric=name, params={name: name})
     view = RunView()
-    view.apply({"kind": "start", "document": content})
+    view.apply(RunStarted(document))
     view.trials[0].status = "finished"
     view.trials[0].epochs[0] = {"train_loss": 1.0, "val_loss": 1.0, f"val_{name}": 1.0}
     assert plot(view, [name])._repr_png_().startswith(b"\x89PNG")

@@ -15,6 +15,7 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra import cli
+from cerebro_hydra.observe import RunEnded
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter, render
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
@@ -95,7 +96,7 @@ def test_what_is_drawn_is_what_happened(page: Page, result: SearchResult) -> Non
     assert [absence["worker"] for absence in page.data["absences"]] == [1]
     assert "failed" in {task["outcome"] for task in page.data["tasks"]}
     for task in page.data["tasks"]:
-        assert 0 <= task["told"] <= task["start"] <= task["end"] <= page.data["seconds"]
+        assert 0 <= task["assigned"] <= task["start"] <= task["end"] <= page.data["seconds"]
 
 
 def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path:
     for segment in sorted((there / "journal").iterdir())[12:]:
         segment.unlink()
     folder = RunFolder.open(str(there))
-    ReportWriter(folder).on_record({"kind": "finish"})
+    ReportWriter(folder).on_record(RunEnded(1.0))
     cut = Page((there / REPORT_FILE).read_text(encoding="utf-8"))
     assert any("did not end" in text for text in cut.texts["strong"])
     assert "running" in {task["outcome"] for task in cut.data["tasks"]}

@@ -110,7 +110,7 @@ def test_bars_are_the_decisions_and_never_overlap(simulate: Any, losses: tuple[L
     assert ("repeated" in {bar.outcome for bar in timeline.tasks}) == bool(losses)
     for worker in timeline.workers:
         bars = [bar for bar in timeline.tasks if bar.worker == worker]
-        assert all(a.end <= b.told <= b.start <= b.end for a, b in pairwise(bars))
+        assert all(a.end <= b.assigned <= b.start <= b.end for a, b in pairwise(bars))
         hops = [bar.hop for bar in bars if bar.hop is not None]
         for lane in {hop.lane for hop in hops}:
             spans = sorted((hop.start, hop.end) for hop in hops if hop.lane == lane)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cerebro_hydra import MLflowTracker, TensorBoardTracker
+from cerebro_hydra.observe import Decision, RunEnded, RunStarted
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.codec import to_json
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import SearchResult
 
@@ -61,12 +61,10 @@ def test_tensorboard_forgets_epochs_that_were_trained_again(
     ]
     tracker = TensorBoardTracker(tmp_path)
     document = make_document(1)
-    tracker.on_record({"kind": "start", "document": document.to_json()})
-    event = to_json(ev.TrialStopped(0, ""))
+    tracker.on_record(RunStarted(document))
     for seq, each in enumerate(told):
-        journal = {"seq": seq, "time": float(seq + 1), "event": event}
-        tracker.on_record({"kind": "journal", **journal, "instructions": [to_json(each)]})
-    tracker.on_record({"kind": "finish", "seconds": 1.0})
+        tracker.on_record(Decision(seq, float(seq + 1), ev.TrialStopped(0, ""), (each,)))
+    tracker.on_record(RunEnded(1.0))
     assert scalars(tmp_path / document.run_id / "trial-000", "val_loss") == [(1, 3.0), (2, 1.0)]
 
 
@@ -79,17 +77,13 @@ def test_a_tracker_takes_one_search_after_another(
     monkeypatch.setattr("cerebro_hydra.observe.mlflow.render", lambda folder: "")
     uri = (tmp_path / "mlruns").as_uri()
     board, flow = TensorBoardTracker(tmp_path / "board"), MLflowTracker("two", uri)
-    ended = to_json(ins.EndEpoch(0, 0, {"val_loss": 1.0}))
-    event = to_json(ev.TrialStopped(0, ""))
     for value, run_id in enumerate(("first", "second")):
         store = LocalStore(str(tmp_path / run_id)).to_dict()
-        ended["metrics"] = {"val_loss": float(value)}
+        ended = ins.EndEpoch(0, 0, {"val_loss": float(value)})
         for tracker in (board, flow):
-            document = make_document(1, run_id=run_id, store=store)
-            tracker.on_record({"kind": "start", "document": document.to_json()})
-            journal = {"seq": 0, "time": 1.0, "event": event, "instructions": [ended]}
-            tracker.on_record({"kind": "journal", **journal})
-            tracker.on_record({"kind": "finish", "seconds": 1.0})
+            tracker.on_record(RunStarted(make_document(1, run_id=run_id, store=store)))
+            tracker.on_record(Decision(0, 1.0, ev.TrialStopped(0, ""), (ended,)))
+            tracker.on_record(RunEnded(1.0))
         assert scalars(tmp_path / "board" / run_id / "trial-000", "val_loss") == [(1, value)]
     client = mlflow.MlflowClient(uri)
     runs = client.search_runs([client.get_experiment_by_name("two").experiment_id])
@@ -138,16 +132,13 @@ def test_trackers_take_any_name_and_value(
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    document = make_document(1, metrics={"loss": "min", name: "max"}).to_json()
-    document["trials"][0]["params"] = {name: f"\ud800{name}"}
-    ended = to_json(ins.EndEpoch(0, 0, {f"val_{name}": 2.0}))
-    event = to_json(ev.TrialStopped(0, ""))
+    params = {name: f"\ud800{name}"}
+    document = make_document(1, metrics={"loss": "min", name: "max"}, params=params)
+    ended = ins.EndEpoch(0, 0, {f"val_{name}": 2.0})
     uri = (tmp_path / "mlruns").as_uri()
     for tracker in (MLflowTracker("any", uri), TensorBoardTracker(tmp_path)):
-        tracker.on_record({"kind": "start", "document": document})
-        tracker.on_record(
-            {"kind": "journal", "seq": 0, "time": 1.0, "event": event, "instructions": [ended]}
-        )
+        tracker.on_record(RunStarted(document))
+        tracker.on_record(Decision(0, 1.0, ev.TrialStopped(0, ""), (ended,)))
     client = mlflow.MlflowClient(uri)
     found = client.search_runs([client.get_experiment_by_name("any").experiment_id])
     (run,) = (each for each in found if each.info.run_name == "trial-000")

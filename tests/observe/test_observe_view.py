@@ -1,33 +1,27 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.observe import Decision, Progress, Record, RunStarted, RunView, records_of
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.codec import to_json
 from cerebro_hydra.plan.simulate import Loss
 from cerebro_hydra.storage import LocalStore, RunFolder
 
 
-def fold(records: list[dict[str, Any]]) -> RunView:
+def fold(records: Iterable[Record]) -> RunView:
     view = RunView()
     for record in records:
         view.apply(record)
     return view
 
 
-def journal(event: object, *instructions: object) -> dict[str, Any]:
-    return {
-        "kind": "journal",
-        "seq": 0,
-        "time": 0.0,
-        "event": to_json(event),
-        "instructions": [to_json(each) for each in instructions],
-    }
+def journal(event: Any, *instructions: Any) -> Decision:
+    return Decision(0, 0.0, event, instructions)
 
 
 QUIET = ev.TrialStopped(0, "")  # an event that the fold has no use for
@@ -60,11 +54,10 @@ def test_a_loss_makes_the_fold_forget_void_sub_epochs(simulate) -> None:
     """Guards the test above: the streams with losses do hold redone sub-epochs."""
     losses = (Loss(0.5, 1, 0.2), Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0))
     _, records = simulate(4, losses)
-    told = [i["type"] for r in records if r["kind"] == "journal" for i in r["instructions"]]
-    assert "Redo" in told
-    kept = [i for i, r in enumerate(records) if r["kind"] != "journal" or "Redo" not in str(r)]
-    without = fold([records[i] for i in kept])
-    assert told.count("Commit") > sum(len(trial.visit_log) for trial in fold(records).trials)
+    told = [type(i) for r in records if isinstance(r, Decision) for i in r.instructions]
+    assert ins.Redo in told
+    without = fold(r for r in records if not isinstance(r, Decision) or "Redo" not in str(r))
+    assert told.count(ins.Commit) > sum(len(trial.visit_log) for trial in fold(records).trials)
     assert without.trials[0].over
 
 
@@ -83,13 +76,14 @@ def test_while_running_the_view_shows_who_trains_where(simulate) -> None:
 def test_fold_of_a_run_folder_equals_the_fold_of_the_live_stream(simulate, tmp_path) -> None:
     _, records = simulate(3)
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    folder.write_json("run.json", records[0]["document"])
-    lines = [{k: v for k, v in record.items() if k != "kind"} for record in records[1:-1]]
+    folder.write_json("run.json", records[0].document.to_json())
+    lines = [record.to_json() for record in records[1:-1]]
     folder.write_segment(0, [{"config": {}}, *lines[:7]])
     folder.write_segment(1, lines[7:])
     live, kept = fold(records), RunView.of_run(folder)
     assert kept.trials == live.trials
     assert kept.totals == live.totals
+    assert list(records_of(folder))[:-1] == records[:-1]
 
 
 def test_only_moves_between_workers_count_as_hops(simulate) -> None:
@@ -109,7 +103,7 @@ def test_only_moves_between_workers_count_as_hops(simulate) -> None:
 def test_best_is_the_highest_accuracy_and_nan_never_wins(make_document) -> None:
     document = make_document(4, evaluation_metric="accuracy")
     scores = [0.5, 0.9, float("nan"), 0.9]
-    view = fold([{"kind": "start", "document": document.to_json()}, JOIN])
+    view = fold([RunStarted(document), JOIN])
     for trial, score in enumerate(scores):
         view.apply(
             journal(
@@ -146,7 +140,7 @@ def test_without_patience_the_last_epoch_counts(simulate) -> None:
 
 
 def test_best_by_loss_is_the_lowest_and_failed_trials_never_win(make_document) -> None:
-    view = fold([{"kind": "start", "document": make_document(3, validated=False).to_json()}, JOIN])
+    view = fold([RunStarted(make_document(3, validated=False)), JOIN])
     for trial, (loss, status) in enumerate([(0.3, "finished"), (0.1, "failed"), (0.2, "finished")]):
         view.apply(
             journal(
@@ -160,7 +154,7 @@ def test_best_by_loss_is_the_lowest_and_failed_trials_never_win(make_document) -
 
 
 def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials(make_document) -> None:
-    view = fold([{"kind": "start", "document": make_document(2).to_json()}, JOIN])
+    view = fold([RunStarted(make_document(2)), JOIN])
     first, second = view.trials
     assert view.eta(first) is None
     source = ins.StateSource(0, None)
@@ -176,14 +170,14 @@ def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials(make_
 
 
 def test_eta_counts_live_workers_only(make_document) -> None:
-    view = fold([{"kind": "start", "document": make_document(1).to_json()}, JOIN])
+    view = fold([RunStarted(make_document(1)), JOIN])
     view.apply(journal(ev.WorkerLost("a", "killed")))
     assert view.workers == {}
     assert view.eta(view.trials[0]) is None
 
 
 def test_a_lost_worker_leaves_its_trial_waiting(make_document) -> None:
-    view = fold([{"kind": "start", "document": make_document(1).to_json()}, JOIN])
+    view = fold([RunStarted(make_document(1)), JOIN])
     started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
     view.apply(journal(QUIET, started))
     assert (view.trials[0].status, view.trials[0].worker) == ("training", 0)
@@ -192,10 +186,9 @@ def test_a_lost_worker_leaves_its_trial_waiting(make_document) -> None:
 
 
 def test_progress_of_a_worker_that_the_trial_has_left_is_ignored(make_document) -> None:
-    view = fold([{"kind": "start", "document": make_document(1).to_json()}, JOIN])
+    view = fold([RunStarted(make_document(1)), JOIN])
     started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
     view.apply(journal(QUIET, started))
-    told = {"kind": "progress", "trial": 0, "epoch": 0, "partition": 0, "step": 1, "steps": 4}
-    view.apply({**told, "worker": 0, "loss": 0.5})
-    view.apply({**told, "worker": 1, "loss": 9.0})
+    for worker, loss in ((0, 0.5), (1, 9.0)):
+        view.apply(Progress(worker, trial=0, epoch=0, partition=0, step=1, steps=4, loss=loss))
     assert view.trials[0].loss == 0.5

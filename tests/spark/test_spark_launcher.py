@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
+from cerebro_hydra.hopper.agent_spec import AgentSpec
 from cerebro_hydra.spark import SparkLauncher
+from cerebro_hydra.storage.run_document import RunDocument
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -74,18 +77,36 @@ def exchange() -> Iterator[Exchange]:
 
 def make_agent() -> Callable[..., None]:
     # Nested, so that it travels by value: tests are no module of the workers.
-    def agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) -> None:
+    def agent(spec: Any, start: Any, factory: Callable[..., Any]) -> None:
         import json
         import os
         import socket
+        from dataclasses import asdict
 
-        connection = socket.create_connection(("127.0.0.1", spec["port"]))
-        hello = {"worker": worker, "pid": os.getpid(), "spec": spec, "built": factory({"x": 2})}
+        connection = socket.create_connection(("127.0.0.1", int(spec.control)))
+        hello = {
+            "worker": start.worker,
+            "pid": os.getpid(),
+            "start": asdict(start),
+            "spec": spec.to_json(),
+            "built": factory({"x": 2}),
+        }
         connection.sendall(json.dumps(hello).encode() + b"\n")
         if connection.recv(16) == b"fail":
             raise ValueError("the stand-in was told to fail")
 
     return agent
+
+
+def make_spec(exchange: Exchange | None = None) -> AgentSpec:
+    """Return a spec whose coordinator is the exchange."""
+    document = RunDocument(
+        run_id="r1", factory=None, seed=0, order="dynamic", num_epochs=1, num_partitions=3,
+        evaluation_metric="loss", metrics={"loss": "min"}, feature_columns=("x",),
+        label_columns=("y",), store={}, fingerprint="f", validated=False, threads=1, trials=(),
+    )  # fmt: skip
+    control = "" if exchange is None else str(exchange.port)
+    return AgentSpec(control, "a secret", 3, document, Manifest("f", (), ()))
 
 
 @pytest.fixture
@@ -107,33 +128,35 @@ def test_every_worker_gets_its_number_the_spec_the_factory_and_a_scratch_folder(
     spark: SparkSession, exchange: Exchange, exits: Exits
 ) -> None:
     launcher = SparkLauncher(spark.sparkContext, 3, make_agent())
-    launcher.start({"port": exchange.port, "run": "r1"}, make_factory(), exits.put)
+    spec = make_spec(exchange)
+    launcher.start(spec, make_factory(), exits.put)
     agents = exchange.accept_all(3)
     assert sorted(agents) == [0, 1, 2]
     for worker, agent in agents.items():
-        spec = agent.hello["spec"]
-        assert (spec["run"], agent.hello["built"], spec["resources"]) == ("r1", 6, {})
-        assert Path(spec["scratch"]).is_dir() and spec["scratch"].endswith(f"worker-{worker}")
+        start = agent.hello["start"]
+        assert AgentSpec.from_json(agent.hello["spec"]) == spec
+        assert (agent.hello["built"], start["gpus"]) == (6, [])
+        assert Path(start["scratch"]).is_dir() and start["scratch"].endswith(f"worker-{worker}")
     assert exits.empty()
     for agent in agents.values():
         agent.tell("end")
     assert exits.get(timeout=WAIT) is None
     launcher.stop(WAIT)
-    assert not any(Path(agent.hello["spec"]["scratch"]).exists() for agent in agents.values())
+    assert not any(Path(agent.hello["start"]["scratch"]).exists() for agent in agents.values())
 
 
 def test_a_killed_worker_comes_back_with_its_scratch_folder_and_the_others_stay(
     spark: SparkSession, exchange: Exchange, exits: Exits
 ) -> None:
     launcher = SparkLauncher(spark.sparkContext, 3, make_agent())
-    launcher.start({"port": exchange.port}, make_factory(), exits.put)
+    launcher.start(make_spec(exchange), make_factory(), exits.put)
     agents = exchange.accept_all(3)
-    cached = Path(agents[1].hello["spec"]["scratch"]) / "cached"
+    cached = Path(agents[1].hello["start"]["scratch"]) / "cached"
     cached.write_text("kept")
     os.kill(agents[1].hello["pid"], signal.SIGKILL)
     again = exchange.accept()
     assert again.hello["worker"] == 1 and again.hello["pid"] != agents[1].hello["pid"]
-    assert again.hello["spec"]["scratch"] == str(cached.parent) and cached.read_text() == "kept"
+    assert again.hello["start"]["scratch"] == str(cached.parent) and cached.read_text() == "kept"
     for agent in (agents[0], agents[2], again):
         agent.tell("end")
     assert exits.get(timeout=WAIT) is None
@@ -144,7 +167,7 @@ def test_other_jobs_run_while_agents_hold_their_slots(
     spark: SparkSession, exchange: Exchange, exits: Exits
 ) -> None:
     launcher = SparkLauncher(spark.sparkContext, 3, make_agent())
-    launcher.start({"port": exchange.port}, make_factory(), exits.put)
+    launcher.start(make_spec(exchange), make_factory(), exits.put)
     agents = exchange.accept_all(3)
     assert spark.range(100).count() == 100
     for agent in agents.values():
@@ -156,15 +179,15 @@ def test_a_hung_agent_that_was_given_up_is_killed_and_replaced(
     spark: SparkSession, exchange: Exchange, exits: Exits
 ) -> None:
     launcher = SparkLauncher(spark.sparkContext, 2, make_agent())
-    launcher.start({"port": exchange.port}, make_factory(), exits.put)
+    launcher.start(make_spec(exchange), make_factory(), exits.put)
     agents = exchange.accept_all(2)
     os.kill(agents[0].hello["pid"], signal.SIGSTOP)
-    launcher.replace(0, agents[0].hello["spec"]["task"])
+    launcher.replace(0, agents[0].hello["start"]["number"])
     again = exchange.accept()
     assert again.hello["worker"] == 0
-    assert again.hello["spec"]["task"] != agents[0].hello["spec"]["task"]
+    assert again.hello["start"]["number"] != agents[0].hello["start"]["number"]
     assert agents[0].has_ended()  # a stopped process ends by SIGKILL alone
-    launcher.replace(0, agents[0].hello["spec"]["task"])  # over already: nothing happens
+    launcher.replace(0, agents[0].hello["start"]["number"])  # over already: nothing happens
     for agent in (agents[1], again):
         agent.tell("end")
     assert exits.get(timeout=WAIT) is None
@@ -179,7 +202,7 @@ def test_stop_cancels_agents_that_do_not_end_and_their_processes_are_gone(
     spark: SparkSession, exchange: Exchange, exits: Exits
 ) -> None:
     launcher = SparkLauncher(spark.sparkContext, 2, make_agent())
-    launcher.start({"port": exchange.port}, make_factory(), exits.put)
+    launcher.start(make_spec(exchange), make_factory(), exits.put)
     agents = exchange.accept_all(2)
     launcher.stop(timeout=0.0)
     assert isinstance(exits.get(timeout=WAIT), Cancelled)
@@ -192,7 +215,7 @@ def test_stop_before_start_and_after_the_end_does_nothing(
 ) -> None:
     launcher = SparkLauncher(spark.sparkContext, 1, make_agent())
     launcher.stop(0.0)
-    launcher.start({"port": exchange.port}, make_factory(), exits.put)
+    launcher.start(make_spec(exchange), make_factory(), exits.put)
     exchange.accept().tell("end")
     assert exits.get(timeout=WAIT) is None
     launcher.stop(WAIT)
@@ -203,19 +226,19 @@ def test_stop_before_start_and_after_the_end_does_nothing(
 def test_an_agent_that_fails_again_and_again_ends_the_job_with_its_error(
     spark: SparkSession, exits: Exits
 ) -> None:
-    def agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) -> None:
+    def agent(spec: Any, start: Any, factory: Callable[..., Any]) -> None:
         raise ValueError("always")
 
-    SparkLauncher(spark.sparkContext, 1, agent).start({}, make_factory(), exits.put)
+    SparkLauncher(spark.sparkContext, 1, agent).start(make_spec(), make_factory(), exits.put)
     error = exits.get(timeout=WAIT)
     assert "ValueError: always" in str(error) and "failed 8 times" in str(error)
 
 
 def test_a_module_that_workers_lack_is_named(spark: SparkSession, exits: Exits) -> None:
-    def agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) -> None:
+    def agent(spec: Any, start: Any, factory: Callable[..., Any]) -> None:
         __import__("a_module_of_the_driver")
 
-    SparkLauncher(spark.sparkContext, 1, agent).start({}, make_factory(), exits.put)
+    SparkLauncher(spark.sparkContext, 1, agent).start(make_spec(), make_factory(), exits.put)
     error = exits.get(timeout=WAIT)
     assert isinstance(error, SetupError)
     assert "can't import a_module_of_the_driver" in str(error)
@@ -230,7 +253,7 @@ def test_a_factory_that_captures_spark_is_refused_by_name(
         return context.defaultParallelism
 
     with pytest.raises(ConfigurationError, match=r"my_factory.*can't be sent.*SparkContext"):
-        SparkLauncher(context, 1, make_agent()).start({}, my_factory, exits.put)
+        SparkLauncher(context, 1, make_agent()).start(make_spec(), my_factory, exits.put)
     assert exits.empty()
 
 
@@ -243,4 +266,4 @@ def test_a_factory_that_captures_a_lock_is_refused_by_name(
         return lock
 
     with pytest.raises(ConfigurationError, match=r"locking.*create what it needs inside"):
-        SparkLauncher(spark.sparkContext, 1, make_agent()).start({}, locking, exits.put)
+        SparkLauncher(spark.sparkContext, 1, make_agent()).start(make_spec(), locking, exits.put)

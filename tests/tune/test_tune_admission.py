@@ -15,13 +15,13 @@ from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.tune.admission import Admission, Admitted
-from cerebro_hydra.tune.samples import Samples
+from cerebro_hydra.tune.example_batches import ExampleBatches
 from tests.tune import tune_models
 
 COLUMNS = Columns(("features",), ("label",))
 
 
-def samples(path: Path, rows: int, partitions: int = 2) -> Samples:
+def examples(path: Path, rows: int, partitions: int = 2) -> ExampleBatches:
     random = np.random.default_rng(0)
     columns = {
         "features": random.normal(size=(rows, 16)).astype(np.float32),
@@ -29,19 +29,19 @@ def samples(path: Path, rows: int, partitions: int = 2) -> Samples:
     }
     store = LocalStore(str(path))
     manifest = write_dataset(store, columns, partitions, None)
-    return Samples(manifest, store, COLUMNS)
+    return ExampleBatches(manifest, store, COLUMNS)
 
 
 def admit(path: Path, *candidates: dict[str, Any]) -> tuple[Admitted, RunFolder, list[str]]:
     folder = RunFolder(LocalStore(str(path)), "run")
     told: list[str] = []
-    admission = Admission(tune_models.small, COLUMNS, samples(path, 70), folder, 3, told.append)
+    admission = Admission(tune_models.small, COLUMNS, examples(path, 70), folder, 3, told.append)
     return admission.admit(candidates), folder, told
 
 
-def test_samples_have_every_size_that_training_meets(tmp_path: Path) -> None:
+def test_examples_have_every_size_that_training_meets(tmp_path: Path) -> None:
     # 41 rows are partitions of 21 and 20: batches of 8, 8, 5 and 8, 8, 4.
-    found = samples(tmp_path, 41)
+    found = examples(tmp_path, 41)
     assert found.sizes(8) == [8, 5, 4]
     batches = found.batches(8)
     assert [batch.rows for batch in batches] == [8, 5, 4]
@@ -49,16 +49,16 @@ def test_samples_have_every_size_that_training_meets(tmp_path: Path) -> None:
     assert torch.equal(batches[0].features[0][:4], batches[2].features[0])
 
 
-def with_rows(path: Path, *rows: int) -> Samples:
-    """Samples of prepared data that says it has so many rows per partition."""
-    real = samples(path, 41)
+def with_rows(path: Path, *rows: int) -> ExampleBatches:
+    """Batches of prepared data that says it has so many rows per partition."""
+    real = examples(path, 41)
     infos = [
         dataclasses.replace(info, rows=count)
         for info, count in zip(real.manifest.partitions, rows, strict=True)
     ]
     manifest = dataclasses.replace(real.manifest, partitions=tuple(infos))
     store = LocalStore(str(path))
-    return Samples(manifest, store, COLUMNS)
+    return ExampleBatches(manifest, store, COLUMNS)
 
 
 def test_batch_larger_than_the_first_partition_repeats_its_rows(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_models_of_other_threads_are_built_before_or_after(tmp_path: Path) -> No
     thread = threading.Thread(target=aside)
     thread.start()
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    admission = Admission(first, COLUMNS, samples(tmp_path, 70), folder, 3, lambda line: None)
+    admission = Admission(first, COLUMNS, examples(tmp_path, 70), folder, 3, lambda line: None)
     found = admission.admit([params])
     thread.join()
     assert not found.refused
@@ -161,7 +161,7 @@ def test_a_metric_that_is_not_measured_ends_admission_at_the_first_trial(tmp_pat
         return tune_models.small(params)
 
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    admission = Admission(counting, COLUMNS, samples(tmp_path, 70), folder, 3, lambda line: None)
+    admission = Admission(counting, COLUMNS, examples(tmp_path, 70), folder, 3, lambda line: None)
     with pytest.raises(ConfigurationError, match=r"'f1', which is not measured; measured are"):
         admission.admit([{"lr": 0.1}, {"lr": 0.2}], "f1")
     assert built == [0.1]

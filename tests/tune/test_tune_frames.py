@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 from cerebro_hydra.tune.frames import by_epoch, by_trial
-from cerebro_hydra.tune.result import Trial
+from cerebro_hydra.tune.trial import Trial
 
 HISTORY = {"train_loss": [3.0, 2.0, 1.0], "val_loss": [3.5, 1.5, 2.5]}
 TRIALS = [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import cerebro_hydra
+from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import LocalBackend
@@ -15,9 +16,8 @@ from tests.tune.test_tune_search import arguments, rows
 
 
 def prepare(path: Path, workers: int = 2, validation: float | None = 0.2, seed: int = 0):
-    return LocalBackend(workers).prepare_data(
-        LocalStore(str(path)), rows(), validation, ["features"], ["label"], seed
-    )
+    spec = DataSpec.checked(["features"], ["label"], None, validation, seed)
+    return LocalBackend(workers).prepare(LocalStore(str(path)), rows(), spec)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ def arguments(path: Path, **changes: Any) -> dict[str, Any]:
         ("store", "/some/folder", "store is '/some/folder', a str; give a store"),
         ("estimator_gen_fn", 3, "estimator_gen_fn is 3; give a function"),
         ("search_space", {"lr": 0.1}, r"search_space\['lr'\] is 0.1"),
+        ("search_space", {"lr": [0.1]}, r"'lr'.*hp_choice"),
+        ("search_space", {}, "search_space is empty; give at least one"),
         ("search_space", {"lr": hp_uniform(0, 1)}, "which a grid can't go through; .*RandomSearch"),
         ("num_epochs", 0, "num_epochs is 0; it is a whole number from 1"),
         ("num_epochs", 2.0, "num_epochs is 2.0"),
@@ -61,6 +65,8 @@ def arguments(path: Path, **changes: Any) -> dict[str, Any]:
         ("feature_columns", ["a", "a"], "feature_columns names 'a' more than once"),
         ("feature_columns", ["label"], "'label' is in feature_columns and in label_columns"),
         ("label_columns", [1], "label_columns holds 1; column names are strings"),
+        ("label_columns", [], r"label_columns is \[\]; give a list of column names"),
+        ("sample_weight_column", "label", "sample_weight_column is 'label', which is a feature or"),
         ("seed", -1, "seed is -1; it is a whole number from 0"),
         ("order", "random", r"order is 'random'; it is one of \('dynamic', 'seeded'\)"),
         ("verbose", None, "verbose is None"),
@@ -115,11 +121,22 @@ def test_fit_raises_with_every_reason_once_when_no_trial_can_be_built(tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
-    """Trials with a good and a hopeless learning rate, and one width that can't be built."""
-    space = {"width": hp_choice([-1, 8]), "lr": hp_choice([1e-6, 0.1])}
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchResult, str]:
+    """The one run of this file, with what it printed.
+
+    Two widths train, with a good and a hopeless learning rate each; one width can't be built.
+    """
+    space = {"width": hp_choice([-1, 8, 6]), "lr": hp_choice([1e-6, 0.1])}
     path = tmp_path_factory.mktemp("search")
-    return GridSearch(**arguments(path, search_space=space)).fit(rows())
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = GridSearch(**arguments(path, search_space=space, verbose=1)).fit(rows())
+    return result, printed.getvalue()
+
+
+@pytest.fixture
+def result(searched: tuple[SearchResult, str]) -> SearchResult:
+    """The result of the run as its folder has it, so that no test changes another's."""
+    return SearchResult.open(searched[0].run_path)
 
 
 @pytest.mark.slow
@@ -127,39 +144,46 @@ def test_trial_that_can_not_be_built_fails_alone_with_its_traceback(result: Sear
     assert [(t.trial_id, t.status, t.params["width"]) for t in result.trials] == [
         ("trial-000", "finished", 8),
         ("trial-001", "finished", 8),
-        ("trial-002", "failed", -1),
-        ("trial-003", "failed", -1),
+        ("trial-002", "finished", 6),
+        ("trial-003", "finished", 6),
+        ("trial-004", "failed", -1),
+        ("trial-005", "failed", -1),
     ]
-    refused = result.trials[2]
+    refused = result.trials[4]
     assert "Traceback" in (refused.error or "")
     assert "no layer is -1 wide" in (refused.error or "")
     assert (refused.history, refused.visit_log) == ({}, [])
-    with pytest.raises(ConfigurationError, match=r"(?s)trial-002 is failed.*no layer is -1 wide"):
-        result.torch("trial-002")
+    with pytest.raises(ConfigurationError, match=r"(?s)trial-004 is failed.*no layer is -1 wide"):
+        result.torch("trial-004")
 
 
 @pytest.mark.slow
 def test_histories_have_one_value_per_epoch_and_best_is_the_most_accurate(
     result: SearchResult,
 ) -> None:
-    assert result.best_trial.params == {"width": 8, "lr": 0.1}
+    assert result.best_trial.params["lr"] == 0.1
     history = result.get_best_model_history()
     assert list(history) == ["train_loss", "val_loss", "val_accuracy"]
     assert {len(values) for values in history.values()} == {2}
     everything = result.get_all_model_history()
-    assert list(everything) == ["trial-000", "trial-001", "trial-002", "trial-003"]
-    assert everything["trial-001"] == history
-    assert history["val_accuracy"][-1] > everything["trial-000"]["val_accuracy"][-1]
+    assert list(everything) == [f"trial-{number:03d}" for number in range(6)]
+    assert everything[result.best_trial.trial_id] == history
+    last = [trial.history["val_accuracy"][-1] for trial in result.trials[:4]]
+    assert history["val_accuracy"][-1] == max(last)
+    assert last[0] < last[1]
+    assert last[2] < last[3]
 
 
 @pytest.mark.slow
-def test_run_folder_alone_gives_the_same_result(result: SearchResult) -> None:
-    again = SearchResult.open(result.run_path)
-    assert again.trials == result.trials
-    assert again.totals == result.totals
-    assert again.metric == "val_accuracy"
-    assert again.direction == "max"
-    assert repr(again) == f"SearchResult(2 of 4 trials finished, {result.run_path!r})"
+def test_run_folder_alone_gives_the_same_result(
+    searched: tuple[SearchResult, str], result: SearchResult
+) -> None:
+    fitted, _ = searched
+    assert result.trials == fitted.trials
+    assert result.totals == fitted.totals
+    assert result.metric == "val_accuracy"
+    assert result.direction == "max"
+    assert repr(result) == f"SearchResult(4 of 6 trials finished, {fitted.run_path!r})"
 
 
 @pytest.mark.slow
@@ -168,7 +192,7 @@ def test_torch_gives_the_model_that_was_evaluated(result: SearchResult, tmp_path
     store = LocalStore(str(Path(result.run_path).parents[1]))
     manifest = find_prepared(store, result.document.fingerprint)
     assert manifest is not None
-    for trial in result.trials[:2]:
+    for trial in result.trials[1:3]:
         model = result.torch(trial.trial_id)
         assert not model.training
         hits = total = 0
@@ -236,12 +260,12 @@ def test_factory_of_another_model_is_refused(result: SearchResult) -> None:
         SearchResult.open(result.run_path, factory=wider).torch()
 
 
-@pytest.mark.slow
 def test_what_is_no_spark_frame_is_refused_by_its_type(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"fit got a builtins.dict; give a Spark Data"):
         GridSearch(**arguments(tmp_path)).fit({"features": [1.0], "label": [0]})
 
 
+@pytest.mark.slow
 def test_output_columns_are_one_per_label(result: SearchResult) -> None:
     assert result.set_output_columns(["prediction"]) is result
     for wrong in ("prediction", ["a", "b"], []):
@@ -262,13 +286,11 @@ def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_progress_names_each_structure_once_and_ends_with_the_best_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    searched: tuple[SearchResult, str],
 ) -> None:
-    space = {"width": hp_choice([8, 6]), "batch_size": hp_choice([16, 32])}
-    GridSearch(**arguments(tmp_path, search_space=space, num_epochs=1, verbose=1)).fit(rows())
-    out = capsys.readouterr().out
-    assert out.count("2 shards, cut by export") == 2
-    assert "trial-000: 2 shards" in out
-    assert "trial-002: 2 shards" in out
-    assert "best first by val_accuracy (higher is better)" in out
-    assert "4 of 4 trials finished" in out
+    _, printed = searched
+    assert printed.count("2 shards, cut by export") == 2
+    assert "trial-000: 2 shards" in printed
+    assert "trial-002: 2 shards" in printed
+    assert "best first by val_accuracy (higher is better)" in printed
+    assert "4 of 4 trials finished" in printed

@@ -188,11 +188,11 @@
     for (const task of data.tasks) {
       const trial = data.trials[task.trial], y = lanes.get(task.worker), fill = colour(trial);
       const group = element("g", { "data-trial": task.trial, "data-task": task.kind, "data-outcome": task.outcome });
-      if (task.start > task.told) bar(group, task.told, task.start, y + thick / 2 - 1, 2, { class: "wait" });
+      if (task.start > task.assigned) bar(group, task.assigned, task.start, y + thick / 2 - 1, 2, { class: "wait" });
       const made = bar(group, task.start, task.end, y, thick, { class: `bar ${task.kind} ${task.outcome}`, fill, stroke: fill });
       const what = task.kind === "train" ? "sub-epoch" : "evaluation";
       const lines = [`${trial.id}: ${what}, epoch ${task.epoch + 1}, partition ${task.partition}`, `${seconds(task.end - task.start)}, from ${seconds(task.start)}`];
-      if (task.start - task.told > 0.005) lines.push(`waited ${seconds(task.start - task.told)}`);
+      if (task.start - task.assigned > 0.005) lines.push(`waited ${seconds(task.start - task.assigned)}`);
       if (task.loss !== null) lines.push(`loss ${shown(task.loss)}`);
       if (task.outcome in WORDS) lines.push(WORDS[task.outcome]);
       explain(made, lines.join("\n"));

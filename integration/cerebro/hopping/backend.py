@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.prepared import DatasetQuery, choose_prepared
+from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.tune.model import TrainedModel
 from hopping.epochs import Epochs
@@ -31,7 +33,7 @@ class HoppingBackend:
         seed: seeds everything random in training; Cerebro draws parameters with its own.
     """
 
-    def __init__(self, backend: Any, seed: int = 0) -> None:
+    def __init__(self, backend: Backend, seed: int = 0) -> None:
         self._backend = backend
         self._seed = seed
         self._manifest: Manifest | None = None
@@ -42,9 +44,6 @@ class HoppingBackend:
     def groups(self) -> list[Epochs]:
         """Return the sets of models that train together, in the order in which they began."""
         return list(self._groups.values())
-
-    def _num_workers(self) -> int:
-        return int(self._backend.num_workers)
 
     def prepare_data(self, store: HoppingStore, df: DataFrame, validation: Any) -> tuple[Any, ...]:
         """Write all columns of a DataFrame to the store and return its sizes and metadata.
@@ -59,22 +58,17 @@ class HoppingBackend:
                 "validation rows; give a share such as 0.25, or a column's name"
             )
         columns = [name for name in df.columns if name != validation]
-        self._manifest = self._backend.prepare_data(
-            store,
-            df,
-            validation=validation,
-            feature_columns=columns,
-            label_columns=[],
-            seed=self._seed,
-        )
+        spec = DataSpec.checked(columns, validation=validation, seed=self._seed)
+        self._manifest = self._backend.prepare(store, df, spec)
         return self._described()
 
     def get_metadata_from_parquet(
         self, store: HoppingStore, label_columns: list[str], feature_columns: list[str]
     ) -> tuple[Any, ...]:
-        """Find the prepared data in the store that has these columns and validation rows."""
-        wanted = DatasetQuery((*feature_columns, *label_columns), self._num_workers(), True)
-        self._manifest = choose_prepared(store, wanted, None)
+        """Find the data that was prepared in the store, with these columns and validation rows."""
+        # Which share was held out does not matter: Cerebro asks for validation rows, not how many.
+        spec = DataSpec.checked(feature_columns, label_columns, validation=0.5)
+        self._manifest = choose_prepared(store, self._backend.num_workers, spec, None)
         return self._described()
 
     def _described(self) -> tuple[int, int, Manifest, float]:

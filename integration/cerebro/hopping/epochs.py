@@ -11,15 +11,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from cerebro_hydra import SparkEstimator
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
+from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import console_observer
-from cerebro_hydra.recipe import Columns, Recipe, build_recipe, measure
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe, merge_metrics
 from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.storage import RunFolder, Store
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.list_search import ListSearch
 from cerebro_hydra.tune.model import TrainedModel
-from cerebro_hydra.tune.result import REFUSED_FILE, SearchResult
+from cerebro_hydra.tune.result import SearchResult
 
 Factory = Callable[[dict[str, Any]], SparkEstimator]
 
@@ -43,7 +44,7 @@ class Epochs:
 
     def __init__(
         self,
-        backend: Any,
+        backend: Backend,
         store: Store,
         manifest: Manifest,
         factory: Factory,
@@ -143,7 +144,7 @@ class Epochs:
                 self._factory,
                 manifest=self._manifest,
                 observers=[observer],
-                measure=lambda trial, states: measure(
+                merge_metrics=lambda trial, states: merge_metrics(
                     self._recipe(document.trials[trial].params).state_metrics, states
                 ),
             ).run()

@@ -1,4 +1,4 @@
-"""A trained model, from the factory and the tensors in a run's folder."""
+"""Builds a trained model from the factory and the tensors in a run's folder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def trained_recipe(
 ) -> Recipe:
     """Build a trial and load its result into the model: moving averages, where they are kept.
 
-    The model is in eval mode.
-
-    The caller's random numbers go on as if nothing had been built.
+    The model is in eval mode. The caller's random numbers go on as if nothing had been built.
 
     Raises:
         ConfigurationError: the factory builds another model than the run trained.
@@ -56,7 +54,7 @@ def trained_recipe(
 
 
 def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
-    """Parameters and buffers of the result, as evaluation used them."""
+    """Return parameters and buffers of the result, as evaluation used them."""
     state = folder.read_state(trial, result_visit(folder, trial))
     tensors: dict[str, Tensor] = {}
     for shard in state["shards"]:
@@ -72,7 +70,7 @@ def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
 
 
 def weights_file(model: nn.Module) -> bytes:
-    """The model's `state_dict` as one safetensors file, tied tensors once."""
+    """Return the model's `state_dict` as one safetensors file, tied tensors once."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -1,4 +1,4 @@
-"""Real batches to admit models with, made of the first rows of the prepared data."""
+"""Example batches to admit models with, made of the first rows of the data."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import Store
 
 
-class Samples:
+class ExampleBatches:
     """Batches of every size that training over a manifest's partitions meets.
 
     The driver reads only as many rows as the largest batch has, and no partition as a whole.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        store: Store,
-        columns: Columns,
-    ) -> None:
+    def __init__(self, manifest: Manifest, store: Store, columns: Columns) -> None:
         """Read nothing yet.
 
         Raises:
@@ -44,21 +39,21 @@ class Samples:
             )
 
     def sizes(self, batch_size: int) -> list[int]:
-        """Every number of rows that a batch will have, the largest first."""
+        """Return every number of rows that a batch will have, the largest first."""
         met = {size for rows in self.partition_rows for size in batch_sizes(rows, batch_size)}
         return sorted(met, reverse=True)
 
     def batches(self, batch_size: int) -> list[Batch]:
-        """One batch of real rows for each of `sizes`."""
+        """Return one batch of real rows for each of `sizes`."""
         return [self._batch(size) for size in self.sizes(batch_size)]
 
     def ranges(self) -> dict[str, Range]:
-        """Smallest and largest value of each column over all partitions, where footers tell."""
+        """Return the smallest and largest value of each column, where the files' footers tell."""
         return value_ranges(self.manifest, self._store)
 
     def _batch(self, size: int) -> Batch:
         head = self._first_rows(size)
-        # Partition 0 may be a row shorter than the one that the size comes from.
+        # Partition 0 may be a row shorter than the partition that has a batch of this size.
         order = np.arange(size, dtype=np.int64) % head.rows
         (batch,) = batches(head, self._columns.features, self._columns.targets, size, order)
         return batch

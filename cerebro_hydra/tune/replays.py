@@ -1,4 +1,4 @@
-"""Replaying the trials of a run and printing a verdict for each."""
+"""Replays the trials of a run and prints a line for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cerebro_hydra.errors import ReplayError
 from cerebro_hydra.tune.result import SearchResult
 
 
-def print_verdicts(
+def print_replays(
     console: Console,
     run_path: str,
     *,
@@ -54,13 +54,13 @@ def print_verdicts(
             console.print(Text(f"           warning: {warning}", style="yellow"))
         if report.identical:
             identical += 1
-            verdict = Text.assemble(trial.trial_id, ("  identical, every bit", "green"))
+            line = Text.assemble(trial.trial_id, ("  identical, every bit", "green"))
         else:
-            verdict = Text.assemble(
+            line = Text.assemble(
                 trial.trial_id, ("  DIFFERENT", "bold red"), f"  {report.first_difference}"
             )
-        verdict.append(f"  ({len(trial.visit_log)} sub-epochs, {seconds:.1f} s)", "dim")
-        console.print(verdict, soft_wrap=True)
+        line.append(f"  ({len(trial.visit_log)} sub-epochs, {seconds:.1f} s)", "dim")
+        console.print(line, soft_wrap=True)
     console.print(
         f"{identical} of {len(finished)} replayed trials are identical to the bit.",
         style="bold green" if identical == len(finished) else "bold red",

@@ -1,0 +1,118 @@
+"""What an agent is told before it starts: by the coordinator, and by its launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.storage import RunFolder, Store
+from cerebro_hydra.storage.run_document import RunDocument
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """One run, as each of its agents is told of it; the launcher brings it to every start.
+
+    Args:
+        control: where the coordinator listens.
+        secret: what agents and coordinator know each other by.
+        num_workers: how many agents the run has.
+        document: the run, with its store and all its trials.
+        manifest: the run's data.
+    """
+
+    control: str
+    secret: str = field(repr=False)
+    num_workers: int
+    document: RunDocument
+    manifest: Manifest
+
+    def partitions(self, worker: int) -> range:
+        """Return the partitions that are one worker's own."""
+        return range(worker, self.manifest.num_partitions, self.num_workers)
+
+    def open_folder(self) -> RunFolder:
+        """Open the run's folder."""
+        return RunFolder(Store.from_dict(dict(self.document.store)), self.document.run_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that `json` writes."""
+        nested = {"document": self.document.to_json(), "manifest": self.manifest.to_json()}
+        return {**vars(self), **nested}
+
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> AgentSpec:
+        """Return the spec that `to_json` described."""
+        document = RunDocument.from_json(doc["document"])
+        manifest = Manifest.from_json(doc["manifest"])
+        return cls(**{**doc, "document": document, "manifest": manifest})
+
+
+@dataclass(frozen=True)
+class AgentStart:
+    """One start of an agent, as its launcher knows it.
+
+    Args:
+        worker: which worker's agent it is.
+        number: tells the starts of one worker apart; the launcher is asked to replace it by this.
+        scratch: a folder on this machine that the launcher deletes.
+        host: the address on which the agent shall listen; None for the one that leads to the
+            coordinator.
+        gpus: addresses of the GPUs that it was given.
+    """
+
+    worker: int
+    number: int
+    scratch: str
+    host: str | None = None
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AgentInfo:
+    """One agent, as it introduces itself to the coordinator.
+
+    Args:
+        incarnation: names this process; the worker's next agent has another one.
+        worker: which worker's agent it is.
+        start: the number of its `AgentStart`.
+        uri: where it serves shards.
+        host: name of its machine.
+        pid: its process id.
+        gpus: addresses of the GPUs that it was given.
+        numeric: what its bits depend on.
+    """
+
+    incarnation: str
+    worker: int
+    start: int
+    uri: str
+    host: str
+    pid: int
+    gpus: tuple[str, ...]
+    numeric: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that `json` writes."""
+        return asdict(self)
+
+    @classmethod
+    def of_hello(cls, hello: Mapping[str, Any], num_workers: int) -> AgentInfo:
+        """Return the agent that `to_json` described.
+
+        Raises:
+            ConfigurationError: the hello is not one of this version, or of no worker of this run.
+        """
+        try:
+            info = cls(**{**hello, "gpus": tuple(hello["gpus"])})
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"the agent's hello can't be read: {error}; run the same version on driver and "
+                "workers"
+            ) from error
+        if info.worker not in range(num_workers):
+            raise ConfigurationError(f"worker {info.worker} is not one of 0..{num_workers - 1}")
+        return info

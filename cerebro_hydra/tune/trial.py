@@ -1,0 +1,52 @@
+"""One trial of a search, as its result shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cerebro_hydra.observe.view import TrialView
+
+History = dict[str, list[float]]
+"""Measured values by name, one per ended epoch."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial of a search.
+
+    `status` is "finished", "failed", "stopped", or where an unfinished run left it; `error` is a
+    failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
+    partition) per sub-epoch, in the order in which the trial trained on them. `result_epoch` is the
+    epoch, from 0, whose weights are the trial's result: the best one with early stopping, else the
+    last; None before the first has ended. `seconds` were spent in its sub-epochs, hops and
+    evaluations, repeated ones too.
+    """
+
+    trial_id: str
+    params: dict[str, Any]
+    status: str
+    history: History
+    visit_log: list[tuple[int, int]]
+    error: str | None = None
+    result_epoch: int | None = None
+    seconds: float = 0.0
+
+    @classmethod
+    def of_view(cls, view: TrialView) -> Trial:
+        """Return a trial that was part of its run."""
+        return cls(
+            view.trial_id,
+            view.params,
+            view.status,
+            view.history,
+            view.visit_log,
+            view.reason if view.status == "failed" else None,
+            view.result_epoch,
+            view.seconds,
+        )
+
+    @classmethod
+    def of_refused(cls, refused: dict[str, Any]) -> Trial:
+        """Return a trial whose model could not be built, from the run folder's entry."""
+        return cls(refused["trial_id"], refused["params"], "failed", {}, [], refused["error"])
