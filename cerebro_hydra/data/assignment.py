@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from cerebro_hydra.data.manifest import PartitionInfo, partition_path
 from cerebro_hydra.data.row_ids import checksum, mixed_key
-from cerebro_hydra.errors import ConfigurationError, DataError
+from cerebro_hydra.errors import DataError
 
 
 @dataclass(frozen=True)
-class Affine:
+class AffinePermutation:
     """The bijection `rank -> (multiplier * rank + offset) mod rows` of [0, rows).
 
     Plain arithmetic within 63 bits, so that Spark, numpy and Python compute the same.
@@ -26,7 +26,7 @@ class Affine:
         return (self.multiplier * rank + self.offset) % self.rows
 
     @staticmethod
-    def drawn(rows: int, *key: int) -> Affine:
+    def drawn(rows: int, *key: int) -> AffinePermutation:
         """Draw one of the bijections of [0, rows) by a key."""
         limit = max(1, min(rows, (1 << 62) // max(1, rows)))
         draw = mixed_key(*key)
@@ -34,7 +34,7 @@ class Affine:
             draw = mixed_key(draw)
             multiplier = 1 + draw % limit
             if math.gcd(multiplier, rows) == 1:
-                return Affine(rows, multiplier, mixed_key(draw) % max(1, rows))
+                return AffinePermutation(rows, multiplier, mixed_key(draw) % max(1, rows))
 
 
 @dataclass(frozen=True)
@@ -95,23 +95,4 @@ def check_rows(train_rows: int, validation_rows: int | None, num_partitions: int
         raise DataError(
             f"{validation_rows} validation rows are fewer than {num_partitions} "
             "partitions: use fewer workers, more rows or a larger validation part"
-        )
-
-
-def check_validation(validation: float | str | None) -> None:
-    """Refuse what is neither None, nor a fraction, nor a column's name.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
-    if validation is None or isinstance(validation, str):
-        return
-    if (
-        isinstance(validation, bool)
-        or not isinstance(validation, int | float)
-        or not 0 < validation < 1
-    ):
-        raise ConfigurationError(
-            f"validation is {validation!r}: it must be None, a fraction between 0 and 1, or the "
-            "name of a boolean column"
         )

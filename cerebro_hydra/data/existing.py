@@ -22,13 +22,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cerebro_hydra.data import faults, row_store
-from cerebro_hydra.data.assignment import check_rows, check_validation
-from cerebro_hydra.data.cells import arrow_dtype, converted_kind
+from cerebro_hydra.data.arguments import check_validation
+from cerebro_hydra.data.assignment import check_rows
+from cerebro_hydra.data.column_decoder import decoded_type, dtype_from_arrow
 from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, ExistingFiles, Manifest, SourceFile
-from cerebro_hydra.data.parquet_files import describe_file, list_files, metadata_of
+from cerebro_hydra.data.parquet_files import column_type, describe_file, list_files, metadata_of
 from cerebro_hydra.data.prepared import check_files, find_or_clear, finish, footers, prepared_in
 from cerebro_hydra.data.row_ranges import partitions_of
-from cerebro_hydra.data.survey import ColumnRequest, Mapper, Stretch, specs_of, stretches, survey
+from cerebro_hydra.data.survey import (
+    ColumnRequest,
+    Mapper,
+    SurveyTask,
+    specs_of,
+    survey,
+    survey_tasks,
+)
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.storage import Store
 
@@ -119,7 +127,7 @@ def describe(
     if found is not None:
         return found
     paths = [path for folder in (train, *val) for path in folder.files]
-    specs = specs_of(requests, mapper(survey, stretches(paths, requests)), rows + val_rows)
+    specs = specs_of(requests, mapper(survey, survey_tasks(paths, requests)), rows + val_rows)
     return finish(store, Manifest(fingerprint, specs, partitions, source))
 
 
@@ -137,7 +145,7 @@ def metadata_from(store: Store, columns: Sequence[str]) -> ParquetMetadata:
     val = [] if paths.val is None else [_Folder.open(paths.val, "val_path")]
     requests = _column_requests([train, *val], columns)
     first = next(path for path in train.files if metadata_of(path).num_rows)
-    one = survey(Stretch(first, 0, 1, requests))
+    one = survey(SurveyTask(first, 0, 1, requests))
     specs = specs_of(requests, [one], 1)
     rows, nbytes = _rows_and_bytes(train.files)
     val_rows = sum(metadata_of(path).num_rows for folder in val for path in folder.files)
@@ -254,7 +262,7 @@ def _column_requests(
             codecs = [(None, None)] * len(columns)
         found.append(
             tuple(
-                ColumnRequest(name, dtype or arrow_dtype(name, types[name][0]), codec)
+                ColumnRequest(name, dtype or dtype_from_arrow(name, types[name][0]), codec)
                 for name, (dtype, codec) in zip(columns, codecs, strict=True)
             )
         )
@@ -272,23 +280,10 @@ def _check_types(
 ) -> None:
     schema = pq.read_schema(path)
     for name in columns:
-        there = schema.get_all_field_indices(name)
-        if not there:
-            if f"{os.sep}{name}=" in path:
-                raise DataError(
-                    f"column {name!r} is kept in the names of folders, as in {path!r}: write it "
-                    "into the files"
-                )
-            raise DataError(faults.not_there("column", name, repr(path), schema.names))
-        if len(there) > 1:
-            raise DataError(f"{path!r} has {len(there)} columns {name!r}: rename them")
-        kind = schema.field(there[0]).type
-        before, other = types.setdefault(name, (kind, path))
-        if converted_kind(kind) != converted_kind(before):
-            raise DataError(
-                f"column {name!r} is {before} in {other!r} and {kind} in {path!r}: write all files "
-                "with one schema"
-            )
+        kind = column_type(schema, name, path)
+        first, first_path = types.setdefault(name, (kind, path))
+        if decoded_type(kind) != decoded_type(first):
+            raise faults.mixed_types(name, first, first_path, kind, path)
 
 
 def _fingerprint(

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cerebro_hydra.data.arguments import missing_column
 from cerebro_hydra.data.manifest import SourceFile
 from cerebro_hydra.errors import DataError
 
@@ -51,6 +52,25 @@ def metadata_of(path: str, file: BinaryIO | None = None) -> pq.FileMetaData:
         return pq.read_metadata(path if file is None else file)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path!r} is not a whole Parquet file ({error})") from error
+
+
+def column_type(schema: pa.Schema, name: str, path: str) -> pa.DataType:
+    """Return the type of a file's column.
+
+    Raises:
+        DataError: the file at `path` has no such column, or several.
+    """
+    found = schema.get_all_field_indices(name)
+    if not found and f"{os.sep}{name}=" in path:
+        raise DataError(
+            f"column {name!r} is kept in the names of folders, as in {path!r}: write it into the "
+            "files"
+        )
+    if not found:
+        raise DataError(missing_column("column", name, repr(path), schema.names))
+    if len(found) > 1:
+        raise DataError(f"{path!r} has {len(found)} columns {name!r}: rename them")
+    return schema.field(found[0]).type
 
 
 def footer_rows(folder: str) -> int:

@@ -8,14 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from cerebro_hydra.data import row_store
-from cerebro_hydra.data.cells import cells_of
-from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, PartitionInfo, stored_name
+from cerebro_hydra.data.manifest import (
+    ROW_ID,
+    Codec,
+    ColumnSpec,
+    Manifest,
+    PartitionInfo,
+    RowRange,
+    stored_name,
+)
 from cerebro_hydra.data.parquet_files import check_file, read_range
 from cerebro_hydra.data.reader import read_columns
-from cerebro_hydra.data.row_ranges import is_chosen
+from cerebro_hydra.data.row_ranges import split_mask
 from cerebro_hydra.errors import DataError
 
 
@@ -63,20 +71,20 @@ def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterat
                 ),
             )
         return
-    chosen = is_chosen(info, manifest.source.seed)
+    mask = split_mask(info, manifest.source.seed)
     start = 0
     for row_range in info.row_ranges:
         file = manifest.source.files[row_range.file]
         path = os.path.normpath(os.path.join(data_path, file.path))
         check_file(path, file)
-        mask = None if chosen is None else chosen[start : start + row_range.rows]
+        chosen = None if mask is None else mask[start : start + row_range.rows]
         start += row_range.rows
         names = [spec.name for spec in manifest.columns]
-        for batch in read_range(path, names, row_range.first, row_range.rows, mask):
+        for batch in read_range(path, names, row_range.first, row_range.rows, chosen):
             yield RowBlock(
                 None,
                 tuple(
-                    _decoded(batch.column(spec.name), spec, codec, path)
+                    _decoded(batch.column(spec.name), spec, codec, path, row_range)
                     for spec, codec in zip(manifest.columns, manifest.source.codecs, strict=True)
                 ),
             )
@@ -92,18 +100,14 @@ def _shaped(values: NDArray[Any], spec: ColumnSpec, what: str) -> NDArray[Any]:
     return values.reshape(len(values), *spec.shape)
 
 
-def _decoded(array: Any, spec: ColumnSpec, codec: Any, path: str) -> NDArray[Any]:
-    if not len(array):
-        return np.empty((0, *spec.shape), spec.dtype)
-    if codec is None:
-        cells = cells_of(array, spec.dtype)
-    else:
-        cells = row_store.decode(array, codec, spec.dtype)
-    values = cells.shaped()
-    if values is None or values.shape[1:] != spec.shape:
+def _decoded(
+    array: pa.Array, spec: ColumnSpec, codec: Codec | None, path: str, row_range: RowRange
+) -> NDArray[Any]:
+    def where(_: int) -> str:  # which row it is depends on those that were chosen
+        return f"rows {row_range.first} to {row_range.first + row_range.rows - 1}"
+
+    try:
+        return row_store.decode(array, codec, spec.dtype).array(spec.name, where, spec.shape)
+    except DataError as error:
         # The survey has seen every row, so these are others.
-        raise DataError(
-            f"{path!r} has changed since a run was planned on it: column {spec.name!r} had rows of "
-            f"shape {spec.shape} without a fault"
-        )
-    return values
+        raise DataError(f"{path!r} has changed since a run was planned on it: {error}") from error

@@ -23,7 +23,8 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from cerebro_hydra.data import faults
-from cerebro_hydra.data.assignment import Affine, Assignment, check_validation
+from cerebro_hydra.data.arguments import check_validation, column_problem, require_dataframe
+from cerebro_hydra.data.assignment import AffinePermutation, Assignment
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
 from cerebro_hydra.data.prepared import find_or_clear, fingerprint_of, finish
 from cerebro_hydra.errors import ConfigurationError, DataError
@@ -56,7 +57,7 @@ def prepare(
         DataError: a column can't be used as it is, or there are too few rows.
         StoreError: the store can't be written, or holds files that contradict their manifest.
     """
-    faults.require_dataframe("prepare_data", df)
+    require_dataframe("prepare_data", df)
     _check_arguments(df, num_partitions, validation, columns)
     plans = [_Plan.of(df, name, stored_name(i)) for i, name in enumerate(columns)]
     by_flag = isinstance(validation, str)
@@ -102,14 +103,34 @@ def _check_arguments(
 
 
 def _check_present(df: DataFrame, name: str, what: str) -> None:
-    if name not in df.columns:
-        raise ConfigurationError(faults.not_there(what, name, "the DataFrame", df.columns))
-    alike = faults.named_like(df, name)
-    if len(alike) > 1:
-        raise ConfigurationError(
-            f"{what} {name!r} is {len(alike)} times in the DataFrame, as {alike}: rename or drop "
-            "all but one"
-        )
+    problem = column_problem(df, name, what)
+    if problem:
+        raise ConfigurationError(problem)
+
+
+def number_type(kind: T.DataType) -> tuple[str | None, int]:
+    """Return the dtype of a Spark type's numbers, and how deep its arrays are nested.
+
+    The dtype is None for what is no number.
+    """
+    if kind.simpleString() == "vector":
+        return "float32", 1
+    depth = 0
+    while isinstance(kind, T.ArrayType):
+        kind, depth = kind.elementType, depth + 1
+    families = {"bool": T.BooleanType, "int64": T.IntegralType, "float32": T.NumericType}
+    dtypes = (dtype for dtype, family in families.items() if isinstance(kind, family))
+    return next(dtypes, None), depth
+
+
+def as_numbers(df: DataFrame, name: str, dtype: str) -> Column:
+    """Convert a column of numbers, nested arrays of them or vectors to a dtype."""
+    column, kind = _column(name), df.schema[name].dataType
+    if kind.simpleString() == "vector":
+        # vector_to_array ends the job at a null, which is to be named with its row instead.
+        return F.when(column.isNotNull(), vector_to_array(column, dtype))
+    _, depth = number_type(kind)
+    return column.cast("array<" * depth + _SPARK_TYPES[dtype] + ">" * depth)
 
 
 def _column(name: str) -> Column:
@@ -144,26 +165,11 @@ class _Plan:
     @staticmethod
     def of(df: DataFrame, name: str, stored: str) -> _Plan:
         kind = df.schema[name].dataType
-        if kind.simpleString() == "vector":
-            # vector_to_array ends the job at a null, which is to be counted and shown instead.
-            array = F.when(_column(name).isNotNull(), vector_to_array(_column(name), "float32"))
-            return _Plan(name, stored, "float32", 1, array)
-        depth = 0
-        element = kind
-        while isinstance(element, T.ArrayType):
-            element = element.elementType
-            depth += 1
-        if isinstance(element, T.BooleanType):
-            dtype = "bool"
-        elif isinstance(element, T.IntegralType):
-            dtype = "int64"
-        elif isinstance(element, T.NumericType):
-            dtype = "float32"
-        else:
-            text = isinstance(element, T.StringType)
-            raise faults.unusable(name, kind.simpleString(), text)
-        target = "array<" * depth + _SPARK_TYPES[dtype] + ">" * depth
-        return _Plan(name, stored, dtype, depth, _column(name).cast(target))
+        dtype, depth = number_type(kind)
+        if dtype is None:
+            shown = kind.simpleString()
+            raise faults.unusable(name, shown, text=shown.replace("array<", "")[:6] == "string")
+        return _Plan(name, stored, dtype, depth, as_numbers(df, name, dtype))
 
     def levels(self) -> list[Column]:
         """The array with its outermost 0, 1, ... dimensions joined; the last one is flat."""
@@ -280,7 +286,8 @@ def _refuse_faults(
             count = content.faults[plan.name, fault]
             if count:
                 example = _example(df, plan, condition)
-                raise faults.faulty(plan.name, fault, count, content.rows, example)
+                where = faults.some_rows(count, content.rows, example)
+                raise faults.faulty(plan.name, fault, where)
     if content.unflagged:
         row = df.where(_flag(df, str(validation)).isNull()).first()
         raise DataError(
@@ -335,7 +342,7 @@ def _with_row_ids(
 def _row_id(rank: Column, counts: Sequence[int], first: int, seed: int) -> Column:
     """Row id by the rank in a bucket, where `counts` are the rows in the buckets."""
     below = ",".join(f"{before}L" for before in accumulate(counts, initial=0))
-    affine = Affine.drawn(sum(counts), seed)
+    affine = AffinePermutation.drawn(sum(counts), seed)
     in_all = rank + F.expr(f"array({below})")[F.col(_BUCKET)]
     scattered = (in_all * affine.multiplier + affine.offset) % affine.rows
     return scattered + first

@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cerebro_hydra.data import faults
-from cerebro_hydra.data.cells import Cells, Lengths, cells_of, converted, dtype_of
+from cerebro_hydra.data import column_decoder, faults
+from cerebro_hydra.data.arguments import missing_column
+from cerebro_hydra.data.column_decoder import DecodedColumn, ListLengths, dtype_from_numpy
 from cerebro_hydra.data.manifest import Codec
 from cerebro_hydra.errors import DataError, SetupError
 
@@ -33,7 +34,7 @@ _KINDS = {
 
 
 def is_row_store(root: str) -> bool:
-    """Whether petastorm wrote a schema of codecs beside the files."""
+    """Say whether petastorm wrote a schema of codecs beside the files."""
     path = os.path.join(root, SCHEMA_FILE)
     if not os.path.isfile(path):
         return False
@@ -46,7 +47,7 @@ def is_row_store(root: str) -> bool:
 
 
 def read_codecs(root: str, columns: Sequence[str]) -> list[tuple[str | None, Codec | None]]:
-    """Column type and codec of columns of a row store; unpickles its schema.
+    """Return dtype and codec of columns of a row store; its schema is unpickled.
 
     Both are None where Parquet's own types say what a column holds.
 
@@ -58,7 +59,7 @@ def read_codecs(root: str, columns: Sequence[str]) -> list[tuple[str | None, Cod
     found: list[tuple[str | None, Codec | None]] = []
     for name in columns:
         if name not in fields:
-            raise DataError(faults.not_there("column", name, repr(root), list(fields)))
+            raise DataError(missing_column("column", name, repr(root), list(fields)))
         field = fields[name]
         if field.numpy_dtype is Decimal or (field.codec is None and field.shape):
             found.append((None, None))
@@ -70,7 +71,7 @@ def read_codecs(root: str, columns: Sequence[str]) -> list[tuple[str | None, Cod
                 f"{sorted(_KINDS)} can be read: write it again with one of these"
             )
         there = np.dtype(field.numpy_dtype)
-        dtype = dtype_of(there)
+        dtype = dtype_from_numpy(there)
         if dtype is None:
             shown = f"{there.name} in petastorm's schema"
             raise faults.unusable(name, shown, there.kind in "US")
@@ -98,14 +99,14 @@ def _fields(root: str) -> dict[str, Any]:
         ) from error
 
 
-def decode(array: pa.Array, codec: Codec, dtype: str) -> Cells:
-    """Decode one column's cells, each by petastorm's codec.
+def decode(array: pa.Array, codec: Codec | None, dtype: str) -> DecodedColumn:
+    """Decode a column of existing files, each cell by petastorm's codec if it has one.
 
     Raises:
         SetupError: what the codec needs is not here.
     """
-    if codec.kind == "scalar":
-        return cells_of(array, dtype, through=codec.dtype)
+    if codec is None or codec.kind == "scalar":
+        return column_decoder.decode(array, dtype, None if codec is None else codec.dtype)
     decoder = _decoder(codec.kind)
     null = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
     undecoded: list[int] = []
@@ -120,7 +121,7 @@ def decode(array: pa.Array, codec: Codec, dtype: str) -> Cells:
         except Exception:
             undecoded.append(row)
             continue
-        if dtype_of(value.dtype) != dtype or (values and value.ndim != values[0].ndim):
+        if dtype_from_numpy(value.dtype) != dtype or (values and value.ndim != values[0].ndim):
             others.append(row)
             continue
         rows.append(row)
@@ -130,7 +131,9 @@ def decode(array: pa.Array, codec: Codec, dtype: str) -> Cells:
         for d in range(values[0].ndim if values else 0)
     )
     flat = [value.ravel() for value in values]
-    numbers, unfit = converted(np.concatenate(flat) if flat else np.empty(0, dtype), dtype)
+    numbers, unfit = column_decoder.convert(
+        np.concatenate(flat) if flat else np.empty(0, dtype), dtype
+    )
     ends = np.cumsum([value.size for value in values], dtype=np.int64)
     unfit_rows = np.array(rows, np.int64)[np.searchsorted(ends, unfit, side="right")]
     wrong = {
@@ -138,15 +141,15 @@ def decode(array: pa.Array, codec: Codec, dtype: str) -> Cells:
         f"holds arrays of other dimensions than before, or not of {codec.dtype}": np.array(
             others, np.int64
         ),
-        **faults.found(dtype, null, unfit_rows),
+        **faults.rows_by_fault(dtype, null, unfit_rows),
     }
     wrong = {fault: each for fault, each in wrong.items() if each.size}
-    return Cells(len(array), numbers, lengths, wrong)
+    return DecodedColumn(len(array), numbers, lengths, wrong)
 
 
-def _lengths(lengths: NDArray[np.int64], rows: list[int]) -> Lengths:
+def _lengths(lengths: NDArray[np.int64], rows: list[int]) -> ListLengths:
     at = int(lengths.argmin())
-    return Lengths(int(lengths[at]), int(lengths.max()), rows[at])
+    return ListLengths(int(lengths[at]), int(lengths.max()), rows[at])
 
 
 def _decoder(kind: str) -> Callable[[bytes], NDArray[Any]]:

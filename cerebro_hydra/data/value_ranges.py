@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from pyarrow.parquet import FileMetaData
 
-from cerebro_hydra.data.cells import is_vector
+from cerebro_hydra.data.column_decoder import is_vector
 from cerebro_hydra.data.manifest import Manifest, stored_name
 from cerebro_hydra.data.parquet_files import metadata_of
 from cerebro_hydra.data.prepared import footers

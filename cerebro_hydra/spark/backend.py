@@ -144,7 +144,7 @@ class SparkBackend:
 
 
 def _columns(features: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:
-    from cerebro_hydra.data.faults import column_names
+    from cerebro_hydra.data.arguments import column_names
 
     named = column_names("feature_columns", features)
     if labels:  # none where rows are prepared before it is known what they are for

@@ -5,13 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cerebro_hydra.data import faults
+from cerebro_hydra.data.arguments import matching_columns
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.spark import arrow_columns
@@ -152,7 +152,7 @@ def _check_output_names(df: DataFrame, names: Sequence[str]) -> None:
         raise ConfigurationError(
             f"output columns are {list(names)}; give one name per output, all different"
         )
-    taken = [name for name in names if faults.named_like(df, name)]
+    taken = [name for name in names if matching_columns(df, name)]
     if taken:
         raise ConfigurationError(
             f"output column {taken[0]!r} is in the DataFrame already; drop it there, or choose "
@@ -177,6 +177,13 @@ def _checked(predict: Predict, features: tuple[Tensor, ...]) -> list[Tensor]:
     return tensors
 
 
+def _row_of_partition(first: int, position: int) -> str:
+    from pyspark import TaskContext
+
+    partition = TaskContext.get().partitionId()  # type: ignore[union-attr]  # this runs in a task
+    return f"row {first + position} of Spark's partition {partition}"
+
+
 @dataclass(frozen=True)
 class _Job:
     """What Spark's Python workers need for one transform; it travels in the query's closure."""
@@ -193,18 +200,21 @@ class _Job:
         import pyarrow as pa
 
         device = task_device()
+        first = 0
         for batch in record_batches:
             predict = self._predict(device)
             # One record batch per pass: an output can be far larger than its row.
             for start in range(0, batch.num_rows, self.batch_size):
                 columns = batch.slice(start, self.batch_size).columns
+                where = partial(_row_of_partition, first + start)
                 features = tuple(
-                    arrow_columns.to_tensor(column, spec).to(device)
+                    arrow_columns.to_tensor(column, spec, where).to(device)
                     for column, spec in zip(columns[self.kept :], self.specs, strict=True)
                 )
                 tensors = [tensor.cpu() for tensor in _checked(predict, features)]
                 arrays = [*columns[: self.kept], *self.outputs.arrays(tensors)]
                 yield pa.RecordBatch.from_arrays(arrays, names=[str(i) for i in range(len(arrays))])
+            first += batch.num_rows
 
     def _predict(self, device: torch.device) -> Predict:
         if (self.name, device) not in _loaded:
