@@ -1,4 +1,4 @@
-"""Reading a folder of Parquet files with Arrow alone."""
+"""The reader of a folder of Parquet files that needs Arrow alone."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Parquet files that exist: petastorm's stores, Cerebro's, and plain ones, trained on as they lie.
+"""Existing Parquet files as a data set: plain ones, petastorm's row stores, and Cerebro's.
 
 ```
-train_path, val_path -> files and footers -> ranges of rows -> found in the store? -> its manifest
-                                                       -> no: one pass over the rows -> manifest
+train_path, val_path -> files and footers -> row ranges -> the manifest, if the store has it
+                                                        -> else the survey -> a new manifest
 ```
 
-Nothing is copied. The manifest names files, row ranges and shapes; agents read their rows from the
-files into their own caches.
+Nothing is copied. The manifest names files, row ranges and shapes, and agents read their rows from
+the files into their own caches.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ _CEREBRO_TRAIN, _CEREBRO_VAL = "train_data", "val_data"  # where Cerebro's store
 
 
 class Paths(NamedTuple):
-    """Where the rows of a store lie that somebody else wrote."""
+    """The folders, or single files, of rows that somebody else wrote."""
 
     train: str
     val: str | None
 
 
 class ParquetMetadata(NamedTuple):
-    """What `get_metadata_from_parquet` tells."""
+    """The result of `get_metadata_from_parquet`."""
 
     train_rows: int
     val_rows: int
     metadata: dict[str, ColumnSpec]
-    """Type and shape of each column."""
+    """The type and shape of each column."""
     avg_row_size: float
-    """Bytes of a training row in the files, before compression."""
+    """The bytes of a training row in the files, before compression."""
 
 
 def existing_paths(store: Store) -> Paths | None:
-    """Where a store's existing data lies: its `train_path`, or what Cerebro left in its folder.
+    """Return where existing data lies: the store's `train_path`, or what Cerebro left in it.
 
     Raises:
         ConfigurationError: the store has both Cerebro's data and data prepared here.
@@ -90,10 +90,16 @@ def describe(
     seed: int = 0,
     mapper: Mapper = map,
 ) -> Manifest:
-    """Make existing files a data set of the store, or find that they are one already.
+    """Write the manifest of a store's existing files, or find the one that is there.
 
-    With `val_path`, its rows are validated on, whatever share `validation` says; without, that
-    share of the rows is held back, drawn by `seed`. None validates on nothing.
+    Args:
+        store: has a `train_path`, or is Cerebro's.
+        columns: names of the columns.
+        num_partitions: partitions of each split.
+        validation: the share of the rows to hold back, which plays no part where there is a
+            `val_path`; None validates on nothing.
+        seed: draws the rows that are held back.
+        mapper: runs the survey's tasks.
 
     Raises:
         ConfigurationError: the paths or arguments can't be used.
@@ -132,7 +138,7 @@ def describe(
 
 
 def metadata_from(store: Store, columns: Sequence[str]) -> ParquetMetadata:
-    """Rows, columns and row size of a store's data, from footers and one row.
+    """Tell rows, columns and row size of a store's data, from footers and one row.
 
     Raises:
         ConfigurationError: the store has no data, or several prepared sets with these columns.
@@ -210,7 +216,7 @@ class _Folder:
         return _Folder(path, True, tuple(os.path.join(path, name) for name in list_files(path)))
 
     def described(self, store: Store, base: str) -> list[SourceFile]:
-        """Files below the store are named from the data's folder, so that the store can move."""
+        """Describe the files; those in the store by relative paths, so that the store can move."""
         inside = os.path.join(store.prefix, "")
         return [
             describe_file(path, os.path.relpath(path, base) if path.startswith(inside) else path)
@@ -247,7 +253,7 @@ def _folders(store: Store, validation: float | str | None) -> tuple[_Folder, lis
 def _column_requests(
     folders: Sequence[_Folder], columns: Sequence[str]
 ) -> tuple[ColumnRequest, ...]:
-    """The columns, which all files must hold alike."""
+    """Return the columns, which all files must hold in one way."""
     found: list[tuple[ColumnRequest, ...]] = []
     types: dict[str, tuple[pa.DataType, str]] = {}
     for folder in folders:

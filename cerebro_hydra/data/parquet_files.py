@@ -1,4 +1,4 @@
-"""Parquet files as they lie in a folder: which there are, their footers, ranges of their rows."""
+"""Parquet files in a folder: their paths, their footers, and ranges of their rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TAIL = 8  # length of the footer, and the magic number
 
 
 def list_files(root: str) -> list[str]:
-    """Sorted paths, relative to `root`, of the files that hold rows.
+    """Return the sorted paths, relative to `root`, of the files that hold rows.
 
     Names that start with `_` or `.` (Spark's `_SUCCESS`, petastorm's `_common_metadata`, checksums)
     are not data; every other file is.
@@ -43,7 +43,7 @@ def list_files(root: str) -> list[str]:
 
 
 def metadata_of(path: str, file: BinaryIO | None = None) -> pq.FileMetaData:
-    """The footer of a file on this machine, or of one that was opened elsewhere.
+    """Return the footer of a file on this machine, or of one that was opened elsewhere.
 
     Raises:
         DataError: it can't be read.
@@ -74,7 +74,7 @@ def column_type(schema: pa.Schema, name: str, path: str) -> pa.DataType:
 
 
 def footer_rows(folder: str) -> int:
-    """Rows that the footers of a partition's Parquet files on this machine promise.
+    """Return how many rows the footers of a partition's files on this machine promise.
 
     Raises:
         DataError: there is no file, or one can't be read.
@@ -86,7 +86,7 @@ def footer_rows(folder: str) -> int:
 
 
 def describe_file(path: str, named: str) -> SourceFile:
-    """What a file is now, under the name that it has in a manifest.
+    """Describe a file as it is now, under the name that it has in a manifest.
 
     Raises:
         DataError: it can't be read.
@@ -102,7 +102,7 @@ def describe_file(path: str, named: str) -> SourceFile:
 
 
 def check_file(path: str, described: SourceFile) -> None:
-    """Compare a file with what it was.
+    """Compare a file with its earlier description.
 
     Raises:
         DataError: it is gone, or another one lies in its place.
@@ -123,7 +123,7 @@ def read_range(
     rows: int,
     chosen: NDArray[np.bool_] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the columns of consecutive rows in stored order, or of those `chosen` among them.
+    """Yield the columns of consecutive rows in stored order, or only of the `chosen` rows.
 
     Raises:
         DataError: the file can't be read, or ends before.
@@ -156,7 +156,7 @@ def read_range(
 def _overlap(
     file: pq.ParquetFile, number: int, columns: Sequence[str], start: int, stop: int
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of rows [start, stop) of a row group, both cut to it."""
+    """Yield the rows [start, stop) of a row group in batches, as far as it has them."""
     group = file.metadata.row_group(number)
     per_row = max(1, group.total_byte_size // max(1, group.num_rows))
     size = int(min(_BATCH_ROWS, max(1, _BATCH_BYTES // per_row)))

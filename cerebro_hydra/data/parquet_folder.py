@@ -1,4 +1,4 @@
-"""The Parquet files of one folder: which they are, in which order, and whether they can be read."""
+"""The Parquet files of one folder, in order, and what their footers say of the columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cerebro_hydra.errors import DataError
 # A schema in these files would be unpickled by petastorm, and ours have none.
 _PICKLED = ("_common_metadata", "_metadata")
 
-# What every reader gives as it is stored.
+# Every reader gives these as they are stored.
 _ELEMENTS = (pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
 
 

@@ -29,20 +29,20 @@ from cerebro_hydra.errors import DataError
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Some consecutive rows of a partition."""
+    """Consecutive rows of a partition."""
 
     ids: NDArray[np.int64] | None
-    """Their row ids; None in existing files, which have none."""
+    """The row ids; None in existing files, which have none."""
     columns: tuple[NDArray[Any], ...]
-    """For each column of the manifest an array of shape (rows, *shape of a row)."""
+    """An array of shape (rows, *shape of a row) for each column of the manifest."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.columns[0])
 
 
-def described(info: PartitionInfo, manifest: Manifest, data_path: str) -> str:
-    """How errors name a partition."""
+def partition_title(info: PartitionInfo, manifest: Manifest, data_path: str) -> str:
+    """Return how errors name a partition."""
     if manifest.source is None:
         return f"{info.split} partition {info.index} in {os.path.join(data_path, info.path)!r}"
     files = [
@@ -54,12 +54,12 @@ def described(info: PartitionInfo, manifest: Manifest, data_path: str) -> str:
 
 
 def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterator[RowBlock]:
-    """Yield all rows of a partition, a stretch after the other.
+    """Yield all rows of a partition in stored order, a block at a time.
 
     Raises:
         DataError: files can't be read, are not those of the manifest, or hold other types.
     """
-    what = described(info, manifest, data_path)
+    what = partition_title(info, manifest, data_path)
     if manifest.source is None:
         names = [stored_name(i) for i in range(len(manifest.columns))]
         for group in read_columns(os.path.join(data_path, info.path), [ROW_ID, *names]):

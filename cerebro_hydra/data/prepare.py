@@ -1,8 +1,8 @@
-"""Spark writes a DataFrame as prepared data: checked first, then dealt to balanced partitions.
+"""The preparation of a DataFrame: Spark checks the rows, then writes them to balanced partitions.
 
 ```
 DataFrame -> converted, persisted -> one aggregate: faults, shapes, content, rows per bucket
-          -> rank of each row by content -> row id by a seeded bijection -> split, partition
+          -> rank of each row by content -> row id by a seeded permutation -> split, partition
           -> one write, a folder per split and partition, rows sorted by id
 ```
 
@@ -46,11 +46,19 @@ def prepare(
     columns: Sequence[str],
     seed: int = 0,
 ) -> Manifest:
-    """Write the columns of a DataFrame to the store, or find them there from an earlier time.
+    """Write the columns of a DataFrame to the store, or find them there.
 
-    `validation` is the fraction of rows to hold back, or the name of a boolean (or 0/1) column
-    that marks them. Integers are kept as int64, floats and decimals as float32, booleans as bool;
-    arrays, nested arrays and Spark ML vectors must have one shape in all rows.
+    Integers become int64, floats and decimals float32, booleans bool. Arrays, nested arrays and
+    Spark ML vectors must have one shape in all rows.
+
+    Args:
+        df: the rows.
+        store: where they are written.
+        num_partitions: partitions of each split.
+        validation: the fraction of rows to hold back, or the name of a boolean (or 0/1) column
+            that marks them; None validates on nothing.
+        columns: names of the columns to write.
+        seed: draws which rows are held back, and their order.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -154,7 +162,7 @@ def _flag(df: DataFrame, name: str) -> Column:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How one column is converted; `depth` is its number of array dimensions."""
+    """The conversion of one column; `depth` is its number of array dimensions."""
 
     name: str
     stored: str
@@ -172,7 +180,7 @@ class _Plan:
         return _Plan(name, stored, dtype, depth, as_numbers(df, name, dtype))
 
     def levels(self) -> list[Column]:
-        """The array with its outermost 0, 1, ... dimensions joined; the last one is flat."""
+        """Return the array with its outermost 0, 1, ... dimensions joined; the last one is flat."""
         levels = [F.col(self.stored)]
         for _ in range(self.depth - 1):
             levels.append(F.flatten(levels[-1]))
@@ -182,7 +190,7 @@ class _Plan:
         return self.levels()[-1]
 
     def faults(self) -> dict[str, Column]:
-        """Whether a row has a fault, by what it is called."""
+        """Return for each fault the condition that a row has it."""
         levels = self.levels()
         null = levels[0].isNull()
         if self.depth:
@@ -200,7 +208,7 @@ class _Plan:
         return found
 
     def lengths(self) -> list[tuple[Column, Column]]:
-        """Shortest and longest length in a row, for each dimension."""
+        """Return the shortest and the longest length in a row, for each dimension."""
         if not self.depth:
             return []
         outer = F.size(self.levels()[0])
@@ -210,13 +218,13 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Content:
-    """What one pass over the converted rows says about them."""
+    """The findings of one pass over the converted rows."""
 
     rows: int
     sums: Mapping[str, int]
     buckets: Mapping[bool, Sequence[int]]
     faults: Mapping[tuple[str, str], int]
-    extremes: Mapping[str, Sequence[tuple[int, int]]]
+    lengths: Mapping[str, Sequence[tuple[int, int]]]
     unflagged: int
 
     @staticmethod
@@ -248,7 +256,7 @@ class _Content:
             for plan in plans
             for i, fault in enumerate(plan.faults())
         }
-        extremes = {
+        lengths = {
             plan.name: [
                 (
                     min(_known(groups, f"{plan.stored}_low_{i}"), default=0),
@@ -260,7 +268,7 @@ class _Content:
         }
         unflagged = sum(buckets[None])
         flagged = {flag: counts for flag, counts in buckets.items() if flag is not None}
-        return _Content(sums["rows"], sums, flagged, faults, extremes, unflagged)
+        return _Content(sums["rows"], sums, flagged, faults, lengths, unflagged)
 
 
 def _known(groups: Sequence[Row], name: str) -> list[int]:
@@ -297,15 +305,15 @@ def _refuse_faults(
 
 
 def _shape(df: DataFrame, plan: _Plan, content: _Content) -> tuple[int, ...]:
-    """Shape of one row, the same in all of them."""
-    for dimension, (shortest, longest) in enumerate(content.extremes[plan.name]):
+    """Return the shape that all rows of a column have."""
+    for dimension, (shortest, longest) in enumerate(content.lengths[plan.name]):
         if shortest != longest:
             short = plan.lengths()[dimension][0] == shortest
             example = _example(df, plan, short)
             raise faults.ragged(plan.name, shortest, longest, dimension, example)
         if longest == 0:
             raise faults.without_elements(plan.name)
-    return tuple(longest for _, longest in content.extremes[plan.name])
+    return tuple(longest for _, longest in content.lengths[plan.name])
 
 
 def _example(df: DataFrame, plan: _Plan, condition: Column) -> str:
@@ -323,10 +331,10 @@ def _shown(row: Row | None) -> str:
 def _with_row_ids(
     rows: DataFrame, plans: Sequence[_Plan], content: _Content, held_back: int | None, seed: int
 ) -> DataFrame:
-    """Add the row id: a seeded bijection of the row's rank by content.
+    """Add the row id: a seeded permutation of the row's rank by content.
 
-    `held_back` is None where the rows to hold back are not marked: all are ranked together then,
-    else validation and training apart, with the validation rows' ids first.
+    `held_back` is None where the rows to hold back are not marked; all rows are ranked together
+    then. Else validation and training rows are ranked apart, and validation rows' ids come first.
     """
     in_bucket = Window.partitionBy(_BUCKET, _FLAG).orderBy(_HASH, _HASH_2)
     rank = F.row_number().over(in_bucket).cast("bigint") - 1
@@ -340,11 +348,11 @@ def _with_row_ids(
 
 
 def _row_id(rank: Column, counts: Sequence[int], first: int, seed: int) -> Column:
-    """Row id by the rank in a bucket, where `counts` are the rows in the buckets."""
+    """Compute the row id from the rank in a bucket; `counts` are the rows in the buckets."""
     below = ",".join(f"{before}L" for before in accumulate(counts, initial=0))
-    affine = AffinePermutation.drawn(sum(counts), seed)
+    permutation = AffinePermutation.drawn(sum(counts), seed)
     in_all = rank + F.expr(f"array({below})")[F.col(_BUCKET)]
-    scattered = (in_all * affine.multiplier + affine.offset) % affine.rows
+    scattered = (in_all * permutation.multiplier + permutation.offset) % permutation.rows
     return scattered + first
 
 

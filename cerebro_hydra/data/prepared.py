@@ -1,4 +1,4 @@
-"""Prepared data in a store: named by a fingerprint, finished by its manifest, checked on reuse."""
+"""Prepared data in a store: its fingerprint names it, its manifest finishes it, reuse checks it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fingerprint_of(
     validation: float | str | None,
     seed: int,
 ) -> str:
-    """Name data by all that decides its files; `content` is an order-free sum over the rows."""
+    """Return a name made of all that decides the files; `content` sums the rows in any order."""
     described = {
         "format": FORMAT,
         "columns": [[spec.name, spec.dtype, list(spec.shape)] for spec in columns],
@@ -50,9 +50,9 @@ def find_prepared(store: Store, fingerprint: str) -> Manifest | None:
 
 
 def prepared_in(store: Store) -> list[Manifest]:
-    """All data that was prepared in the store, by its manifests; its files are not looked at.
+    """Return the manifests of all data that was prepared in the store, without a look at its files.
 
-    Files that lie elsewhere are not among it.
+    Manifests of existing files are left out.
 
     Raises:
         StoreError: a manifest can't be read.
@@ -63,7 +63,7 @@ def prepared_in(store: Store) -> list[Manifest]:
 
 
 def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
-    """As `find_prepared`, but clear away what a preparation left that did not finish."""
+    """Return `find_prepared`; clear away what an unfinished preparation left."""
     manifest = find_prepared(store, fingerprint)
     if manifest is None:
         store.delete(store.data_path(fingerprint))
@@ -72,15 +72,15 @@ def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
 
 @dataclass(frozen=True)
 class DatasetQuery:
-    """What a search asks of prepared data."""
+    """The data that a search needs."""
 
     columns: tuple[str, ...]
     num_partitions: int
     validation: bool
-    """Whether there are validation rows."""
+    """Whether it needs validation rows."""
 
     def problem(self, manifest: Manifest) -> str | None:
-        """Why data is not what is wanted, or None."""
+        """Say why data does not fit, or None."""
         there = [spec.name for spec in manifest.columns]
         missing = [name for name in self.columns if name not in there]
         if missing:
@@ -92,8 +92,8 @@ class DatasetQuery:
         return None
 
 
-def choose_prepared(store: Store, wanted: DatasetQuery, given: Manifest | None) -> Manifest:
-    """The prepared data of a store that a search wants: the given one, or the only one that fits.
+def choose_prepared(store: Store, query: DatasetQuery, given: Manifest | None) -> Manifest:
+    """Return the prepared data for a search: the given one, or the only one in the store that fits.
 
     Raises:
         ConfigurationError: none fits, or several do; lists what there is.
@@ -104,7 +104,7 @@ def choose_prepared(store: Store, wanted: DatasetQuery, given: Manifest | None) 
     else:
         manifest = find_prepared(store, given.fingerprint)
         found = [] if manifest is None else [manifest]
-    fitting = [manifest for manifest in found if wanted.problem(manifest) is None]
+    fitting = [manifest for manifest in found if query.problem(manifest) is None]
     if len(fitting) == 1:
         check_files(fitting[0], store)
         return fitting[0]
@@ -114,7 +114,7 @@ def choose_prepared(store: Store, wanted: DatasetQuery, given: Manifest | None) 
             f"{[manifest.fingerprint for manifest in fitting]}; give the one that "
             "backend.prepare_data returned"
         )
-    reasons = "; ".join(f"{m.fingerprint}: {wanted.problem(m)}" for m in found) or "it holds none"
+    reasons = "; ".join(f"{m.fingerprint}: {query.problem(m)}" for m in found) or "it holds none"
     raise ConfigurationError(
         f"the store {store.prefix!r} holds no prepared data for this search ({reasons}); prepare "
         "it with backend.prepare_data, with these columns, or use fit"
@@ -135,12 +135,12 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
 
 
 def parquet_in(store: Store, folder: str) -> list[str]:
-    """Paths of a partition's Parquet files in a store."""
+    """Return the paths of a partition's Parquet files in a store."""
     return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".parquet")]
 
 
 def footers(store: Store, folder: str) -> list[FileMetaData]:
-    """The footers of a partition's Parquet files in a store.
+    """Return the footers of a partition's Parquet files in a store.
 
     Raises:
         DataError: there is no file, or one can't be read.

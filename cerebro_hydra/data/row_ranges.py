@@ -1,4 +1,4 @@
-"""Which rows of existing files make up which partition: a pure function of the files' row counts.
+"""The row ranges of partitions of existing files: a pure function of the files' row counts.
 
 ```
 files        a: 5 rows   b: 0   c: 6 rows            three partitions, balanced to within one row
@@ -51,7 +51,7 @@ def assign_ranges(
 def partitions_of(
     train: Sequence[int], validation: Sequence[int], held_back: int, num_partitions: int
 ) -> tuple[PartitionInfo, ...]:
-    """Describe every partition of files with these rows; those of `validation` come after.
+    """Describe every partition of files with these rows; files of `validation` come last.
 
     `held_back` training rows are validated on instead: each partition has its share of them, so
     that both of its splits name the same ranges, and `split_mask` tells their rows apart.

@@ -1,7 +1,7 @@
-"""petastorm's row stores: a schema of codecs beside the files, and the cells that they decode.
+"""petastorm's row stores: the schema of codecs beside the files, and the decoding of their cells.
 
-The schema is a pickle. It is read once, where the user named the store's path, and kept as plain
-data from then on; decoding cells needs no pickle.
+The schema is a pickle. It is read once, from the path that the user named, and kept as plain data
+from then on; decoding cells needs no pickle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Columns of a DataFrame to tensors and back, by way of Arrow."""
+"""Conversion between columns of Spark, by way of Arrow, and tensors."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def to_tensor(array: pa.Array, spec: ColumnSpec, where: Callable[[int], str]) ->
 
 
 def output_type(output: Tensor) -> DataType:
-    """The Spark type of a model's output: double for one value per row, else (nested) arrays.
+    """Return the Spark type of a model's output: double for one value per row, else nested arrays.
 
     Args:
-        output: shape (rows, ...).
+        output: predictions of shape (rows, ...).
     """
     from pyspark.sql import types
 
@@ -77,7 +77,7 @@ def output_type(output: Tensor) -> DataType:
 
 
 def from_tensor(output: Tensor) -> pa.Array:
-    """A model's output, shape (rows, ...), as an Arrow array of `output_type`."""
+    """Return a model's output of shape (rows, ...) as an Arrow array of `output_type`."""
     import pyarrow as pa
 
     shape = output.shape
@@ -97,14 +97,14 @@ def from_tensor(output: Tensor) -> pa.Array:
 
 
 def vector_type() -> DataType:
-    """The Spark type of what `from_vectors` gives."""
+    """Return the Spark type of `from_vectors`."""
     from pyspark.ml.linalg import VectorUDT
 
     return VectorUDT()
 
 
 def from_vectors(values: Tensor) -> pa.Array:
-    """Numbers of shape (rows, entries) as Spark ML's dense vectors, in their form in Arrow."""
+    """Return numbers of shape (rows, entries) as Spark ML's dense vectors in Arrow."""
     import pyarrow as pa
 
     rows, entries = values.shape
