@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, stored_name
-from cerebro_hydra.data.parquet_files import footer_rows
+from cerebro_hydra.data.parquet_folder import ParquetFolder
 from cerebro_hydra.data.partition_rows import partition_title, read_rows
 from cerebro_hydra.data.row_ids import checksum
 from cerebro_hydra.errors import DataError
@@ -97,7 +97,7 @@ def _publish(building: str, folder: Path) -> None:
 def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str) -> None:
     what = partition_title(info, manifest, data_path)
     if manifest.source is None:
-        promised = footer_rows(os.path.join(data_path, info.path))
+        promised = ParquetFolder.open(os.path.join(data_path, info.path), ()).rows
         if promised != info.rows:
             raise DataError(
                 f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "

@@ -61,11 +61,9 @@ class DecodedColumn:
                     name, found.shortest, found.longest, dimension, where(found.row), shape
                 )
         own = tuple(found.longest for found in self.lengths)
-        if shape is None or not self.rows:
-            return self.values.reshape(self.rows, *(own if shape is None else shape))
-        if own != shape:
+        if shape is not None and shape != own and self.rows:
             raise faults.misshapen(name, own, shape)
-        return self.values.reshape(self.rows, *shape)
+        return self.values.reshape(self.rows, *(own if shape is None else shape))
 
 
 def decode(
@@ -136,14 +134,10 @@ def dtype_from_arrow(name: str, kind: pa.DataType) -> str:
     Raises:
         DataError: training can't use the type.
     """
-    dtype = "float32" if is_vector(kind) else decoded_type(kind).split()[-1]
-    if dtype in _DTYPES.values():
-        return dtype
-    element = kind
-    while _is_list(element) or pa.types.is_dictionary(element):
-        element = element.value_type
-    text = pa.types.is_string(element) or pa.types.is_large_string(element)
-    raise faults.unusable(name, str(kind), text)
+    element = "float32" if is_vector(kind) else decoded_type(kind).split()[-1]
+    if element in _DTYPES.values():
+        return element
+    raise faults.unusable(name, str(kind), text=element in ("string", "large_string"))
 
 
 def decoded_type(kind: pa.DataType) -> str:
@@ -167,7 +161,7 @@ def decoded_type(kind: pa.DataType) -> str:
 
 
 def is_vector(kind: pa.DataType) -> bool:
-    """Whether values are Spark ML vectors, as Spark writes them to Parquet."""
+    """Say whether values are Spark ML vectors, as Spark writes them to Parquet."""
     return pa.types.is_struct(kind) and tuple(field.name for field in kind) == _VECTOR_FIELDS
 
 

@@ -92,14 +92,8 @@ def describe(
 ) -> Manifest:
     """Write the manifest of a store's existing files, or find the one that is there.
 
-    Args:
-        store: has a `train_path`, or is Cerebro's.
-        columns: names of the columns.
-        num_partitions: partitions of each split.
-        validation: the share of the rows to hold back, which plays no part where there is a
-            `val_path`; None validates on nothing.
-        seed: draws the rows that are held back.
-        mapper: runs the survey's tasks.
+    With a `val_path`, its rows are validated on, whatever share `validation` says. Without one,
+    `seed` draws that share of the rows. None validates on nothing.
 
     Raises:
         ConfigurationError: the paths or arguments can't be used.

@@ -31,11 +31,6 @@ def row_of_file(path: str, first: int, position: int = 0) -> str:
     return f"row {first + position} of {os.path.normpath(path)!r}"
 
 
-def some_rows(count: int, rows: int, example: str) -> str:
-    """Say how many rows have a fault, with one of them."""
-    return f"{count} of {rows} rows, as in {example}"
-
-
 def unusable(name: str, kind: str, text: bool) -> DataError:
     """Report a column of a type that training can't use."""
     remedy = "drop it, or turn it into numbers first"
@@ -57,9 +52,10 @@ def mixed_types(
     )
 
 
-def faulty(name: str, fault: str, where: str) -> DataError:
-    """Report rows with a fault of `NULL` or `UNFIT`; `where` names them."""
-    return DataError(f"column {name!r} {fault} in {where}: fill or drop such rows")
+def faulty(name: str, fault: str, example: str, counts: tuple[int, int] | None = None) -> DataError:
+    """Report rows with a fault such as `NULL`; `counts` are those rows and all rows, if known."""
+    rows = "" if counts is None else f"{counts[0]} of {counts[1]} rows, as in "
+    return DataError(f"column {name!r} {fault} in {rows}{example}: fill or drop such rows")
 
 
 def ragged(

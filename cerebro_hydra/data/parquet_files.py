@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -71,18 +70,6 @@ def column_type(schema: pa.Schema, name: str, path: str) -> pa.DataType:
     if len(found) > 1:
         raise DataError(f"{path!r} has {len(found)} columns {name!r}: rename them")
     return schema.field(found[0]).type
-
-
-def footer_rows(folder: str) -> int:
-    """Return how many rows the footers of a partition's files on this machine promise.
-
-    Raises:
-        DataError: there is no file, or one can't be read.
-    """
-    files = sorted(Path(folder).glob("*.parquet"))
-    if not files:
-        raise DataError(f"there are no Parquet files in {folder!r}")
-    return sum(metadata_of(str(file)).num_rows for file in files)
 
 
 def describe_file(path: str, named: str) -> SourceFile:

@@ -29,6 +29,8 @@ class ParquetFolder:
     path: str
     files: tuple[str, ...]
     """Whole paths."""
+    rows: int
+    """The rows that the footers promise."""
     kinds: tuple[pa.DataType, ...]
     """The types of the columns that were asked for."""
     null_free: frozenset[str]
@@ -54,6 +56,7 @@ class ParquetFolder:
         if not names:
             raise DataError(f"there are no Parquet files in {path!r}: check the path")
         filled = []
+        rows = 0
         first = os.path.join(path, names[0])
         kinds: dict[str, pa.DataType] = {}
         null_free = set(columns)
@@ -70,9 +73,10 @@ class ParquetFolder:
                 if kind != kinds.setdefault(name, kind):
                     raise faults.mixed_types(name, kinds[name], first, kind, file)
             null_free -= _may_hold_null(footer)
+            rows += footer.num_rows
             if footer.num_rows:
                 filled.append(file)
-        return cls(path, tuple(filled), tuple(kinds.values()), frozenset(null_free))
+        return cls(path, tuple(filled), rows, tuple(kinds.values()), frozenset(null_free))
 
 
 def element_of(kind: pa.DataType) -> pa.DataType:

@@ -89,7 +89,7 @@ def _batches(files: Sequence[str], columns: Sequence[str]) -> Iterator[dict[str,
 
 
 def _is_suspect(values: NDArray[Any], kind: pa.DataType, null_free: bool) -> bool:
-    """Whether there may be null in values: petastorm makes NaN of it, or changes their dtype."""
+    """Say whether values may hold null: petastorm makes NaN of it, or changes their dtype."""
     if values.dtype != element_of(kind).to_pandas_dtype():
         return True
     if null_free or values.dtype.kind != "f":

@@ -23,7 +23,12 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from cerebro_hydra.data import faults
-from cerebro_hydra.data.arguments import check_validation, column_problem, require_dataframe
+from cerebro_hydra.data.arguments import (
+    check_validation,
+    column_names,
+    column_problem,
+    require_dataframe,
+)
 from cerebro_hydra.data.assignment import AffinePermutation, Assignment
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
 from cerebro_hydra.data.prepared import find_or_clear, fingerprint_of, finish
@@ -48,17 +53,9 @@ def prepare(
 ) -> Manifest:
     """Write the columns of a DataFrame to the store, or find them there.
 
-    Integers become int64, floats and decimals float32, booleans bool. Arrays, nested arrays and
-    Spark ML vectors must have one shape in all rows.
-
-    Args:
-        df: the rows.
-        store: where they are written.
-        num_partitions: partitions of each split.
-        validation: the fraction of rows to hold back, or the name of a boolean (or 0/1) column
-            that marks them; None validates on nothing.
-        columns: names of the columns to write.
-        seed: draws which rows are held back, and their order.
+    `validation` is the fraction of rows to hold back, or the name of a boolean (or 0/1) column
+    that marks them. Integers become int64, floats and decimals float32, booleans bool. Arrays,
+    nested arrays and Spark ML vectors must have one shape in all rows.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -99,21 +96,13 @@ def _check_arguments(
         raise ConfigurationError(f"num_partitions is {num_partitions!r}: it must be an integer")
     if num_partitions < 1:
         raise ConfigurationError(f"num_partitions is {num_partitions}: it must be at least 1")
-    if isinstance(columns, str) or not columns:
-        raise ConfigurationError(f"columns is {columns!r}: it must be a list of column names")
-    for name in columns:
-        if list(columns).count(name) > 1:
-            raise ConfigurationError(f"column {name!r} is named twice in {list(columns)}")
-        _check_present(df, name, "column")
+    needed = dict.fromkeys(column_names("columns", columns), "column")
     check_validation(validation)
     if isinstance(validation, str):
-        _check_present(df, validation, "validation column")
-
-
-def _check_present(df: DataFrame, name: str, what: str) -> None:
-    problem = column_problem(df, name, what)
-    if problem:
-        raise ConfigurationError(problem)
+        needed.setdefault(validation, "validation column")
+    for name, what in needed.items():
+        if problem := column_problem(df, name, what):
+            raise ConfigurationError(problem)
 
 
 def number_type(kind: T.DataType) -> tuple[str | None, int]:
@@ -294,8 +283,7 @@ def _refuse_faults(
             count = content.faults[plan.name, fault]
             if count:
                 example = _example(df, plan, condition)
-                where = faults.some_rows(count, content.rows, example)
-                raise faults.faulty(plan.name, fault, where)
+                raise faults.faulty(plan.name, fault, example, (count, content.rows))
     if content.unflagged:
         row = df.where(_flag(df, str(validation)).isNull()).first()
         raise DataError(

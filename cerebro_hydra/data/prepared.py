@@ -134,26 +134,20 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def parquet_in(store: Store, folder: str) -> list[str]:
-    """Return the paths of a partition's Parquet files in a store."""
-    return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".parquet")]
-
-
 def footers(store: Store, folder: str) -> list[FileMetaData]:
     """Return the footers of a partition's Parquet files in a store.
 
     Raises:
         DataError: there is no file, or one can't be read.
     """
-    files = parquet_in(store, folder)
-    if not files:
+    paths = [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".parquet")]
+    if not paths:
         raise DataError(f"there are no Parquet files in {folder!r}")
-    return [_footer(store, file) for file in files]
-
-
-def _footer(store: Store, path: str) -> FileMetaData:
-    with store.open(path) as file:
-        return metadata_of(path, file)
+    found = []
+    for path in paths:
+        with store.open(path) as file:
+            found.append(metadata_of(path, file))
+    return found
 
 
 def _read(store: Store, fingerprint: str) -> Manifest | None:

@@ -59,22 +59,22 @@ def partitions_of(
     trained = split_evenly(sum(train) - held_back, num_partitions)
     held = split_evenly(held_back, num_partitions)
     ranges = assign_ranges(train, [a + b for a, b in zip(trained, held, strict=True)])
-    infos = [
-        PartitionInfo("train", index, rows, None, "", tuple(row_ranges))
-        for index, (rows, row_ranges) in enumerate(zip(trained, ranges, strict=True))
-    ]
+    infos = _infos("train", trained, ranges)
     if held_back:
-        validated, others = held, ranges
+        infos += _infos("val", held, ranges)
     elif validation:
-        validated = split_evenly(sum(validation), num_partitions)
-        others = assign_ranges(validation, validated, len(train))
-    else:
-        return tuple(infos)
-    infos += [
-        PartitionInfo("val", index, rows, None, "", tuple(row_ranges))
-        for index, (rows, row_ranges) in enumerate(zip(validated, others, strict=True))
-    ]
+        sizes = split_evenly(sum(validation), num_partitions)
+        infos += _infos("val", sizes, assign_ranges(validation, sizes, len(train)))
     return tuple(infos)
+
+
+def _infos(
+    split: str, sizes: Sequence[int], ranges: Sequence[Sequence[RowRange]]
+) -> list[PartitionInfo]:
+    return [
+        PartitionInfo(split, index, rows, None, "", tuple(row_ranges))
+        for index, (rows, row_ranges) in enumerate(zip(sizes, ranges, strict=True))
+    ]
 
 
 def split_mask(info: PartitionInfo, seed: int | None) -> NDArray[np.bool_] | None:

@@ -108,27 +108,28 @@ def decode(array: pa.Array, codec: Codec | None, dtype: str) -> DecodedColumn:
     if codec is None or codec.kind == "scalar":
         return column_decoder.decode(array, dtype, None if codec is None else codec.dtype)
     decoder = _decoder(codec.kind)
-    null = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
-    undecoded: list[int] = []
-    others: list[int] = []
+    undecodable = f"can't be decoded as petastorm's {codec.kind}"
+    other = f"holds arrays of other dimensions than before, or not of {codec.dtype}"
+    wrong: dict[str, list[int]] = {undecodable: [], other: [], faults.NULL: []}
     rows: list[int] = []
     values: list[NDArray[Any]] = []
     for row, cell in enumerate(array):
         if not cell.is_valid:
+            wrong[faults.NULL].append(row)
             continue
         try:
             value = np.asarray(decoder(cell.as_py()))
         except Exception:
-            undecoded.append(row)
+            wrong[undecodable].append(row)
             continue
         if dtype_from_numpy(value.dtype) != dtype or (values and value.ndim != values[0].ndim):
-            others.append(row)
+            wrong[other].append(row)
             continue
         rows.append(row)
         values.append(value)
     lengths = tuple(
-        _lengths(np.array([value.shape[d] for value in values]), rows)
-        for d in range(values[0].ndim if values else 0)
+        ListLengths(int(sizes.min()), int(sizes.max()), rows[int(sizes.argmin())])
+        for sizes in np.array([value.shape for value in values], np.int64).T
     )
     flat = [value.ravel() for value in values]
     numbers, unfit = column_decoder.convert(
@@ -136,20 +137,9 @@ def decode(array: pa.Array, codec: Codec | None, dtype: str) -> DecodedColumn:
     )
     ends = np.cumsum([value.size for value in values], dtype=np.int64)
     unfit_rows = np.array(rows, np.int64)[np.searchsorted(ends, unfit, side="right")]
-    wrong = {
-        f"can't be decoded as petastorm's {codec.kind}": np.array(undecoded, np.int64),
-        f"holds arrays of other dimensions than before, or not of {codec.dtype}": np.array(
-            others, np.int64
-        ),
-        **faults.rows_by_fault(dtype, null, unfit_rows),
-    }
-    wrong = {fault: each for fault, each in wrong.items() if each.size}
-    return DecodedColumn(len(array), numbers, lengths, wrong)
-
-
-def _lengths(lengths: NDArray[np.int64], rows: list[int]) -> ListLengths:
-    at = int(lengths.argmin())
-    return ListLengths(int(lengths[at]), int(lengths.max()), rows[at])
+    found = {fault: np.array(each, np.int64) for fault, each in wrong.items() if each}
+    found |= faults.rows_by_fault(dtype, np.empty(0, np.int64), unfit_rows)
+    return DecodedColumn(len(array), numbers, lengths, found)
 
 
 def _decoder(kind: str) -> Callable[[bytes], NDArray[Any]]:

@@ -108,7 +108,7 @@ def specs_of(
             _merge(total[name], column, name)
     for request in columns:
         for fault, (count, example) in total[request.name].faults.items():
-            raise faults.faulty(request.name, fault, faults.some_rows(count, rows, example))
+            raise faults.faulty(request.name, fault, example, (count, rows))
     return tuple(
         ColumnSpec(request.name, request.dtype, _shape(request.name, total[request.name]))
         for request in columns

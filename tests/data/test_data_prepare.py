@@ -299,9 +299,9 @@ def test_unusable_values_are_named_before_anything_is_written(
     [
         (["paar"], None, 2, r"'paar' is not in the DataFrame \(did you mean 'pair'\?\).*'text'"),
         (["n"], "heldback", 2, r"validation column 'heldback'.*did you mean 'held_back'"),
-        (["n", "n"], None, 2, "'n' is named twice"),
+        (["n", "n"], None, 2, "columns names 'n' more than once"),
         ([], None, 2, "list of column names"),
-        ("n", None, 2, "list of column names"),
+        ("n", None, 2, r"columns is 'n'; give a list: \['n'\]"),
         (["n"], 0.0, 2, r"validation is 0\.0"),
         (["n"], 1.0, 2, r"validation is 1\.0"),
         (["n"], True, 2, "validation is True"),
