@@ -11,8 +11,6 @@ the files into their own caches.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,9 +23,16 @@ from cerebro_hydra.data import faults, row_store
 from cerebro_hydra.data.arguments import check_validation
 from cerebro_hydra.data.assignment import check_rows
 from cerebro_hydra.data.column_decoder import decoded_type, dtype_from_arrow
-from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, ExistingFiles, Manifest, SourceFile
+from cerebro_hydra.data.manifest import ColumnSpec, ExistingFiles, Manifest, SourceFile
 from cerebro_hydra.data.parquet_files import column_type, describe_file, list_files, metadata_of
-from cerebro_hydra.data.prepared import check_files, find_or_clear, finish, footers, prepared_in
+from cerebro_hydra.data.prepared import (
+    check_files,
+    digest_of,
+    find_or_clear,
+    finish,
+    footers,
+    prepared_in,
+)
 from cerebro_hydra.data.row_ranges import partitions_of
 from cerebro_hydra.data.survey import (
     ColumnRequest,
@@ -106,7 +111,7 @@ def describe(
     base = store.data_path("described")
     train_files = train.described(store, base)
     val_files = [file for folder in val for file in folder.described(store, base)]
-    rows, val_rows = _sum(train_files), _sum(val_files)
+    rows, val_rows = (sum(file.rows for file in files) for files in (train_files, val_files))
     share = validation if isinstance(validation, float) and not val else 0.0
     held_back = round(rows * share)
     validated = None if validation is None else val_rows or held_back
@@ -122,7 +127,13 @@ def describe(
         held_back,
         num_partitions,
     )
-    fingerprint = _fingerprint(requests, source, num_partitions, held_back, len(val_files))
+    fingerprint = digest_of(
+        columns=[asdict(request) for request in requests],
+        source=asdict(source),
+        num_partitions=num_partitions,
+        held_back=held_back,
+        val_files=len(val_files),
+    )
     found = find_or_clear(store, fingerprint)
     if found is not None:
         return found
@@ -147,9 +158,12 @@ def metadata_from(store: Store, columns: Sequence[str]) -> ParquetMetadata:
     first = next(path for path in train.files if metadata_of(path).num_rows)
     one = survey(SurveyTask(first, 0, 1, requests))
     specs = specs_of(requests, [one], 1)
-    rows, nbytes = _rows_and_bytes(train.files)
+    metadata = [metadata_of(path) for path in train.files]
+    rows = sum(each.num_rows for each in metadata)
     val_rows = sum(metadata_of(path).num_rows for folder in val for path in folder.files)
-    return ParquetMetadata(rows, val_rows, {spec.name: spec for spec in specs}, nbytes / rows)
+    return ParquetMetadata(
+        rows, val_rows, {spec.name: spec for spec in specs}, sum(map(_bytes, metadata)) / rows
+    )
 
 
 def _metadata_of_prepared(store: Store, columns: Sequence[str]) -> ParquetMetadata:
@@ -175,15 +189,6 @@ def _metadata_of_prepared(store: Store, columns: Sequence[str]) -> ParquetMetada
             nbytes += sum(map(_bytes, footers(store, f"{root}/{info.path}")))
     metadata = {spec.name: spec for spec in manifest.columns if spec.name in columns}
     return ParquetMetadata(rows["train"], rows["val"], metadata, nbytes / rows["train"])
-
-
-def _rows_and_bytes(paths: Sequence[str]) -> tuple[int, int]:
-    rows = nbytes = 0
-    for path in paths:
-        metadata = metadata_of(path)
-        rows += metadata.num_rows
-        nbytes += _bytes(metadata)
-    return rows, nbytes
 
 
 def _bytes(metadata: pq.FileMetaData) -> int:
@@ -255,7 +260,12 @@ def _column_requests(
         if not filled:
             raise DataError(f"the Parquet files in {folder.root!r} hold no rows")
         for path in filled:
-            _check_types(path, columns, types)
+            schema = pq.read_schema(path)
+            for name in columns:
+                kind = column_type(schema, name, path)
+                first, first_path = types.setdefault(name, (kind, path))
+                if decoded_type(kind) != decoded_type(first):
+                    raise faults.mixed_types(name, first, first_path, kind, path)
         if folder.whole and row_store.is_row_store(folder.root):
             codecs = row_store.read_codecs(folder.root, columns)
         else:
@@ -273,36 +283,3 @@ def _column_requests(
             f"{folders[0].root!r}: write both alike"
         )
     return found[0]
-
-
-def _check_types(
-    path: str, columns: Sequence[str], types: dict[str, tuple[pa.DataType, str]]
-) -> None:
-    schema = pq.read_schema(path)
-    for name in columns:
-        kind = column_type(schema, name, path)
-        first, first_path = types.setdefault(name, (kind, path))
-        if decoded_type(kind) != decoded_type(first):
-            raise faults.mixed_types(name, first, first_path, kind, path)
-
-
-def _fingerprint(
-    requests: Sequence[ColumnRequest],
-    source: ExistingFiles,
-    num_partitions: int,
-    held_back: int,
-    val_files: int,
-) -> str:
-    described = {
-        "format": FORMAT,
-        "columns": [asdict(request) for request in requests],
-        "source": asdict(source),
-        "num_partitions": num_partitions,
-        "held_back": held_back,
-        "val_files": val_files,
-    }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _sum(files: Sequence[SourceFile]) -> int:
-    return sum(file.rows for file in files)

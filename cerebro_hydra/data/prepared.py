@@ -25,15 +25,18 @@ def fingerprint_of(
     seed: int,
 ) -> str:
     """Return a name made of all that decides the files; `content` sums the rows in any order."""
-    described = {
-        "format": FORMAT,
-        "columns": [[spec.name, spec.dtype, list(spec.shape)] for spec in columns],
-        "content": dict(content),
-        "num_partitions": num_partitions,
-        "validation": validation,
-        "seed": seed,
-    }
-    text = json.dumps(described, sort_keys=True)
+    return digest_of(
+        columns=[[spec.name, spec.dtype, list(spec.shape)] for spec in columns],
+        content=dict(content),
+        num_partitions=num_partitions,
+        validation=validation,
+        seed=seed,
+    )
+
+
+def digest_of(**described: Any) -> str:
+    """Return a digest of JSON values and of the format."""
+    text = json.dumps({"format": FORMAT, **described}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

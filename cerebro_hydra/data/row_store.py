@@ -7,7 +7,8 @@ from then on; decoding cells needs no pickle.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
@@ -80,13 +81,8 @@ def read_codecs(root: str, columns: Sequence[str]) -> list[tuple[str | None, Cod
 
 
 def _fields(root: str) -> dict[str, Any]:
-    try:
+    with _petastorm_for(f"the petastorm row store {root!r}"):
         from petastorm.etl.dataset_metadata import get_schema
-    except ImportError as error:
-        raise SetupError(
-            f"{root!r} is a petastorm row store, and petastorm can't be imported here ({error}): "
-            "install petastorm with pyarrow 14, or write the rows as plain Parquet"
-        ) from error
     path = os.path.join(root, SCHEMA_FILE)
     try:
         schema = get_schema(SimpleNamespace(common_metadata=pq.read_metadata(path)))
@@ -142,14 +138,20 @@ def decode(array: pa.Array, codec: Codec | None, dtype: str) -> DecodedColumn:
     return DecodedColumn(len(array), numbers, lengths, found)
 
 
-def _decoder(kind: str) -> Callable[[bytes], NDArray[Any]]:
+@contextmanager
+def _petastorm_for(what: str) -> Iterator[None]:
     try:
-        from petastorm import codecs
+        yield
     except ImportError as error:
         raise SetupError(
-            f"reading a petastorm row store needs petastorm, which can't be imported ({error}): "
-            "install it with pyarrow 14 on every worker, or write the rows as plain Parquet"
+            f"{what} needs petastorm, which can't be imported here ({error}): install it with "
+            "pyarrow 14 on the driver and every worker, or write the rows as plain Parquet"
         ) from error
+
+
+def _decoder(kind: str) -> Callable[[bytes], NDArray[Any]]:
+    with _petastorm_for("a petastorm row store"):
+        from petastorm import codecs
     try:
         codec = {
             "ndarray": codecs.NdarrayCodec,
