@@ -1,4 +1,4 @@
-"""Partitions: prepared by Spark, read by petastorm or Arrow, cached in memory maps, cut in batches.
+"""Partitions of rows: Spark prepares them, petastorm or Arrow reads them, memory maps cache them.
 
 Importing this package imports neither pyspark nor petastorm nor torch.
 """

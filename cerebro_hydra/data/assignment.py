@@ -1,4 +1,4 @@
-"""Which row goes to which partition: a seeded bijection, balanced to within one row."""
+"""The assignment of rows to partitions by row id, balanced to within one row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cerebro_hydra.errors import DataError
 
 
 @dataclass(frozen=True)
-class Affine:
-    """The bijection `rank -> (multiplier * rank + offset) mod rows` of [0, rows).
+class AffinePermutation:
+    """The permutation `rank -> (multiplier * rank + offset) mod rows` of [0, rows).
 
     Plain arithmetic within 63 bits, so that Spark, numpy and Python compute the same.
     """
@@ -22,24 +22,24 @@ class Affine:
     offset: int
 
     def __call__(self, rank: int) -> int:
-        """Map one rank."""
+        """Return the row id of a rank."""
         return (self.multiplier * rank + self.offset) % self.rows
 
     @staticmethod
-    def drawn(rows: int, *key: int) -> Affine:
-        """Draw one of the bijections of [0, rows) by a key."""
+    def drawn(rows: int, *key: int) -> AffinePermutation:
+        """Draw a permutation of [0, rows) by a key."""
         limit = max(1, min(rows, (1 << 62) // max(1, rows)))
         draw = mixed_key(*key)
         while True:
             draw = mixed_key(draw)
             multiplier = 1 + draw % limit
             if math.gcd(multiplier, rows) == 1:
-                return Affine(rows, multiplier, mixed_key(draw) % max(1, rows))
+                return AffinePermutation(rows, multiplier, mixed_key(draw) % max(1, rows))
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where each row id lies: the ids of validation come first, and each split is dealt in turn.
+    """The partition of each row id: ids of validation rows come first, and each split is dealt out.
 
     ```
     row id      0   1   2 | 3   4   5   6   7      3 validation rows of 8, two partitions
@@ -57,12 +57,12 @@ class Assignment:
     has_validation: bool
 
     def __post_init__(self) -> None:
-        """Refuse partitions without rows."""
+        """Refuse numbers that would leave a partition without rows."""
         validation_rows = self.validation_rows if self.has_validation else None
         check_rows(self.rows - self.validation_rows, validation_rows, self.num_partitions)
 
     def ids(self, split: str, index: int) -> range:
-        """Row ids of one partition, ascending as they are stored."""
+        """Return the row ids of one partition, ascending as they are stored."""
         start, stop = {
             "val": (0, self.validation_rows),
             "train": (self.validation_rows, self.rows),
@@ -81,7 +81,12 @@ class Assignment:
 
 
 def check_rows(train_rows: int, validation_rows: int | None, num_partitions: int) -> None:
-    """Refuse partitions without rows; `validation_rows` is None where nothing is validated.
+    """Refuse numbers that would leave a partition without rows.
+
+    Args:
+        train_rows: rows to train on.
+        validation_rows: rows to validate on; None where nothing is validated.
+        num_partitions: partitions of each split.
 
     Raises:
         DataError: a split has fewer rows than there are partitions.

@@ -1,4 +1,4 @@
-"""Batches of one partition: their sizes, their seeded order, and their tensors."""
+"""The batches of one partition: their sizes, their seeded order, and their tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one batch: a tensor of shape (rows, *shape of the column) for each column."""
+    """The rows of one batch: a tensor of shape (rows, *shape of the column) for each column."""
 
     features: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
@@ -28,7 +28,7 @@ class Batch:
 
 
 def batch_sizes(rows: int, batch_size: int) -> list[int]:
-    """Rows of each batch of a partition, summing to `rows`.
+    """Return the number of rows in each batch of a partition; they sum to `rows`.
 
     The last batch may be smaller; a leftover of one row joins the batch before it, because
     BatchNorm can't train on one row.
@@ -48,7 +48,9 @@ def batch_sizes(rows: int, batch_size: int) -> list[int]:
 
 
 def num_windows(rows: int, batch_size: int, accumulate: int) -> int:
-    """Optimizer steps of one sub-epoch: windows of `accumulate` batches, the last one flushed.
+    """Return the number of optimizer steps of a sub-epoch: windows of `accumulate` batches.
+
+    The last window may have fewer batches.
 
     Raises:
         ConfigurationError: accumulate or batch_size is not a positive integer.
@@ -59,7 +61,7 @@ def num_windows(rows: int, batch_size: int, accumulate: int) -> int:
 
 
 def row_order(rows: int, seed: int, epoch: int, partition: int) -> NDArray[np.int64]:
-    """Order in which an epoch visits the rows of a partition; shape (rows,)."""
+    """Return the order in which an epoch visits the rows of a partition; shape (rows,)."""
     return permutation(rows, mixed_key(seed, epoch, partition))
 
 

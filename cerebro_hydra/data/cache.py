@@ -1,4 +1,4 @@
-"""One partition, decoded once into memory-mapped arrays."""
+"""The cache of one partition: its columns, decoded once into memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, stored_name
-from cerebro_hydra.data.parquet_files import footer_rows
-from cerebro_hydra.data.partition_rows import described, read_rows
+from cerebro_hydra.data.parquet_folder import ParquetFolder
+from cerebro_hydra.data.partition_rows import partition_title, read_rows
 from cerebro_hydra.data.row_ids import checksum
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.storage import Store
@@ -24,7 +24,7 @@ from cerebro_hydra.storage import Store
 
 @dataclass(frozen=True)
 class CachedPartition:
-    """Columns of one partition as read-only memory maps of shape (rows, *shape of the column)."""
+    """The columns of a partition as read-only memory maps of shape (rows, *shape of the column)."""
 
     rows: int
     columns: Mapping[str, NDArray[Any]]
@@ -33,13 +33,13 @@ class CachedPartition:
     def build(
         cls, info: PartitionInfo, manifest: Manifest, data_path: str, cache_dir: str
     ) -> CachedPartition:
-        """Open the partition's cache, decoding its files first if nobody has yet.
+        """Open the partition's cache; if it is not there, decode the files into it first.
 
-        A cache appears whole, by a rename, or not at all; of several processes that build the
-        same one, the first wins and the others use it.
+        A cache appears whole, by a rename, or not at all. If several processes build the same one,
+        the first wins and the others use it.
 
         Raises:
-            DataError: the rows are not those of the manifest, by count, by row ids or by type.
+            DataError: count, row ids or types of the rows are not those of the manifest.
         """
         folder = _folder(cache_dir, manifest, info)
         if not folder.is_dir():
@@ -56,10 +56,10 @@ class CachedPartition:
     def of_store(
         cls, info: PartitionInfo, manifest: Manifest, store: Store, cache_dir: str
     ) -> CachedPartition:
-        """As `build`, with the files of a store on this machine for as long as they are decoded.
+        """Build the cache from a store, whose files are on this machine while they are decoded.
 
         Raises:
-            DataError: as `build`.
+            DataError: see `build`.
             StoreError: the store can't be read.
         """
         folder = _folder(cache_dir, manifest, info)
@@ -95,9 +95,9 @@ def _publish(building: str, folder: Path) -> None:
 
 
 def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str) -> None:
-    what = described(info, manifest, data_path)
+    what = partition_title(info, manifest, data_path)
     if manifest.source is None:
-        promised = footer_rows(os.path.join(data_path, info.path))
+        promised = ParquetFolder.open(os.path.join(data_path, info.path), ()).rows
         if promised != info.rows:
             raise DataError(
                 f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cerebro_hydra.data.faults import column_names
+from cerebro_hydra.data.arguments import column_names
 from cerebro_hydra.errors import ConfigurationError
 
 

@@ -1,18 +1,16 @@
-"""Parquet files that exist: petastorm's stores, Cerebro's, and plain ones, trained on as they lie.
+"""Existing Parquet files as a data set: plain ones, petastorm's row stores, and Cerebro's.
 
 ```
-train_path, val_path -> files and footers -> ranges of rows -> found in the store? -> its manifest
-                                                       -> no: one pass over the rows -> manifest
+train_path, val_path -> files and footers -> row ranges -> the manifest, if the store has it
+                                                        -> else the survey -> a new manifest
 ```
 
-Nothing is copied. The manifest names files, row ranges and shapes; agents read their rows from the
-files into their own caches.
+Nothing is copied. The manifest names files, row ranges and shapes, and agents read their rows from
+the files into their own caches.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,13 +21,27 @@ import pyarrow.parquet as pq
 
 from cerebro_hydra.data import faults, row_store
 from cerebro_hydra.data.assignment import check_rows
-from cerebro_hydra.data.cells import arrow_dtype, converted_kind
+from cerebro_hydra.data.column_decoder import decoded_type, dtype_from_arrow
 from cerebro_hydra.data.data_spec import DataSpec
-from cerebro_hydra.data.manifest import FORMAT, ColumnSpec, ExistingFiles, Manifest, SourceFile
-from cerebro_hydra.data.parquet_files import describe_file, list_files, metadata_of
-from cerebro_hydra.data.prepared import check_files, find_or_clear, finish, footers, prepared_in
+from cerebro_hydra.data.manifest import ColumnSpec, ExistingFiles, Manifest, SourceFile
+from cerebro_hydra.data.parquet_files import column_type, describe_file, list_files, metadata_of
+from cerebro_hydra.data.prepared import (
+    check_files,
+    digest_of,
+    find_or_clear,
+    finish,
+    footers,
+    prepared_in,
+)
 from cerebro_hydra.data.row_ranges import partitions_of
-from cerebro_hydra.data.survey import ColumnRequest, Mapper, Stretch, specs_of, stretches, survey
+from cerebro_hydra.data.survey import (
+    ColumnRequest,
+    Mapper,
+    SurveyTask,
+    specs_of,
+    survey,
+    survey_tasks,
+)
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.storage import Store
 
@@ -37,25 +49,25 @@ _CEREBRO_TRAIN, _CEREBRO_VAL = "train_data", "val_data"  # where Cerebro's store
 
 
 class Paths(NamedTuple):
-    """Where the rows of a store lie that somebody else wrote."""
+    """The folders, or single files, of rows that somebody else wrote."""
 
     train: str
     val: str | None
 
 
 class ParquetMetadata(NamedTuple):
-    """What `get_metadata_from_parquet` tells."""
+    """The result of `get_metadata_from_parquet`."""
 
     train_rows: int
     val_rows: int
     metadata: dict[str, ColumnSpec]
-    """Type and shape of each column."""
+    """The type and shape of each column."""
     avg_row_size: float
-    """Bytes of a training row in the files, before compression."""
+    """The bytes of a training row in the files, before compression."""
 
 
 def existing_paths(store: Store) -> Paths | None:
-    """Where a store's existing data lies: its `train_path`, or what Cerebro left in its folder.
+    """Return where existing data lies: the store's `train_path`, or what Cerebro left in it.
 
     Raises:
         ConfigurationError: the store has both Cerebro's data and data prepared here.
@@ -92,7 +104,7 @@ def describe(store: Store, num_partitions: int, spec: DataSpec, mapper: Mapper =
     base = store.data_path("described")
     train_files = train.described(store, base)
     val_files = [file for folder in val for file in folder.described(store, base)]
-    rows, val_rows = _sum(train_files), _sum(val_files)
+    rows, val_rows = (sum(file.rows for file in files) for files in (train_files, val_files))
     held_back = 0 if val else round(rows * spec.validation_share)
     validated = None if spec.validation is None else val_rows or held_back
     check_rows(rows - held_back, validated, num_partitions)
@@ -107,17 +119,23 @@ def describe(store: Store, num_partitions: int, spec: DataSpec, mapper: Mapper =
         held_back,
         num_partitions,
     )
-    fingerprint = _fingerprint(requests, source, num_partitions, held_back, len(val_files))
+    fingerprint = digest_of(
+        columns=[asdict(request) for request in requests],
+        source=asdict(source),
+        num_partitions=num_partitions,
+        held_back=held_back,
+        val_files=len(val_files),
+    )
     found = find_or_clear(store, fingerprint)
     if found is not None:
         return found
     paths = [path for folder in (train, *val) for path in folder.files]
-    specs = specs_of(requests, mapper(survey, stretches(paths, requests)), rows + val_rows)
+    specs = specs_of(requests, mapper(survey, survey_tasks(paths, requests)), rows + val_rows)
     return finish(store, Manifest(fingerprint, specs, partitions, source))
 
 
 def metadata_from(store: Store, columns: Sequence[str]) -> ParquetMetadata:
-    """Rows, columns and row size of a store's data, from footers and one row.
+    """Tell rows, columns and row size of a store's data, from footers and one row.
 
     Raises:
         ConfigurationError: the store has no data, or several prepared sets with these columns.
@@ -130,11 +148,14 @@ def metadata_from(store: Store, columns: Sequence[str]) -> ParquetMetadata:
     val = [] if paths.val is None else [_Folder.open(paths.val, "val_path")]
     requests = _column_requests([train, *val], columns)
     first = next(path for path in train.files if metadata_of(path).num_rows)
-    one = survey(Stretch(first, 0, 1, requests))
+    one = survey(SurveyTask(first, 0, 1, requests))
     specs = specs_of(requests, [one], 1)
-    rows, nbytes = _rows_and_bytes(train.files)
+    metadata = [metadata_of(path) for path in train.files]
+    rows = sum(each.num_rows for each in metadata)
     val_rows = sum(metadata_of(path).num_rows for folder in val for path in folder.files)
-    return ParquetMetadata(rows, val_rows, {spec.name: spec for spec in specs}, nbytes / rows)
+    return ParquetMetadata(
+        rows, val_rows, {spec.name: spec for spec in specs}, sum(map(_bytes, metadata)) / rows
+    )
 
 
 def _metadata_of_prepared(store: Store, columns: Sequence[str]) -> ParquetMetadata:
@@ -162,15 +183,6 @@ def _metadata_of_prepared(store: Store, columns: Sequence[str]) -> ParquetMetada
     return ParquetMetadata(rows["train"], rows["val"], metadata, nbytes / rows["train"])
 
 
-def _rows_and_bytes(paths: Sequence[str]) -> tuple[int, int]:
-    rows = nbytes = 0
-    for path in paths:
-        metadata = metadata_of(path)
-        rows += metadata.num_rows
-        nbytes += _bytes(metadata)
-    return rows, nbytes
-
-
 def _bytes(metadata: pq.FileMetaData) -> int:
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     return sum(group.total_byte_size for group in groups)
@@ -195,7 +207,7 @@ class _Folder:
         return _Folder(path, True, tuple(os.path.join(path, name) for name in list_files(path)))
 
     def described(self, store: Store, base: str) -> list[SourceFile]:
-        """Files below the store are named from the data's folder, so that the store can move."""
+        """Describe the files; those in the store by relative paths, so that the store can move."""
         inside = os.path.join(store.prefix, "")
         return [
             describe_file(path, os.path.relpath(path, base) if path.startswith(inside) else path)
@@ -232,7 +244,7 @@ def _folders(store: Store, spec: DataSpec) -> tuple[_Folder, list[_Folder]]:
 def _column_requests(
     folders: Sequence[_Folder], columns: Sequence[str]
 ) -> tuple[ColumnRequest, ...]:
-    """The columns, which all files must hold alike."""
+    """Return the columns, which all files must hold in one way."""
     found: list[tuple[ColumnRequest, ...]] = []
     types: dict[str, tuple[pa.DataType, str]] = {}
     for folder in folders:
@@ -240,14 +252,19 @@ def _column_requests(
         if not filled:
             raise DataError(f"the Parquet files in {folder.root!r} hold no rows")
         for path in filled:
-            _check_types(path, columns, types)
+            schema = pq.read_schema(path)
+            for name in columns:
+                kind = column_type(schema, name, path)
+                first, first_path = types.setdefault(name, (kind, path))
+                if decoded_type(kind) != decoded_type(first):
+                    raise faults.mixed_types(name, first, first_path, kind, path)
         if folder.whole and row_store.is_row_store(folder.root):
             codecs = row_store.read_codecs(folder.root, columns)
         else:
             codecs = [(None, None)] * len(columns)
         found.append(
             tuple(
-                ColumnRequest(name, dtype or arrow_dtype(name, types[name][0]), codec)
+                ColumnRequest(name, dtype or dtype_from_arrow(name, types[name][0]), codec)
                 for name, (dtype, codec) in zip(columns, codecs, strict=True)
             )
         )
@@ -258,49 +275,3 @@ def _column_requests(
             f"{folders[0].root!r}: write both alike"
         )
     return found[0]
-
-
-def _check_types(
-    path: str, columns: Sequence[str], types: dict[str, tuple[pa.DataType, str]]
-) -> None:
-    schema = pq.read_schema(path)
-    for name in columns:
-        there = schema.get_all_field_indices(name)
-        if not there:
-            if f"{os.sep}{name}=" in path:
-                raise DataError(
-                    f"column {name!r} is kept in the names of folders, as in {path!r}: write it "
-                    "into the files"
-                )
-            raise DataError(faults.not_there("column", name, repr(path), schema.names))
-        if len(there) > 1:
-            raise DataError(f"{path!r} has {len(there)} columns {name!r}: rename them")
-        kind = schema.field(there[0]).type
-        before, other = types.setdefault(name, (kind, path))
-        if converted_kind(kind) != converted_kind(before):
-            raise DataError(
-                f"column {name!r} is {before} in {other!r} and {kind} in {path!r}: write all files "
-                "with one schema"
-            )
-
-
-def _fingerprint(
-    requests: Sequence[ColumnRequest],
-    source: ExistingFiles,
-    num_partitions: int,
-    held_back: int,
-    val_files: int,
-) -> str:
-    described = {
-        "format": FORMAT,
-        "columns": [asdict(request) for request in requests],
-        "source": asdict(source),
-        "num_partitions": num_partitions,
-        "held_back": held_back,
-        "val_files": val_files,
-    }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _sum(files: Sequence[SourceFile]) -> int:
-    return sum(file.rows for file in files)

@@ -1,4 +1,4 @@
-"""What is trained on: columns, and for each partition its rows and where they lie."""
+"""The manifest of a data set: its columns, and for each partition the rows and their place."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 from cerebro_hydra.errors import DataError, StoreError
 
 FORMAT = 2
-"""Version of the layout of prepared data; part of every fingerprint."""
+"""The version of the layout of prepared data; it is part of every fingerprint."""
 
 MANIFEST_NAME = "manifest.json"
 ROW_ID = "row_id"
-"""Name in the files of the column of row ids (int64); petastorm refuses a leading underscore."""
+"""The name in the files of the column of row ids (int64).
+
+It has no leading underscore, which petastorm refuses.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,19 +25,19 @@ class ColumnSpec:
 
     name: str
     dtype: str
-    """numpy's name: "float32", "int64" or "bool"."""
+    """The numpy dtype: "float32", "int64" or "bool"."""
     shape: tuple[int, ...]
-    """Of one row; () for a number."""
+    """The shape of one row; () for a number."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How a petastorm row store keeps one value of a column in a Parquet cell."""
+    """The way in which a petastorm row store keeps a value of a column in a Parquet cell."""
 
     kind: str
     """"scalar", "ndarray", "compressed_ndarray" or "image"."""
     dtype: str
-    """numpy's name of the decoded values' type, before they become the column's."""
+    """The numpy dtype of the decoded values, before they get the column's."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class SourceFile:
     rows: int
     bytes: int
     footer: str
-    """Digest of its footer, which holds schema, row groups and statistics."""
+    """The digest of its footer, which holds schema, row groups and statistics."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,14 @@ class ExistingFiles:
     """Existing Parquet files that are read where they lie."""
 
     codecs: tuple[Codec | None, ...]
-    """One for each column; None where Parquet's own types say it all."""
+    """A codec for each column; None where Parquet's own types say it all."""
     files: tuple[SourceFile, ...]
     seed: int | None
-    """Of the rows that each partition holds back for validation; None where none are."""
+    """The seed that draws the rows held back for validation; None if no rows are."""
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> ExistingFiles:
-        """Rebuild a source from its dataclass's dictionary."""
+        """Rebuild the description from its dataclass's dictionary."""
         return ExistingFiles(
             tuple(None if codec is None else Codec(**codec) for codec in document["codecs"]),
             tuple(SourceFile(**file) for file in document["files"]),
@@ -71,7 +74,7 @@ class ExistingFiles:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Consecutive rows of one file of a `Source`."""
+    """Consecutive rows of one file of `ExistingFiles`."""
 
     file: int
     first: int
@@ -80,17 +83,17 @@ class RowRange:
 
 @dataclass(frozen=True)
 class PartitionInfo:
-    """One partition of one split: a folder of its own if prepared, else pieces of files."""
+    """One partition of one split: a folder of prepared data, or row ranges of existing files."""
 
     split: str
     index: int
     rows: int
     checksum: int | None
-    """`row_ids.checksum` of its row ids; None in existing files, which have none."""
+    """The `row_ids.checksum` of its row ids; None in existing files, which have none."""
     path: str
-    """Of its folder, relative to the data's folder; empty where it consists of pieces."""
+    """The path of its folder, relative to the data's folder; empty for row ranges."""
     row_ranges: tuple[RowRange, ...] = ()
-    """With the rows of the other split among them where rows are held back."""
+    """Its row ranges; where rows are held back, both splits of a partition share them."""
 
     def to_json(self) -> dict[str, Any]:
         """Describe the partition; the checksum as text, because JSON numbers have 53 bits."""
@@ -114,17 +117,17 @@ class PartitionInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A data set. Prepared files name column i `column_00i`, for any name it has here."""
+    """A data set; prepared files name column i `column_00i`, whatever name it has here."""
 
     fingerprint: str
     columns: tuple[ColumnSpec, ...]
     partitions: tuple[PartitionInfo, ...]
     source: ExistingFiles | None = None
-    """The files of existing data; None if it was prepared."""
+    """The existing files; None if the data was prepared."""
 
     @property
     def num_partitions(self) -> int:
-        """Number of training partitions."""
+        """The number of training partitions."""
         return sum(info.split == "train" for info in self.partitions)
 
     @property
@@ -145,7 +148,7 @@ class Manifest:
         raise DataError(f"there is no partition {split}/{index} in the prepared data: {there}")
 
     def rows(self, split: str, index: int) -> int:
-        """Rows of one partition."""
+        """Return the number of rows of one partition."""
         return self.partition(split, index).rows
 
     def to_json(self) -> dict[str, Any]:
@@ -194,7 +197,7 @@ class Manifest:
 
 
 def stored_name(position: int) -> str:
-    """Name in the files of the column at `position`.
+    """Return the name in the files of the column at `position`.
 
     Not its own name: petastorm refuses those that are no Python identifiers, and Spark those that
     differ only in case.
@@ -203,5 +206,5 @@ def stored_name(position: int) -> str:
 
 
 def partition_path(split: str, index: int) -> str:
-    """Folder of a partition, relative to the data's folder."""
+    """Return the folder of a partition, relative to the data's folder."""
     return f"split={split}/partition={index:05d}"

@@ -1,11 +1,10 @@
-"""Parquet files as they lie in a folder: which there are, their footers, ranges of their rows."""
+"""Parquet files in a folder: their paths, their footers, and ranges of their rows."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cerebro_hydra.data.arguments import missing_column
 from cerebro_hydra.data.manifest import SourceFile
 from cerebro_hydra.errors import DataError
 
@@ -22,7 +22,7 @@ _TAIL = 8  # length of the footer, and the magic number
 
 
 def list_files(root: str) -> list[str]:
-    """Sorted paths, relative to `root`, of the files that hold rows.
+    """Return the sorted paths, relative to `root`, of the files that hold rows.
 
     Names that start with `_` or `.` (Spark's `_SUCCESS`, petastorm's `_common_metadata`, checksums)
     are not data; every other file is.
@@ -42,7 +42,7 @@ def list_files(root: str) -> list[str]:
 
 
 def metadata_of(path: str, file: BinaryIO | None = None) -> pq.FileMetaData:
-    """The footer of a file on this machine, or of one that was opened elsewhere.
+    """Return the footer of a file on this machine, or of one that was opened elsewhere.
 
     Raises:
         DataError: it can't be read.
@@ -53,20 +53,27 @@ def metadata_of(path: str, file: BinaryIO | None = None) -> pq.FileMetaData:
         raise DataError(f"{path!r} is not a whole Parquet file ({error})") from error
 
 
-def footer_rows(folder: str) -> int:
-    """Rows that the footers of a partition's Parquet files on this machine promise.
+def column_type(schema: pa.Schema, name: str, path: str) -> pa.DataType:
+    """Return the type of a file's column.
 
     Raises:
-        DataError: there is no file, or one can't be read.
+        DataError: the file at `path` has no such column, or several.
     """
-    files = sorted(Path(folder).glob("*.parquet"))
-    if not files:
-        raise DataError(f"there are no Parquet files in {folder!r}")
-    return sum(metadata_of(str(file)).num_rows for file in files)
+    found = schema.get_all_field_indices(name)
+    if not found and f"{os.sep}{name}=" in path:
+        raise DataError(
+            f"column {name!r} is kept in the names of folders, as in {path!r}: write it into the "
+            "files"
+        )
+    if not found:
+        raise DataError(missing_column("column", name, repr(path), schema.names))
+    if len(found) > 1:
+        raise DataError(f"{path!r} has {len(found)} columns {name!r}: rename them")
+    return schema.field(found[0]).type
 
 
 def describe_file(path: str, named: str) -> SourceFile:
-    """What a file is now, under the name that it has in a manifest.
+    """Describe a file as it is now, under the name that it has in a manifest.
 
     Raises:
         DataError: it can't be read.
@@ -82,7 +89,7 @@ def describe_file(path: str, named: str) -> SourceFile:
 
 
 def check_file(path: str, described: SourceFile) -> None:
-    """Compare a file with what it was.
+    """Compare a file with its earlier description.
 
     Raises:
         DataError: it is gone, or another one lies in its place.
@@ -103,7 +110,7 @@ def read_range(
     rows: int,
     chosen: NDArray[np.bool_] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the columns of consecutive rows in stored order, or of those `chosen` among them.
+    """Yield the columns of consecutive rows in stored order, or only of the `chosen` rows.
 
     Raises:
         DataError: the file can't be read, or ends before.
@@ -136,7 +143,7 @@ def read_range(
 def _overlap(
     file: pq.ParquetFile, number: int, columns: Sequence[str], start: int, stop: int
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of rows [start, stop) of a row group, both cut to it."""
+    """Yield the rows [start, stop) of a row group in batches, as far as it has them."""
     group = file.metadata.row_group(number)
     per_row = max(1, group.total_byte_size // max(1, group.num_rows))
     size = int(min(_BATCH_ROWS, max(1, _BATCH_BYTES // per_row)))

@@ -1,4 +1,4 @@
-"""The Parquet files of one folder: which they are, in which order, and whether they can be read."""
+"""The Parquet files of one folder, in order, and what their footers say of the columns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pyarrow as pa
 from pyarrow import types
+from pyarrow.parquet import FileMetaData
 
-from cerebro_hydra.data.parquet_files import metadata_of
+from cerebro_hydra.data import faults
+from cerebro_hydra.data.parquet_files import column_type, metadata_of
 from cerebro_hydra.errors import DataError
 
 # A schema in these files would be unpickled by petastorm, and ours have none.
 _PICKLED = ("_common_metadata", "_metadata")
 
-# What every reader gives as it is stored.
+# Every reader gives these as they are stored.
 _ELEMENTS = (pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
 
 
@@ -27,8 +29,12 @@ class ParquetFolder:
     path: str
     files: tuple[str, ...]
     """Whole paths."""
+    rows: int
+    """The rows that the footers promise."""
     kinds: tuple[pa.DataType, ...]
-    """Of the columns asked for."""
+    """The types of the columns that were asked for."""
+    null_free: frozenset[str]
+    """Those columns of which the footers count no null."""
 
     @classmethod
     def open(cls, path: str, columns: Sequence[str]) -> ParquetFolder:
@@ -48,39 +54,45 @@ class ParquetFolder:
                 )
         names = sorted(f.name for f in Path(path).glob("*.parquet") if f.name[0] not in "._")
         if not names:
-            raise DataError(f"there are no Parquet files in {path!r}")
-        files = []
-        kinds: tuple[pa.DataType, ...] | None = None
+            raise DataError(f"there are no Parquet files in {path!r}: check the path")
+        filled = []
+        rows = 0
+        first = os.path.join(path, names[0])
+        kinds: dict[str, pa.DataType] = {}
+        null_free = set(columns)
         for file in (os.path.join(path, name) for name in names):
             footer = metadata_of(file)
             schema = footer.schema.to_arrow_schema()
-            found = tuple(_kind(schema, name, file) for name in columns)
-            for name, kind, first in zip(columns, found, kinds or found, strict=True):
-                if kind != first:
+            for name in columns:
+                kind = column_type(schema, name, file)
+                if element_of(kind) not in _ELEMENTS:
                     raise DataError(
-                        f"column {name!r} is {kind} in {file!r} and {first} in the files before "
-                        "it: write all files with one type"
+                        f"column {name!r} in {file!r} is {kind}: columns are booleans, signed "
+                        "integers, float, double, or lists of them; cast it to one of these"
                     )
-            kinds = found
+                if kind != kinds.setdefault(name, kind):
+                    raise faults.mixed_types(name, kinds[name], first, kind, file)
+            null_free -= _may_hold_null(footer)
+            rows += footer.num_rows
             if footer.num_rows:
-                files.append(file)
-        return cls(path, tuple(files), kinds or ())
-
-
-def _kind(schema: pa.Schema, name: str, file: str) -> pa.DataType:
-    places = schema.get_all_field_indices(name)
-    if len(places) != 1:
-        held = "no column" if not places else f"{len(places)} columns"
-        raise DataError(f"{file!r} has {held} {name!r}, its columns are {schema.names}")
-    kind = schema.field(places[0]).type
-    if element_of(kind) not in _ELEMENTS:
-        raise DataError(
-            f"column {name!r} in {file!r} is {kind}: columns are booleans, signed integers, float, "
-            "double, or lists of them; cast it to one of these"
-        )
-    return kind
+                filled.append(file)
+        return cls(path, tuple(filled), rows, tuple(kinds.values()), frozenset(null_free))
 
 
 def element_of(kind: pa.DataType) -> pa.DataType:
-    """The type of the entries of a list, or the type itself."""
+    """Return the type of a list's entries, or the type itself."""
     return kind.value_type if types.is_list(kind) else kind
+
+
+def _may_hold_null(footer: FileMetaData) -> set[str]:
+    """Return the columns for which a row group has no count of nulls, or one above 0.
+
+    A list that is null or empty is counted too.
+    """
+    found = set()
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns if group.num_rows else 0)):
+            statistics = chunk.statistics
+            if statistics is None or not statistics.has_null_count or statistics.null_count:
+                found.add(chunk.path_in_schema.split(".")[0])
+    return found

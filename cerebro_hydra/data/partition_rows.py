@@ -8,33 +8,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from cerebro_hydra.data import row_store
-from cerebro_hydra.data.cells import cells_of
-from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, PartitionInfo, stored_name
+from cerebro_hydra.data.manifest import (
+    ROW_ID,
+    Codec,
+    ColumnSpec,
+    Manifest,
+    PartitionInfo,
+    RowRange,
+    stored_name,
+)
 from cerebro_hydra.data.parquet_files import check_file, read_range
 from cerebro_hydra.data.reader import read_columns
-from cerebro_hydra.data.row_ranges import is_chosen
+from cerebro_hydra.data.row_ranges import split_mask
 from cerebro_hydra.errors import DataError
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Some consecutive rows of a partition."""
+    """Consecutive rows of a partition."""
 
     ids: NDArray[np.int64] | None
-    """Their row ids; None in existing files, which have none."""
+    """The row ids; None in existing files, which have none."""
     columns: tuple[NDArray[Any], ...]
-    """For each column of the manifest an array of shape (rows, *shape of a row)."""
+    """An array of shape (rows, *shape of a row) for each column of the manifest."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.columns[0])
 
 
-def described(info: PartitionInfo, manifest: Manifest, data_path: str) -> str:
-    """How errors name a partition."""
+def partition_title(info: PartitionInfo, manifest: Manifest, data_path: str) -> str:
+    """Return how errors name a partition."""
     if manifest.source is None:
         return f"{info.split} partition {info.index} in {os.path.join(data_path, info.path)!r}"
     files = [
@@ -46,12 +54,12 @@ def described(info: PartitionInfo, manifest: Manifest, data_path: str) -> str:
 
 
 def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterator[RowBlock]:
-    """Yield all rows of a partition, a stretch after the other.
+    """Yield all rows of a partition in stored order, a block at a time.
 
     Raises:
         DataError: files can't be read, are not those of the manifest, or hold other types.
     """
-    what = described(info, manifest, data_path)
+    what = partition_title(info, manifest, data_path)
     if manifest.source is None:
         names = [stored_name(i) for i in range(len(manifest.columns))]
         for group in read_columns(os.path.join(data_path, info.path), [ROW_ID, *names]):
@@ -63,20 +71,20 @@ def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterat
                 ),
             )
         return
-    chosen = is_chosen(info, manifest.source.seed)
+    mask = split_mask(info, manifest.source.seed)
     start = 0
     for row_range in info.row_ranges:
         file = manifest.source.files[row_range.file]
         path = os.path.normpath(os.path.join(data_path, file.path))
         check_file(path, file)
-        mask = None if chosen is None else chosen[start : start + row_range.rows]
+        chosen = None if mask is None else mask[start : start + row_range.rows]
         start += row_range.rows
         names = [spec.name for spec in manifest.columns]
-        for batch in read_range(path, names, row_range.first, row_range.rows, mask):
+        for batch in read_range(path, names, row_range.first, row_range.rows, chosen):
             yield RowBlock(
                 None,
                 tuple(
-                    _decoded(batch.column(spec.name), spec, codec, path)
+                    _decoded(batch.column(spec.name), spec, codec, path, row_range)
                     for spec, codec in zip(manifest.columns, manifest.source.codecs, strict=True)
                 ),
             )
@@ -92,18 +100,14 @@ def _shaped(values: NDArray[Any], spec: ColumnSpec, what: str) -> NDArray[Any]:
     return values.reshape(len(values), *spec.shape)
 
 
-def _decoded(array: Any, spec: ColumnSpec, codec: Any, path: str) -> NDArray[Any]:
-    if not len(array):
-        return np.empty((0, *spec.shape), spec.dtype)
-    if codec is None:
-        cells = cells_of(array, spec.dtype)
-    else:
-        cells = row_store.decode(array, codec, spec.dtype)
-    values = cells.shaped()
-    if values is None or values.shape[1:] != spec.shape:
+def _decoded(
+    array: pa.Array, spec: ColumnSpec, codec: Codec | None, path: str, row_range: RowRange
+) -> NDArray[Any]:
+    def where(_: int) -> str:  # which row it is depends on those that were chosen
+        return f"rows {row_range.first} to {row_range.first + row_range.rows - 1}"
+
+    try:
+        return row_store.decode(array, codec, spec.dtype).array(spec.name, where, spec.shape)
+    except DataError as error:
         # The survey has seen every row, so these are others.
-        raise DataError(
-            f"{path!r} has changed since a run was planned on it: column {spec.name!r} had rows of "
-            f"shape {spec.shape} without a fault"
-        )
-    return values
+        raise DataError(f"{path!r} has changed since a run was planned on it: {error}") from error

@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"petastorm\.")
 
 @cache
 def obstacle() -> str | None:
-    """Why petastorm can't be had in this process, or None if it can."""
+    """Say why this process can't use petastorm; None if it can."""
     try:
         version = importlib.metadata.version("petastorm")
     except importlib.metadata.PackageNotFoundError:
@@ -42,10 +42,10 @@ def obstacle() -> str | None:
 
 
 class PetastormReader:
-    """Row group after row group, by petastorm's reader that reads in this thread."""
+    """Reads one row group after another, with petastorm's reader that works in this thread."""
 
     def __init__(self) -> None:
-        """Needs petastorm: see `obstacle`."""
+        """Name the version of petastorm, which must be here: see `obstacle`."""
         self.name = f"petastorm {importlib.metadata.version('petastorm')}"
 
     def groups(
@@ -55,13 +55,14 @@ class PetastormReader:
         if not folder.files:
             return
         kinds = dict(zip(columns, folder.kinds, strict=True))
-        sound: set[str] = set()
+        checked = set()
         try:
             for group in _batches(folder.files, columns):
                 for name, kind in kinds.items():
-                    if name not in sound and _may_hold_null(group[name], kind):
+                    null_free = name in folder.null_free
+                    if name not in checked and _is_suspect(group[name], kind, null_free):
                         _refuse_unsound(folder, name)
-                        sound.add(name)
+                        checked.add(name)
                 yield group
         except DataError:
             raise
@@ -87,16 +88,21 @@ def _batches(files: Sequence[str], columns: Sequence[str]) -> Iterator[dict[str,
             yield {name: np.asarray(getattr(group, name)) for name in columns}
 
 
-def _may_hold_null(values: NDArray[Any], kind: pa.DataType) -> bool:
-    """petastorm makes NaN, or another type, of null."""
+def _is_suspect(values: NDArray[Any], kind: pa.DataType, null_free: bool) -> bool:
+    """Say whether values may hold null: petastorm makes NaN of it, or changes their dtype."""
     if values.dtype != element_of(kind).to_pandas_dtype():
         return True
-    if values.dtype.kind != "f":
+    if null_free or values.dtype.kind != "f":
         return False
     with np.errstate(invalid="ignore", over="ignore"):
         return bool(np.isnan(values.sum()))
 
 
 def _refuse_unsound(folder: ParquetFolder, name: str) -> None:
+    """Read a column with Arrow, which names the row at fault.
+
+    Raises:
+        DataError: a row is null, holds null, or has another length than others.
+    """
     for _ in ArrowReader().groups(folder, [name]):
         pass

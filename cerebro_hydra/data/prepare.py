@@ -1,8 +1,8 @@
-"""Spark writes a DataFrame as prepared data: checked first, then dealt to balanced partitions.
+"""The preparation of a DataFrame: Spark checks the rows, then writes them to balanced partitions.
 
 ```
 DataFrame -> converted, persisted -> one aggregate: faults, shapes, content, rows per bucket
-          -> rank of each row by content -> row id by a seeded bijection -> split, partition
+          -> rank of each row by content -> row id by a seeded permutation -> split, partition
           -> one write, a folder per split and partition, rows sorted by id
 ```
 
@@ -23,7 +23,8 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from cerebro_hydra.data import faults
-from cerebro_hydra.data.assignment import Affine, Assignment
+from cerebro_hydra.data.arguments import column_problem, require_dataframe
+from cerebro_hydra.data.assignment import AffinePermutation, Assignment
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
 from cerebro_hydra.data.prepared import find_or_clear, fingerprint_of, finish
@@ -50,7 +51,7 @@ def prepare(df: DataFrame, store: Store, num_partitions: int, spec: DataSpec) ->
         DataError: a column can't be used as it is, or there are too few rows.
         StoreError: the store can't be written, or holds files that contradict their manifest.
     """
-    faults.require_dataframe("prepare_data", df)
+    require_dataframe("prepare_data", df)
     _check_arguments(df, num_partitions, spec)
     plans = [_Plan.of(df, name, stored_name(i)) for i, name in enumerate(spec.columns)]
     marker = spec.validation_column
@@ -85,21 +86,37 @@ def _check_arguments(df: DataFrame, num_partitions: int, spec: DataSpec) -> None
         raise ConfigurationError(f"num_partitions is {num_partitions!r}: it must be an integer")
     if num_partitions < 1:
         raise ConfigurationError(f"num_partitions is {num_partitions}: it must be at least 1")
-    for name in spec.columns:
-        _check_present(df, name, "column")
+    needed = dict.fromkeys(spec.columns, "column")
     if spec.validation_column is not None:
-        _check_present(df, spec.validation_column, "validation column")
+        needed.setdefault(spec.validation_column, "validation column")
+    for name, what in needed.items():
+        if problem := column_problem(df, name, what):
+            raise ConfigurationError(problem)
 
 
-def _check_present(df: DataFrame, name: str, what: str) -> None:
-    if name not in df.columns:
-        raise ConfigurationError(faults.not_there(what, name, "the DataFrame", df.columns))
-    alike = faults.named_like(df, name)
-    if len(alike) > 1:
-        raise ConfigurationError(
-            f"{what} {name!r} is {len(alike)} times in the DataFrame, as {alike}: rename or drop "
-            "all but one"
-        )
+def number_type(kind: T.DataType) -> tuple[str | None, int]:
+    """Return the dtype of a Spark type's numbers, and how deep its arrays are nested.
+
+    The dtype is None for what is no number.
+    """
+    if kind.simpleString() == "vector":
+        return "float32", 1
+    depth = 0
+    while isinstance(kind, T.ArrayType):
+        kind, depth = kind.elementType, depth + 1
+    families = {"bool": T.BooleanType, "int64": T.IntegralType, "float32": T.NumericType}
+    dtypes = (dtype for dtype, family in families.items() if isinstance(kind, family))
+    return next(dtypes, None), depth
+
+
+def as_numbers(df: DataFrame, name: str, dtype: str) -> Column:
+    """Convert a column of numbers, nested arrays of them or vectors to a dtype."""
+    column, kind = _column(name), df.schema[name].dataType
+    if kind.simpleString() == "vector":
+        # vector_to_array ends the job at a null, which is to be named with its row instead.
+        return F.when(column.isNotNull(), vector_to_array(column, dtype))
+    _, depth = number_type(kind)
+    return column.cast("array<" * depth + _SPARK_TYPES[dtype] + ">" * depth)
 
 
 def _column(name: str) -> Column:
@@ -123,7 +140,7 @@ def _flag(df: DataFrame, name: str) -> Column:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How one column is converted; `depth` is its number of array dimensions."""
+    """The conversion of one column; `depth` is its number of array dimensions."""
 
     name: str
     stored: str
@@ -134,29 +151,14 @@ class _Plan:
     @staticmethod
     def of(df: DataFrame, name: str, stored: str) -> _Plan:
         kind = df.schema[name].dataType
-        if kind.simpleString() == "vector":
-            # vector_to_array ends the job at a null, which is to be counted and shown instead.
-            array = F.when(_column(name).isNotNull(), vector_to_array(_column(name), "float32"))
-            return _Plan(name, stored, "float32", 1, array)
-        depth = 0
-        element = kind
-        while isinstance(element, T.ArrayType):
-            element = element.elementType
-            depth += 1
-        if isinstance(element, T.BooleanType):
-            dtype = "bool"
-        elif isinstance(element, T.IntegralType):
-            dtype = "int64"
-        elif isinstance(element, T.NumericType):
-            dtype = "float32"
-        else:
-            text = isinstance(element, T.StringType)
-            raise faults.unusable(name, kind.simpleString(), text)
-        target = "array<" * depth + _SPARK_TYPES[dtype] + ">" * depth
-        return _Plan(name, stored, dtype, depth, _column(name).cast(target))
+        dtype, depth = number_type(kind)
+        if dtype is None:
+            shown = kind.simpleString()
+            raise faults.unusable(name, shown, text=shown.replace("array<", "")[:6] == "string")
+        return _Plan(name, stored, dtype, depth, as_numbers(df, name, dtype))
 
     def levels(self) -> list[Column]:
-        """The array with its outermost 0, 1, ... dimensions joined; the last one is flat."""
+        """Return the array with its outermost 0, 1, ... dimensions joined; the last one is flat."""
         levels = [F.col(self.stored)]
         for _ in range(self.depth - 1):
             levels.append(F.flatten(levels[-1]))
@@ -166,7 +168,7 @@ class _Plan:
         return self.levels()[-1]
 
     def faults(self) -> dict[str, Column]:
-        """Whether a row has a fault, by what it is called."""
+        """Return for each fault the condition that a row has it."""
         levels = self.levels()
         null = levels[0].isNull()
         if self.depth:
@@ -184,7 +186,7 @@ class _Plan:
         return found
 
     def lengths(self) -> list[tuple[Column, Column]]:
-        """Shortest and longest length in a row, for each dimension."""
+        """Return the shortest and the longest length in a row, for each dimension."""
         if not self.depth:
             return []
         outer = F.size(self.levels()[0])
@@ -194,13 +196,13 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Content:
-    """What one pass over the converted rows says about them."""
+    """The findings of one pass over the converted rows."""
 
     rows: int
     sums: Mapping[str, int]
     buckets: Mapping[bool, Sequence[int]]
     faults: Mapping[tuple[str, str], int]
-    extremes: Mapping[str, Sequence[tuple[int, int]]]
+    lengths: Mapping[str, Sequence[tuple[int, int]]]
     unflagged: int
 
     @staticmethod
@@ -232,7 +234,7 @@ class _Content:
             for plan in plans
             for i, fault in enumerate(plan.faults())
         }
-        extremes = {
+        lengths = {
             plan.name: [
                 (
                     min(_known(groups, f"{plan.stored}_low_{i}"), default=0),
@@ -244,7 +246,7 @@ class _Content:
         }
         unflagged = sum(buckets[None])
         flagged = {flag: counts for flag, counts in buckets.items() if flag is not None}
-        return _Content(sums["rows"], sums, flagged, faults, extremes, unflagged)
+        return _Content(sums["rows"], sums, flagged, faults, lengths, unflagged)
 
 
 def _known(groups: Sequence[Row], name: str) -> list[int]:
@@ -270,7 +272,7 @@ def _refuse_faults(
             count = content.faults[plan.name, fault]
             if count:
                 example = _example(df, plan, condition)
-                raise faults.faulty(plan.name, fault, count, content.rows, example)
+                raise faults.faulty(plan.name, fault, example, (count, content.rows))
     if marker is not None and content.unflagged:
         row = df.where(_flag(df, marker).isNull()).first()
         raise DataError(
@@ -280,15 +282,15 @@ def _refuse_faults(
 
 
 def _shape(df: DataFrame, plan: _Plan, content: _Content) -> tuple[int, ...]:
-    """Shape of one row, the same in all of them."""
-    for dimension, (shortest, longest) in enumerate(content.extremes[plan.name]):
+    """Return the shape that all rows of a column have."""
+    for dimension, (shortest, longest) in enumerate(content.lengths[plan.name]):
         if shortest != longest:
             short = plan.lengths()[dimension][0] == shortest
             example = _example(df, plan, short)
             raise faults.ragged(plan.name, shortest, longest, dimension, example)
         if longest == 0:
             raise faults.without_elements(plan.name)
-    return tuple(longest for _, longest in content.extremes[plan.name])
+    return tuple(longest for _, longest in content.lengths[plan.name])
 
 
 def _example(df: DataFrame, plan: _Plan, condition: Column) -> str:
@@ -306,10 +308,10 @@ def _shown(row: Row | None) -> str:
 def _with_row_ids(
     rows: DataFrame, plans: Sequence[_Plan], content: _Content, held_back: int | None, seed: int
 ) -> DataFrame:
-    """Add the row id: a seeded bijection of the row's rank by content.
+    """Add the row id: a seeded permutation of the row's rank by content.
 
-    `held_back` is None where the rows to hold back are not marked: all are ranked together then,
-    else validation and training apart, with the validation rows' ids first.
+    `held_back` is None where the rows to hold back are not marked; all rows are ranked together
+    then. Else validation and training rows are ranked apart, and validation rows' ids come first.
     """
     in_bucket = Window.partitionBy(_BUCKET, _FLAG).orderBy(_HASH, _HASH_2)
     rank = F.row_number().over(in_bucket).cast("bigint") - 1
@@ -323,11 +325,11 @@ def _with_row_ids(
 
 
 def _row_id(rank: Column, counts: Sequence[int], first: int, seed: int) -> Column:
-    """Row id by the rank in a bucket, where `counts` are the rows in the buckets."""
+    """Compute the row id from the rank in a bucket; `counts` are the rows in the buckets."""
     below = ",".join(f"{before}L" for before in accumulate(counts, initial=0))
-    affine = Affine.drawn(sum(counts), seed)
+    permutation = AffinePermutation.drawn(sum(counts), seed)
     in_all = rank + F.expr(f"array({below})")[F.col(_BUCKET)]
-    scattered = (in_all * affine.multiplier + affine.offset) % affine.rows
+    scattered = (in_all * permutation.multiplier + permutation.offset) % permutation.rows
     return scattered + first
 
 

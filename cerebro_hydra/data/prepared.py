@@ -1,4 +1,4 @@
-"""Prepared data in a store: named by a fingerprint, finished by its manifest, checked on reuse."""
+"""Prepared data in a store: its fingerprint names it, its manifest finishes it, reuse checks it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ def fingerprint_of(
     validation: float | str | None,
     seed: int,
 ) -> str:
-    """Name data by all that decides its files; `content` is an order-free sum over the rows."""
-    described = {
-        "format": FORMAT,
-        "columns": [[spec.name, spec.dtype, list(spec.shape)] for spec in columns],
-        "content": dict(content),
-        "num_partitions": num_partitions,
-        "validation": validation,
-        "seed": seed,
-    }
-    text = json.dumps(described, sort_keys=True)
+    """Return a name made of all that decides the files; `content` sums the rows in any order."""
+    return digest_of(
+        columns=[[spec.name, spec.dtype, list(spec.shape)] for spec in columns],
+        content=dict(content),
+        num_partitions=num_partitions,
+        validation=validation,
+        seed=seed,
+    )
+
+
+def digest_of(**described: Any) -> str:
+    """Return a digest of JSON values and of the format."""
+    text = json.dumps({"format": FORMAT, **described}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -50,9 +53,9 @@ def find_prepared(store: Store, fingerprint: str) -> Manifest | None:
 
 
 def prepared_in(store: Store) -> list[Manifest]:
-    """All data that was prepared in the store, by its manifests; its files are not looked at.
+    """Return the manifests of all data that was prepared in the store, without a look at its files.
 
-    Files that lie elsewhere are not among it.
+    Manifests of existing files are left out.
 
     Raises:
         StoreError: a manifest can't be read.
@@ -63,7 +66,7 @@ def prepared_in(store: Store) -> list[Manifest]:
 
 
 def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
-    """As `find_prepared`, but clear away what a preparation left that did not finish."""
+    """Return `find_prepared`; clear away what an unfinished preparation left."""
     manifest = find_prepared(store, fingerprint)
     if manifest is None:
         store.delete(store.data_path(fingerprint))
@@ -129,26 +132,20 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def parquet_in(store: Store, folder: str) -> list[str]:
-    """Paths of a partition's Parquet files in a store."""
-    return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".parquet")]
-
-
 def footers(store: Store, folder: str) -> list[FileMetaData]:
-    """The footers of a partition's Parquet files in a store.
+    """Return the footers of a partition's Parquet files in a store.
 
     Raises:
         DataError: there is no file, or one can't be read.
     """
-    files = parquet_in(store, folder)
-    if not files:
+    paths = [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".parquet")]
+    if not paths:
         raise DataError(f"there are no Parquet files in {folder!r}")
-    return [_footer(store, file) for file in files]
-
-
-def _footer(store: Store, path: str) -> FileMetaData:
-    with store.open(path) as file:
-        return metadata_of(path, file)
+    found = []
+    for path in paths:
+        with store.open(path) as file:
+            found.append(metadata_of(path, file))
+    return found
 
 
 def _read(store: Store, fingerprint: str) -> Manifest | None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from cerebro_hydra.data import petastorm_reader
+from cerebro_hydra.data import faults, petastorm_reader
 from cerebro_hydra.data.arrow_reader import ArrowReader
 from cerebro_hydra.data.parquet_folder import ParquetFolder
 from cerebro_hydra.data.petastorm_reader import PetastormReader
@@ -16,13 +16,13 @@ from cerebro_hydra.errors import DataError
 
 
 class Reader(Protocol):
-    """Gives every row of a folder once, in stored order, with the types that are stored.
+    """What reads a folder: every row once, in stored order, with the dtypes that are stored.
 
     `testing/reader_case.py` says in tests what that means; a reader is used by one thread.
     """
 
     name: str
-    """With its version, as users are told."""
+    """The reader and its version, as users are told."""
 
     def groups(
         self, folder: ParquetFolder, columns: Sequence[str]
@@ -37,12 +37,12 @@ class Reader(Protocol):
 
 @cache
 def chosen_reader() -> Reader:
-    """The reader of this process: petastorm's where petastorm can be had, else Arrow's."""
+    """Return petastorm's reader where this process can use petastorm, else Arrow's."""
     return PetastormReader() if petastorm_reader.obstacle() is None else ArrowReader()
 
 
 def reader_title() -> str:
-    """Which reader this process uses, with the reason if it is not petastorm's."""
+    """Name the reader that this process uses, with the reason if it is not petastorm's."""
     why = petastorm_reader.obstacle()
     return chosen_reader().name + (f" ({why})" if why else "")
 
@@ -57,9 +57,9 @@ def read_columns(
     may be read-only.
 
     Args:
-        path: of the folder.
+        path: the folder.
         columns: names without a leading underscore, which petastorm could not read.
-        reader: None takes `chosen_reader`.
+        reader: the reader to use instead of `chosen_reader`.
 
     Raises:
         DataError: the folder can't be read, lacks a column, or has null or lists of different
@@ -83,10 +83,8 @@ def read_columns(
                 continue
             for name, values in group.items():
                 if shapes.setdefault(name, values.shape[1:]) != values.shape[1:]:
-                    raise DataError(
-                        f"column {name!r} in {path!r} has lists of different lengths: "
-                        f"{shapes[name][0]} and {values.shape[1]}; pad or cut them to one length"
-                    )
+                    lengths = sorted((shapes[name][0], values.shape[1]))
+                    raise faults.ragged(name, lengths[0], lengths[1], 0, repr(path))
             yield group
     except DataError:
         raise

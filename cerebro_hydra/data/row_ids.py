@@ -1,4 +1,4 @@
-"""Numbers of rows: their checksum, and the seeded order that training visits them in."""
+"""Row ids: their checksum, and the seeded order in which training visits rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CHUNK = 1 << 20  # bounds the memory of a checksum over a range of any length
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Map 64-bit numbers one to one to well mixed ones (finaliser of splitmix64).
+    """Map 64-bit numbers one to one to well mixed ones, by the finaliser of splitmix64.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
     with the constants of Vigna's splitmix64.c.
@@ -23,7 +23,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def mixed_key(*parts: int) -> int:
-    """Fold integers, order respected, into one 64-bit number."""
+    """Fold integers, whose order counts, into one 64-bit number."""
     key = 0
     for part in parts:
         # Array arithmetic wraps as it must; numpy's scalars would warn.
@@ -32,9 +32,9 @@ def mixed_key(*parts: int) -> int:
 
 
 def checksum(ids: NDArray[np.int64] | range) -> int:
-    """Sum of the mixed row ids modulo 2^64: any order gives the same number.
+    """Sum the mixed row ids modulo 2^64; any order gives the same number.
 
-    A row lost, repeated, or exchanged for another changes it, which a count alone can't promise.
+    A row that is lost, repeated, or exchanged for another changes it; a count alone may not.
     """
     total = 0
     for start in range(0, len(ids), _CHUNK):
@@ -44,7 +44,7 @@ def checksum(ids: NDArray[np.int64] | range) -> int:
 
 
 def permutation(rows: int, key: int) -> NDArray[np.int64]:
-    """Order of `rows` row positions that `key` alone decides, on every machine and numpy."""
+    """Return an order of row positions that `key` alone decides, on every machine and numpy."""
     with np.errstate(over="ignore"):
         values = np.uint64(key & _MASK) + np.arange(rows, dtype=np.uint64)
     # The mixed values differ from each other, so that sorting them leaves no ties.

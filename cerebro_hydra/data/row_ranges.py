@@ -1,4 +1,4 @@
-"""Which rows of existing files make up which partition: a pure function of the files' row counts.
+"""The row ranges of partitions of existing files: a pure function of the files' row counts.
 
 ```
 files        a: 5 rows   b: 0   c: 6 rows            three partitions, balanced to within one row
@@ -20,7 +20,7 @@ from cerebro_hydra.data.row_ids import mixed_key, permutation
 
 
 def split_evenly(rows: int, parts: int) -> list[int]:
-    """Split a number of rows so that no two parts differ by more than one."""
+    """Split a number of rows into parts that differ by one at most."""
     ends = [rows * part // parts for part in range(parts + 1)]
     return [stop - start for start, stop in pairwise(ends)]
 
@@ -28,7 +28,7 @@ def split_evenly(rows: int, parts: int) -> list[int]:
 def assign_ranges(
     file_rows: Sequence[int], sizes: Sequence[int], first_file: int = 0
 ) -> list[list[RowRange]]:
-    """Deal the rows of files, in order, to ranges of these sizes, which sum to all rows.
+    """Assign the rows of files, in order, to partitions of these sizes, which sum to all rows.
 
     `first_file` is the number of the first file among all of the data.
     """
@@ -51,41 +51,41 @@ def assign_ranges(
 def partitions_of(
     train: Sequence[int], validation: Sequence[int], held_back: int, num_partitions: int
 ) -> tuple[PartitionInfo, ...]:
-    """Describe every partition of files with these rows; those of `validation` come after.
+    """Describe every partition of files with these rows; files of `validation` come last.
 
-    `held_back` training rows are validated on instead: each partition's range has its share of
-    them, so that both of its splits name the same pieces, and `is_chosen` tells their rows apart.
+    `held_back` training rows are validated on instead: each partition has its share of them, so
+    that both of its splits name the same ranges, and `split_mask` tells their rows apart.
     """
     trained = split_evenly(sum(train) - held_back, num_partitions)
     held = split_evenly(held_back, num_partitions)
     ranges = assign_ranges(train, [a + b for a, b in zip(trained, held, strict=True)])
-    infos = [
-        PartitionInfo("train", index, rows, None, "", tuple(row_ranges))
-        for index, (rows, row_ranges) in enumerate(zip(trained, ranges, strict=True))
-    ]
+    infos = _infos("train", trained, ranges)
     if held_back:
-        validated, others = held, ranges
+        infos += _infos("val", held, ranges)
     elif validation:
-        validated = split_evenly(sum(validation), num_partitions)
-        others = assign_ranges(validation, validated, len(train))
-    else:
-        return tuple(infos)
-    infos += [
-        PartitionInfo("val", index, rows, None, "", tuple(row_ranges))
-        for index, (rows, row_ranges) in enumerate(zip(validated, others, strict=True))
-    ]
+        sizes = split_evenly(sum(validation), num_partitions)
+        infos += _infos("val", sizes, assign_ranges(validation, sizes, len(train)))
     return tuple(infos)
 
 
-def is_chosen(info: PartitionInfo, seed: int | None) -> NDArray[np.bool_] | None:
-    """Which rows of a partition's pieces are its own, in order; None if all are.
+def _infos(
+    split: str, sizes: Sequence[int], ranges: Sequence[Sequence[RowRange]]
+) -> list[PartitionInfo]:
+    return [
+        PartitionInfo(split, index, rows, None, "", tuple(row_ranges))
+        for index, (rows, row_ranges) in enumerate(zip(sizes, ranges, strict=True))
+    ]
 
-    Of the rows that hold validation back, a seeded choice is validated on, the others trained on.
+
+def split_mask(info: PartitionInfo, seed: int | None) -> NDArray[np.bool_] | None:
+    """Return which rows of a partition's ranges belong to its split, in order; None if all do.
+
+    Where rows are held back, the seed draws those that are validated on; the others train.
     """
     there = sum(row_range.rows for row_range in info.row_ranges)
     if seed is None or there == info.rows:
         return None
     held_back = info.rows if info.split == "val" else there - info.rows
-    chosen = np.full(there, info.split == "train")
-    chosen[permutation(there, mixed_key(seed, info.index))[:held_back]] = info.split == "val"
-    return chosen
+    mask = np.full(there, info.split == "train")
+    mask[permutation(there, mixed_key(seed, info.index))[:held_back]] = info.split == "val"
+    return mask

@@ -1,13 +1,14 @@
-"""petastorm's row stores: a schema of codecs beside the files, and the cells that they decode.
+"""petastorm's row stores: the schema of codecs beside the files, and the decoding of their cells.
 
-The schema is a pickle. It is read once, where the user named the store's path, and kept as plain
-data from then on; decoding cells needs no pickle.
+The schema is a pickle. It is read once, from the path that the user named, and kept as plain data
+from then on; decoding cells needs no pickle.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cerebro_hydra.data import faults
-from cerebro_hydra.data.cells import Cells, Lengths, cells_of, converted, dtype_of
+from cerebro_hydra.data import column_decoder, faults
+from cerebro_hydra.data.arguments import missing_column
+from cerebro_hydra.data.column_decoder import DecodedColumn, ListLengths, dtype_from_numpy
 from cerebro_hydra.data.manifest import Codec
 from cerebro_hydra.errors import DataError, SetupError
 
@@ -33,7 +35,7 @@ _KINDS = {
 
 
 def is_row_store(root: str) -> bool:
-    """Whether petastorm wrote a schema of codecs beside the files."""
+    """Say whether petastorm wrote a schema of codecs beside the files."""
     path = os.path.join(root, SCHEMA_FILE)
     if not os.path.isfile(path):
         return False
@@ -46,7 +48,7 @@ def is_row_store(root: str) -> bool:
 
 
 def read_codecs(root: str, columns: Sequence[str]) -> list[tuple[str | None, Codec | None]]:
-    """Column type and codec of columns of a row store; unpickles its schema.
+    """Return dtype and codec of columns of a row store; its schema is unpickled.
 
     Both are None where Parquet's own types say what a column holds.
 
@@ -58,7 +60,7 @@ def read_codecs(root: str, columns: Sequence[str]) -> list[tuple[str | None, Cod
     found: list[tuple[str | None, Codec | None]] = []
     for name in columns:
         if name not in fields:
-            raise DataError(faults.not_there("column", name, repr(root), list(fields)))
+            raise DataError(missing_column("column", name, repr(root), list(fields)))
         field = fields[name]
         if field.numpy_dtype is Decimal or (field.codec is None and field.shape):
             found.append((None, None))
@@ -70,7 +72,7 @@ def read_codecs(root: str, columns: Sequence[str]) -> list[tuple[str | None, Cod
                 f"{sorted(_KINDS)} can be read: write it again with one of these"
             )
         there = np.dtype(field.numpy_dtype)
-        dtype = dtype_of(there)
+        dtype = dtype_from_numpy(there)
         if dtype is None:
             shown = f"{there.name} in petastorm's schema"
             raise faults.unusable(name, shown, there.kind in "US")
@@ -79,13 +81,8 @@ def read_codecs(root: str, columns: Sequence[str]) -> list[tuple[str | None, Cod
 
 
 def _fields(root: str) -> dict[str, Any]:
-    try:
+    with _petastorm_for(f"the petastorm row store {root!r}"):
         from petastorm.etl.dataset_metadata import get_schema
-    except ImportError as error:
-        raise SetupError(
-            f"{root!r} is a petastorm row store, and petastorm can't be imported here ({error}): "
-            "install petastorm with pyarrow 14, or write the rows as plain Parquet"
-        ) from error
     path = os.path.join(root, SCHEMA_FILE)
     try:
         schema = get_schema(SimpleNamespace(common_metadata=pq.read_metadata(path)))
@@ -98,65 +95,63 @@ def _fields(root: str) -> dict[str, Any]:
         ) from error
 
 
-def decode(array: pa.Array, codec: Codec, dtype: str) -> Cells:
-    """Decode one column's cells, each by petastorm's codec.
+def decode(array: pa.Array, codec: Codec | None, dtype: str) -> DecodedColumn:
+    """Decode a column of existing files, each cell by petastorm's codec if it has one.
 
     Raises:
         SetupError: what the codec needs is not here.
     """
-    if codec.kind == "scalar":
-        return cells_of(array, dtype, through=codec.dtype)
+    if codec is None or codec.kind == "scalar":
+        return column_decoder.decode(array, dtype, None if codec is None else codec.dtype)
     decoder = _decoder(codec.kind)
-    null = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
-    undecoded: list[int] = []
-    others: list[int] = []
+    undecodable = f"can't be decoded as petastorm's {codec.kind}"
+    other = f"holds arrays of other dimensions than before, or not of {codec.dtype}"
+    wrong: dict[str, list[int]] = {undecodable: [], other: [], faults.NULL: []}
     rows: list[int] = []
     values: list[NDArray[Any]] = []
     for row, cell in enumerate(array):
         if not cell.is_valid:
+            wrong[faults.NULL].append(row)
             continue
         try:
             value = np.asarray(decoder(cell.as_py()))
         except Exception:
-            undecoded.append(row)
+            wrong[undecodable].append(row)
             continue
-        if dtype_of(value.dtype) != dtype or (values and value.ndim != values[0].ndim):
-            others.append(row)
+        if dtype_from_numpy(value.dtype) != dtype or (values and value.ndim != values[0].ndim):
+            wrong[other].append(row)
             continue
         rows.append(row)
         values.append(value)
     lengths = tuple(
-        _lengths(np.array([value.shape[d] for value in values]), rows)
-        for d in range(values[0].ndim if values else 0)
+        ListLengths(int(sizes.min()), int(sizes.max()), rows[int(sizes.argmin())])
+        for sizes in np.array([value.shape for value in values], np.int64).T
     )
     flat = [value.ravel() for value in values]
-    numbers, unfit = converted(np.concatenate(flat) if flat else np.empty(0, dtype), dtype)
+    numbers, unfit = column_decoder.convert(
+        np.concatenate(flat) if flat else np.empty(0, dtype), dtype
+    )
     ends = np.cumsum([value.size for value in values], dtype=np.int64)
     unfit_rows = np.array(rows, np.int64)[np.searchsorted(ends, unfit, side="right")]
-    wrong = {
-        f"can't be decoded as petastorm's {codec.kind}": np.array(undecoded, np.int64),
-        f"holds arrays of other dimensions than before, or not of {codec.dtype}": np.array(
-            others, np.int64
-        ),
-        **faults.found(dtype, null, unfit_rows),
-    }
-    wrong = {fault: each for fault, each in wrong.items() if each.size}
-    return Cells(len(array), numbers, lengths, wrong)
+    found = {fault: np.array(each, np.int64) for fault, each in wrong.items() if each}
+    found |= faults.rows_by_fault(dtype, np.empty(0, np.int64), unfit_rows)
+    return DecodedColumn(len(array), numbers, lengths, found)
 
 
-def _lengths(lengths: NDArray[np.int64], rows: list[int]) -> Lengths:
-    at = int(lengths.argmin())
-    return Lengths(int(lengths[at]), int(lengths.max()), rows[at])
+@contextmanager
+def _petastorm_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise SetupError(
+            f"{what} needs petastorm, which can't be imported here ({error}): install it with "
+            "pyarrow 14 on the driver and every worker, or write the rows as plain Parquet"
+        ) from error
 
 
 def _decoder(kind: str) -> Callable[[bytes], NDArray[Any]]:
-    try:
+    with _petastorm_for("a petastorm row store"):
         from petastorm import codecs
-    except ImportError as error:
-        raise SetupError(
-            f"reading a petastorm row store needs petastorm, which can't be imported ({error}): "
-            "install it with pyarrow 14 on every worker, or write the rows as plain Parquet"
-        ) from error
     try:
         codec = {
             "ndarray": codecs.NdarrayCodec,

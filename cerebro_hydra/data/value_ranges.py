@@ -1,4 +1,4 @@
-"""Smallest and largest value of columns, as Parquet footers tell without reading a row."""
+"""The smallest and largest values of columns, from Parquet footers; no row is read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from pyarrow.parquet import FileMetaData
 
-from cerebro_hydra.data.cells import is_vector
+from cerebro_hydra.data.column_decoder import is_vector
 from cerebro_hydra.data.manifest import Manifest, stored_name
 from cerebro_hydra.data.parquet_files import metadata_of
 from cerebro_hydra.data.prepared import footers
@@ -17,7 +17,9 @@ Range = tuple[float, float]
 
 
 def value_ranges(manifest: Manifest, store: Store) -> dict[str, Range]:
-    """The range of each column over all partitions; columns that no footer tells of are left out.
+    """Return the range of each column over all partitions.
+
+    Columns of which a footer tells nothing are left out.
 
     Raises:
         DataError: a file can't be read.
@@ -32,17 +34,18 @@ def value_ranges(manifest: Manifest, store: Store) -> dict[str, Range]:
     return footer_ranges((one for folder in folders for one in footers(store, folder)), names)
 
 
-def footer_ranges(each: Iterable[FileMetaData], names: Mapping[str, str]) -> dict[str, Range]:
-    """The range of each column over all files.
+def footer_ranges(metadata: Iterable[FileMetaData], names: Mapping[str, str]) -> dict[str, Range]:
+    """Return the range of each column over all files.
 
     Columns without statistics everywhere are left out, and so are Spark ML vectors.
 
     Args:
-        names: what to call a column in the answer, by its name in the files.
+        metadata: the footers of the files.
+        names: the name of a column in the answer, by its name in the files.
     """
     found: dict[str, Range] = {}
     untold: set[str] = set()
-    for footer in each:
+    for footer in metadata:
         chunks = _chunks(footer, names)
         for group in map(footer.row_group, range(footer.num_row_groups)):
             for number, name in chunks.items():
@@ -58,7 +61,7 @@ def footer_ranges(each: Iterable[FileMetaData], names: Mapping[str, str]) -> dic
 
 
 def _chunks(footer: FileMetaData, names: Mapping[str, str]) -> dict[int, str]:
-    """Which of a row group's chunks hold numbers of the columns, by what the columns are called.
+    """Return which of a row group's chunks hold numbers of which column.
 
     A list's chunk is called "x.list.element", and a column may have the name "x.y".
     """

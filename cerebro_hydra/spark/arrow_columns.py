@@ -1,14 +1,16 @@
-"""Columns of a DataFrame to tensors and back, by way of Arrow."""
+"""Conversion between columns of Spark, by way of Arrow, and tensors."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cerebro_hydra.data import faults
+from cerebro_hydra.data.arguments import column_problem
+from cerebro_hydra.data.column_decoder import decode
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import DataError
 
@@ -17,107 +19,51 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import DataType
 
-_SPARK_NAMES = {"float32": "float", "int64": "bigint", "bool": "boolean"}
-
 
 def feature(df: DataFrame, spec: ColumnSpec) -> Column:
-    """A feature column with the type that its model was trained with.
+    """Convert a feature column to the dtype that its model was trained with.
 
-    Vectors, dense or sparse, and floats become float32, integers int64.
+    Vectors, dense or sparse, and floats become float32, integers int64 or float32.
 
     Raises:
         DataError: the column is missing or there twice, or its type can't become that without loss.
     """
-    from pyspark.ml.functions import vector_to_array
-    from pyspark.sql import functions
+    from cerebro_hydra.data.prepare import as_numbers, number_type
 
-    if spec.name not in df.columns:
+    problem = column_problem(df, spec.name, "feature column")
+    if problem:
+        raise DataError(problem)
+    kind = df.schema[spec.name].dataType
+    dtype, depth = number_type(kind)
+    widened = (dtype, spec.dtype) == ("int64", "float32")
+    if depth != len(spec.shape) or not (dtype == spec.dtype or widened):
         raise DataError(
-            f"feature column {spec.name!r} is not in the DataFrame, which has {df.columns}"
+            f"feature column {spec.name!r} is {kind.simpleString()}, and the model was trained "
+            f"with {spec.dtype} of shape {spec.shape} per row; cast it to that"
         )
-    alike = faults.named_like(df, spec.name)
-    if len(alike) > 1:
-        raise DataError(
-            f"feature column {spec.name!r} is {len(alike)} times in the DataFrame, as {alike}; "
-            "rename or drop all but one"
-        )
-    column = functions.col(f"`{spec.name.replace('`', '``')}`")
-    data_type = df.schema[spec.name].dataType
-    depth, element = _leaf(data_type)
-    if depth != len(spec.shape) or not _fits(element, spec.dtype):
-        raise DataError(
-            f"feature column {spec.name!r} is {data_type.simpleString()}, and the model was "
-            f"trained with {spec.dtype} of shape {spec.shape} per row; cast it to that"
-        )
-    if data_type.typeName() == "vectorudt" or data_type.simpleString() == "vector":
-        # vector_to_array ends the job at a null, which is to be named instead.
-        return functions.when(column.isNotNull(), vector_to_array(column, spec.dtype))
-    target = _SPARK_NAMES[spec.dtype]
-    for _ in range(depth):
-        target = f"array<{target}>"
-    return column.cast(target)
+    return as_numbers(df, spec.name, spec.dtype)
 
 
-def _leaf(data_type: DataType) -> tuple[int, str]:
-    """How deep a type's arrays are nested, and the name of what they hold."""
-    from pyspark.sql.types import ArrayType
+def to_tensor(array: pa.Array, spec: ColumnSpec, where: Callable[[int], str]) -> Tensor:
+    """Copy an Arrow column to a tensor of shape (rows, *spec.shape).
 
-    depth = 0
-    while isinstance(data_type, ArrayType):
-        depth, data_type = depth + 1, data_type.elementType
-    name = data_type.simpleString()
-    return (depth + 1, "float") if name == "vector" else (depth, name)
-
-
-def _fits(element: str, dtype: str) -> bool:
-    integer = element in ("tinyint", "smallint", "int", "bigint")
-    if dtype == "bool":
-        return element == "boolean"
-    if dtype == "int64":
-        return integer
-    return integer or element in ("float", "double") or element.startswith("decimal")
-
-
-def to_tensor(array: pa.Array, spec: ColumnSpec) -> Tensor:
-    """An Arrow column as a tensor of shape (rows, *spec.shape).
+    Args:
+        array: the column.
+        spec: what its model was trained with.
+        where: says in messages where the row at a position of the array lies.
 
     Raises:
         DataError: a value is null, NaN or infinite, or a row has another shape.
     """
-    import pyarrow.compute as pc
-
-    rows = len(array)
-    for size in spec.shape:
-        _refuse_nulls(array, spec)
-        lengths = pc.unique(pc.list_value_length(array)).to_pylist()
-        if lengths not in ([], [size]):
-            raise DataError(
-                f"feature column {spec.name!r} has rows with {sorted(lengths)} entries where the "
-                f"model was trained with shape {spec.shape} per row; give all rows that shape"
-            )
-        array = array.flatten()
-    _refuse_nulls(array, spec)
-    values = torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
-    if values.is_floating_point() and not bool(values.isfinite().all()):
-        raise DataError(
-            f"feature column {spec.name!r} has NaN or infinity (in float32); drop or fill such "
-            "rows before transform"
-        )
-    return values.reshape(rows, *spec.shape)
-
-
-def _refuse_nulls(array: pa.Array, spec: ColumnSpec) -> None:
-    if array.null_count:
-        raise DataError(
-            f"feature column {spec.name!r} has null; drop or fill such rows before transform"
-        )
+    values = decode(array, spec.dtype).array(spec.name, where, spec.shape)
+    return torch.from_numpy(values.copy())
 
 
 def output_type(output: Tensor) -> DataType:
-    """The Spark type of a model's output: double for one value per row, else (nested) arrays.
+    """Return the Spark type of a model's output: double for one value per row, else nested arrays.
 
     Args:
-        output: shape (rows, ...).
+        output: predictions of shape (rows, ...).
     """
     from pyspark.sql import types
 
@@ -131,7 +77,7 @@ def output_type(output: Tensor) -> DataType:
 
 
 def from_tensor(output: Tensor) -> pa.Array:
-    """A model's output, shape (rows, ...), as an Arrow array of `output_type`."""
+    """Return a model's output of shape (rows, ...) as an Arrow array of `output_type`."""
     import pyarrow as pa
 
     shape = output.shape
@@ -151,14 +97,14 @@ def from_tensor(output: Tensor) -> pa.Array:
 
 
 def vector_type() -> DataType:
-    """The Spark type of what `from_vectors` gives."""
+    """Return the Spark type of `from_vectors`."""
     from pyspark.ml.linalg import VectorUDT
 
     return VectorUDT()
 
 
 def from_vectors(values: Tensor) -> pa.Array:
-    """Numbers of shape (rows, entries) as Spark ML's dense vectors, in their form in Arrow."""
+    """Return numbers of shape (rows, entries) as Spark ML's dense vectors in Arrow."""
     import pyarrow as pa
 
     rows, entries = values.shape

@@ -1,4 +1,4 @@
-"""Which columns a transform makes of a model's predictions."""
+"""The columns that a transform makes of a model's predictions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class Outputs(Protocol):
-    """Columns made of predictions; it travels in the query's closure."""
+    """What makes columns of predictions; it travels in the query's closure."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the columns."""
+        """The names of the columns."""
         ...
 
     def types(self, sample: Sequence[Tensor]) -> list[DataType]:
-        """Of the columns, for predictions of the form of `sample`.
+        """Return the types of the columns, for predictions of the form of `sample`.
 
         Raises:
             ConfigurationError: the columns can't be made of them.
@@ -33,25 +33,25 @@ class Outputs(Protocol):
         ...
 
     def arrays(self, predictions: Sequence[Tensor]) -> list[pa.Array]:
-        """The columns of one batch; predictions are on the CPU, rows first."""
+        """Return the columns of one batch; predictions are on the CPU, rows first."""
         ...
 
 
 @dataclass(frozen=True)
 class RawOutputs:
-    """Predictions as the network gives them: logits stay logits.
+    """Makes a column of each prediction as the network gives it: logits stay logits.
 
-    One value per row becomes a double, more become an array (nested as the output is).
+    One value per row becomes a double, more become an array, nested as the output is.
     """
 
     names: tuple[str, ...]
 
     def types(self, sample: Sequence[Tensor]) -> list[DataType]:
-        """One column per prediction."""
+        """Return one type per prediction."""
         return [arrow_columns.output_type(tensor) for tensor in self._counted(sample)]
 
     def arrays(self, predictions: Sequence[Tensor]) -> list[pa.Array]:
-        """One column per prediction."""
+        """Return one column per prediction."""
         return [arrow_columns.from_tensor(tensor) for tensor in self._counted(predictions)]
 
     def _counted(self, predictions: Sequence[Tensor]) -> Sequence[Tensor]:

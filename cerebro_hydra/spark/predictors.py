@@ -1,4 +1,4 @@
-"""What a transform runs on executors: a model that its factory builds, or an exported one."""
+"""Predictors: trained models in a form that travels to executors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cerebro_hydra.recipe import Columns, Recipe, build_aside
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE, load_exported
 
 Predict = Callable[[tuple[Tensor, ...]], list[Tensor]]
-"""Features on the program's device, rows first, to predictions there."""
+"""Turns features into predictions, both on the predictor's device, rows first."""
 
 
 class Predictor(Protocol):
     """A trained model in a form that travels: bytes and plain values."""
 
     def load(self, device: torch.device) -> Predict:
-        """Build it, ready to predict on a device; the process's random numbers go on as before.
+        """Build the model on a device; the process's random numbers go on as before.
 
         Raises:
-            ConfigurationError: its weights do not fit.
+            ConfigurationError: its weights don't fit.
         """
         ...
 
@@ -39,11 +39,11 @@ class BuiltPredictor:
 
     Args:
         factory: the `estimator_gen_fn`, as `pickle_factory` gives it.
-        params: what it is called with.
-        seed: of the search.
-        columns: those that the model was trained on; `forward` takes the features.
-        state: safetensors files whose tensors are named as in the model's `state_dict`; together
-            they hold all of it, tied tensors once or more.
+        params: the factory's argument.
+        seed: the search's seed.
+        columns: the columns of training; `forward` takes the features among them.
+        state: safetensors files that together hold the model's `state_dict`, tied tensors once or
+            more.
     """
 
     factory: bytes
@@ -67,7 +67,7 @@ class BuiltPredictor:
 
 @dataclass(frozen=True)
 class ExportedPredictor:
-    """The two files of `save_exported`: a model without its source."""
+    """The two files of `save_exported`, which hold a model without its source."""
 
     graph: bytes
     weights: bytes
@@ -79,7 +79,7 @@ class ExportedPredictor:
         return cls(graph, weights)
 
     def module(self, device: torch.device) -> nn.Module:
-        """The model; its forward takes every feature and gives the tuple of predictions."""
+        """Return the model; its forward takes every feature and gives the tuple of predictions."""
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
             Path(folder, GRAPH_FILE).write_bytes(self.graph)
             Path(folder, WEIGHTS_FILE).write_bytes(self.weights)
@@ -98,7 +98,7 @@ def _predict(recipe: Recipe, features: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def load_state(model: nn.Module, files: Iterable[bytes]) -> None:
-    """Put the tensors of safetensors files into a model; every tensor of it must be covered.
+    """Copy the tensors of safetensors files into a model, and require that none is left out.
 
     Raises:
         ConfigurationError: names are missing or unknown, or a shape differs.

@@ -1,17 +1,17 @@
-"""Batch inference of a trained model over a Spark DataFrame."""
+"""Batch inference: a trained model adds columns to a Spark DataFrame."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cerebro_hydra.data import faults
+from cerebro_hydra.data.arguments import matching_columns
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.spark import arrow_columns
@@ -24,45 +24,45 @@ if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
     from pyspark.sql import DataFrame
 
-# The model of the last transform that ran in this Python worker, by its name and device.
+# The model of the last transform in this Python worker, by the name of its inference and device.
 _loaded: dict[tuple[str, torch.device], Predict] = {}
 
 
 class Inference:
     """A trained model that predicts on executors.
 
-    Its program is broadcast once per Spark application, however many DataFrames it transforms, and
-    loaded once per Python worker: on the task's GPU if there is one, else on the CPU.
+    The predictor is broadcast once per Spark application, however many DataFrames it transforms.
+    Each Python worker loads it once, to the task's GPU if there is one, else to the CPU.
 
     Args:
-        program: the model.
-        specs: type and shape of each feature column that `forward` takes, in order.
+        predictor: the model.
+        specs: dtype and shape of each feature column that `forward` takes, in order.
         batch_size: rows per forward pass.
-        rows: gives two rows that the model is known to take, a tensor per feature column.
+        rows: gives two rows that the model is known to take, as a tensor per feature column.
     """
 
     def __init__(
         self,
-        program: Predictor,
+        predictor: Predictor,
         specs: Sequence[ColumnSpec],
         batch_size: int,
         rows: Callable[[], tuple[Tensor, ...]] | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.batch_size = batch_size
-        self._program = program
+        self._predictor = predictor
         self._rows = rows
         self._name = uuid.uuid4().hex
         self._broadcast: tuple[SparkContext, Broadcast[Predictor]] | None = None
 
     @cached_property
     def sample(self) -> list[Tensor]:
-        """What the model predicts for two rows, known ones or zeros: the form of its predictions.
+        """The predictions for two rows, known ones or zeros, which show their form.
 
         Raises:
-            ConfigurationError: the weights do not fit, or the model gives no rows, or fails.
+            ConfigurationError: the weights don't fit, or the model fails, or gives no rows.
         """
-        predict = self._program.load(torch.device("cpu"))
+        predict = self._predictor.load(torch.device("cpu"))
         rows = tuple(_zeros(spec) for spec in self.specs) if self._rows is None else self._rows()
         try:
             return _checked(predict, rows)
@@ -82,18 +82,18 @@ class Inference:
     def transform(
         self, df: DataFrame, outputs: Outputs, batch_size: int | None = None
     ) -> DataFrame:
-        """Add what the model predicts as columns; all other columns stay as they are.
+        """Add the model's predictions as columns; all other columns stay as they are.
 
         Args:
             df: rows with the feature columns.
-            outputs: which columns, made of the predictions.
-            batch_size: rows per forward pass instead of the usual.
+            outputs: makes columns of the predictions.
+            batch_size: rows per forward pass instead of the model's own.
 
         Raises:
             ConfigurationError: an output column is there already, or the model's output or weights
-                do not fit.
-            DataError: a feature column is missing or has another type than in training; while rows
-                are computed: null, NaN or another shape.
+                don't fit.
+            DataError: a feature column is missing, or has another type than in training; while rows
+                are computed: a row has null, NaN or another shape.
         """
         _check_output_names(df, outputs.names)
 
@@ -116,7 +116,7 @@ class Inference:
         )
         job = _Job(
             name=self._name,
-            program=self._sent(df.sparkSession.sparkContext),
+            predictor=self._broadcast_once(df.sparkSession.sparkContext),
             specs=self.specs,
             kept=len(df.columns),
             outputs=outputs,
@@ -124,16 +124,16 @@ class Inference:
         )
         return numbered.mapInArrow(job.predict, schema).toDF(*(field.name for field in fields))
 
-    def _sent(self, context: SparkContext) -> Broadcast[Predictor]:
+    def _broadcast_once(self, context: SparkContext) -> Broadcast[Predictor]:
         if self._broadcast is None or self._broadcast[0] is not context:
-            self._broadcast = context, context.broadcast(self._program)
+            self._broadcast = context, context.broadcast(self._predictor)
         return self._broadcast[1]
 
 
 def feature_specs(
     columns: Sequence[ColumnSpec], feature_columns: Sequence[str]
 ) -> list[ColumnSpec]:
-    """Those of `columns` that are features, in the order in which `forward` takes them.
+    """Return the feature columns among `columns`, in the order in which `forward` takes them.
 
     Raises:
         ConfigurationError: one is not among them.
@@ -152,7 +152,7 @@ def _check_output_names(df: DataFrame, names: Sequence[str]) -> None:
         raise ConfigurationError(
             f"output columns are {list(names)}; give one name per output, all different"
         )
-    taken = [name for name in names if faults.named_like(df, name)]
+    taken = [name for name in names if matching_columns(df, name)]
     if taken:
         raise ConfigurationError(
             f"output column {taken[0]!r} is in the DataFrame already; drop it there, or choose "
@@ -177,38 +177,48 @@ def _checked(predict: Predict, features: tuple[Tensor, ...]) -> list[Tensor]:
     return tensors
 
 
+def _row_of_partition(first: int, position: int) -> str:
+    from pyspark import TaskContext
+
+    partition = TaskContext.get().partitionId()  # type: ignore[union-attr]  # this runs in a task
+    return f"row {first + position} of Spark's partition {partition}"
+
+
 @dataclass(frozen=True)
 class _Job:
-    """What Spark's Python workers need for one transform; it travels in the query's closure."""
+    """One transform, as Spark's Python workers need it; it travels in the query's closure."""
 
     name: str
-    program: Broadcast[Predictor]
+    predictor: Broadcast[Predictor]
     specs: Sequence[ColumnSpec]
     kept: int
     outputs: Outputs
     batch_size: int
 
     def predict(self, record_batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Compute one Spark partition: kept columns come first, features after them."""
+        """Compute one Spark partition, whose kept columns come first and features after them."""
         import pyarrow as pa
 
         device = task_device()
+        first = 0
         for batch in record_batches:
             predict = self._predict(device)
             # One record batch per pass: an output can be far larger than its row.
             for start in range(0, batch.num_rows, self.batch_size):
                 columns = batch.slice(start, self.batch_size).columns
+                where = partial(_row_of_partition, first + start)
                 features = tuple(
-                    arrow_columns.to_tensor(column, spec).to(device)
+                    arrow_columns.to_tensor(column, spec, where).to(device)
                     for column, spec in zip(columns[self.kept :], self.specs, strict=True)
                 )
                 tensors = [tensor.cpu() for tensor in _checked(predict, features)]
                 arrays = [*columns[: self.kept], *self.outputs.arrays(tensors)]
                 yield pa.RecordBatch.from_arrays(arrays, names=[str(i) for i in range(len(arrays))])
+            first += batch.num_rows
 
     def _predict(self, device: torch.device) -> Predict:
         if (self.name, device) not in _loaded:
-            predict = self.program.value.load(device)
+            predict = self.predictor.value.load(device)
             _loaded.clear()
             _loaded[self.name, device] = predict
         return _loaded[self.name, device]

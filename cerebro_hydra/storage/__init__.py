@@ -1,4 +1,4 @@
-"""Stores: where prepared data and the files of runs live."""
+"""Stores: they hold prepared data and the files of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store on HDFS, reached by a client in Python and Rust: no Java, no libhdfs."""
+"""The store on HDFS; its client is Python and Rust, without Java or libhdfs."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _CONNECT_SECONDS = 20
 
 
 class HDFSStore(RemoteStore):
-    """Files below a folder of HDFS.
+    """Holds its files below a folder of HDFS.
 
     What the URL leaves out comes from Hadoop's own settings (`HADOOP_CONF_DIR`), which Spark reads
     too: the default file system, name services, Kerberos. Without Kerberos, HDFS believes the name
     in `HADOOP_USER_NAME`, else the login name.
 
     Args:
-        prefix_path: folder of prepared data and runs, as `hdfs://namenode:8020/user/me/cerebro`
+        prefix_path: the folder of prepared data and runs, as `hdfs://namenode:8020/user/me/cerebro`
             or as `/user/me/cerebro`.
-        host: name node or name service, where `prefix_path` names none.
-        port: of the name node, where `prefix_path` names none.
-        user: who must be acting, checked here and on every worker; Spark writes as the same one.
+        host: the name node or name service, if `prefix_path` names none.
+        port: the name node's port, if `prefix_path` names none.
+        user: who must be acting; this is checked here and on every worker.
 
     Raises:
-        ConfigurationError: the path is not one of HDFS, or another user is acting.
+        ConfigurationError: the path is not on HDFS, or another user is acting.
         SetupError: the client's package is not installed.
-        StoreError: HDFS can't be reached, or the folder not be created.
+        StoreError: HDFS can't be reached, or the folder can't be created.
     """
 
     scheme = "hdfs"
@@ -80,7 +80,7 @@ class HDFSStore(RemoteStore):
 
 
 def _url(prefix_path: str, host: str | None, port: int | None) -> str:
-    """The one form in which a prefix is kept and sent."""
+    """Return the one form in which a prefix is kept and sent."""
     given = urlsplit(prefix_path)
     if given.scheme not in ("", "hdfs") or not given.path.startswith("/"):
         raise ConfigurationError(

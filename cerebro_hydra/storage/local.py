@@ -1,4 +1,4 @@
-"""A store on a file system that every worker sees under the same path."""
+"""The store on a file system that every worker sees under the same path."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _UNFINISHED = ".unfinished-"
 
 
 class LocalStore(Store):
-    """Files below `prefix_path`: a local disk, or a folder shared by all machines.
+    """Holds its files below `prefix_path`, on a local disk or in a folder that machines share.
 
     Args:
-        prefix_path: folder of prepared data and runs.
-        train_path: Parquet files to train on as they lie: a folder, or one file. For
-            `search.fit_on_prepared_data()`; nothing is written there.
+        prefix_path: the folder of prepared data and runs.
+        train_path: a folder of Parquet files, or one file, that `search.fit_on_prepared_data()`
+            trains on as it is; nothing is written there.
         val_path: such files to validate on; without it, a share of the training rows is held back.
 
     Raises:
         StoreError: the folder can't be created or written.
-        ConfigurationError: a path is none of a file system, or there is a val_path alone.
+        ConfigurationError: a path is not a file system's, or there is a val_path alone.
     """
 
     scheme = "file"
@@ -64,7 +64,7 @@ class LocalStore(Store):
 
     @classmethod
     def existing(cls, prefix_path: str) -> LocalStore:
-        """Open a store that is only read: nothing is created, so read-only media will do."""
+        """Open a store only to read it; nothing is created, so that read-only media will do."""
         prefix = _absolute("prefix_path", prefix_path)
         if not os.path.isdir(prefix):
             raise StoreError(f"there is no store at {prefix_path!r}: check the path")
@@ -80,7 +80,7 @@ class LocalStore(Store):
             raise _explained(error, "read", path) from error
 
     def write(self, path: str, data: bytes | bytearray | memoryview) -> None:
-        """Write a file atomically: beside it first, flushed to the disk, then renamed."""
+        """Write a file atomically: write beside it, flush that to the disk, rename it."""
         with _finished_file(path, data) as unfinished:
             os.replace(unfinished, path)
 
@@ -91,7 +91,7 @@ class LocalStore(Store):
             os.unlink(unfinished)
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder at `path`."""
+        """Say whether there is a file or folder at `path`."""
         return os.path.exists(path)
 
     def list(self, path: str) -> list[str]:
@@ -124,12 +124,12 @@ class LocalStore(Store):
             raise _explained(error, "read", path) from error
 
     def url(self, path: str) -> str:
-        """What Spark reads and writes."""
+        """Return what Spark calls the same file or folder."""
         return f"file://{path}"
 
     @contextmanager
     def local_copy(self, folder: str, below: str, scratch: str | None = None) -> Iterator[str]:
-        """Yield the folder itself: its files are on this machine."""
+        """Yield the folder itself, whose files are on this machine."""
         yield folder
 
 

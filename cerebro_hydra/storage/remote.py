@@ -1,4 +1,4 @@
-"""A store on a file system that is reached through fsspec, not through this machine's own paths."""
+"""The base of stores on file systems that are reached through fsspec."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _READS = 3
 
 
 class RemoteStore(Store):
-    """Files below a URL. A subclass names its `scheme` and connects.
+    """Holds its files below a URL; a subclass names its `scheme` and connects.
 
     The file system's `mv(source, target, overwrite=)` must be one atomic step: with
     `overwrite=False` it fails with FileExistsError where a target is, which decides between two
     creators. Plain object stores have no such step.
 
     Args:
-        prefix_path: URL of the folder of prepared data and runs.
+        prefix_path: the URL of the folder of prepared data and runs.
 
     Raises:
         StoreError: the folder can't be created or reached.
@@ -55,7 +55,7 @@ class RemoteStore(Store):
 
     @classmethod
     def existing(cls, prefix_path: str) -> RemoteStore:
-        """Open a store that is only read: nothing is created."""
+        """Open a store only to read it; nothing is created."""
         store = cls.__new__(cls)
         Store.__init__(store, prefix_path.rstrip("/"))
         store._connected = None
@@ -77,7 +77,7 @@ class RemoteStore(Store):
             return self._content(path)
 
     def write(self, path: str, data: bytes | bytearray | memoryview) -> None:
-        """Write a file atomically: beside it first, then renamed over it."""
+        """Write a file atomically: write beside it, then rename that over it."""
         with _explained("write", path), self._finished_file(path, data) as unfinished:
             self._files.mv(unfinished, self._path(path), overwrite=True)
 
@@ -87,7 +87,7 @@ class RemoteStore(Store):
             self._files.mv(unfinished, self._path(path), overwrite=False)
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder at `path`."""
+        """Say whether there is a file or folder at `path`."""
         with _explained("look at", path):
             try:
                 self._files.info(self._path(path))
@@ -117,12 +117,12 @@ class RemoteStore(Store):
             return file
 
     def url(self, path: str) -> str:
-        """What Spark reads and writes: the path itself, which is a URL."""
+        """Return the path itself, which is a URL that Spark takes."""
         return path
 
     @contextmanager
     def local_copy(self, folder: str, below: str, scratch: str | None = None) -> Iterator[str]:
-        """Yield a folder with a copy of what lies `below` the given one, gone afterwards."""
+        """Yield a folder with a copy of what lies at `below`; it is deleted afterwards."""
         with tempfile.TemporaryDirectory(prefix=".copy-", dir=scratch) as copied:
             with _explained("copy", f"{folder}/{below}"):
                 self._copy(self._path(f"{folder}/{below}"), os.path.join(copied, below))
@@ -160,7 +160,7 @@ class RemoteStore(Store):
 
     @property
     def _files(self) -> AbstractFileSystem:
-        """The file system, connected anew after a fork, which its threads do not survive."""
+        """The file system; a fork connects anew, because the client's threads don't survive it."""
         connected = self._connected
         if connected is None or connected[0] != os.getpid():
             self._connected = connected = (os.getpid(), self._connect())

@@ -1,4 +1,4 @@
-"""What a run is, as JSON: written once to the run folder, sent to every agent, read by replay."""
+"""The documents of a run in JSON: the run folder keeps them, agents and replay read them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 RUN_FILE = "run.json"
 NUMERIC_FILE = "numeric.json"
-"""What the bits depend on, as each worker found it."""
+"""What the bits of results depend on, as each worker found it."""
 REFUSED_FILE = "refused.json"
-"""Trials that could not be built: never part of the run, but of its result."""
+"""The trials that could not be built: they are part of the result, never of the run."""
 
 WORKERS_FILE = "workers.json"
 """Where the latest agent of each worker ran: host, process id, addresses of its GPUs."""
@@ -18,7 +18,7 @@ WORKERS_FILE = "workers.json"
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """One trial: after the user's code travelled once, this JSON is all that a trial is.
+    """One trial: with the user's code, which travels once, this JSON is all that an agent needs.
 
     `seed` keys the trial's random numbers; `cut` and `template` are what admission found;
     `nbytes` is the size of its state; `steps` holds optimizer steps per partition.
@@ -35,11 +35,11 @@ class TrialSpec:
     accumulate: int
     steps: tuple[int, ...]
     shards: tuple[tuple[str, str], ...]
-    """Digests of state 0: (frozen, trainable) of every shard."""
+    """The digests of state 0: (frozen, trainable) of every shard."""
     patience: int | None = None
-    """Epochs in a row that may be no better before the trial stops early; None: it never does."""
+    """Epochs in a row without a better state that end the trial early; None: it never ends so."""
     custom_metrics: tuple[str, ...] = ()
-    """Names of the metrics that the user's code merges from partitions."""
+    """The names of the metrics that the user's code merges from partitions."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -58,10 +58,10 @@ class RunDocument:
 
     `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
     it; `metrics` maps every measured name to its direction; `sample_weight_column` weighs rows;
-    `store` and `fingerprint` find the
-    prepared data again; `threads` is what every agent computes with, `reader` what reads the rows.
-    A run that goes on with the trials of another one begins with their results as state 0, and says
-    in `first_epoch` how many epochs they have had: rows come in the orders of those that follow.
+    `store` and `fingerprint` find the data again; `threads` is the thread count of every agent, and
+    `reader` names what reads the rows. A run that goes on with the trials of another one begins
+    with their results as state 0. Its `first_epoch` says how many epochs they have had, because
+    the order of rows depends on the number of the epoch.
     """
 
     run_id: str

@@ -1,4 +1,4 @@
-"""The files of one run: JSON documents, journal segments, states of trials and shards by digest."""
+"""The files of one run: JSON documents, journal, states of trials, and shards by digest."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _STATE = re.compile(r"state-(\d{6,})\.json")
 
 
 class RunFolder:
-    """One run's folder in a store.
+    """The folder of one run in a store.
 
     ```
     <run>/<name>                                   JSON documents, rewritten whole
     <run>/journal/00000000.jsonl                   segments, each written once
-    <run>/trials/trial-000/state-000000.json       what a trial's state v consists of
+    <run>/trials/trial-000/state-000000.json       the shards of a trial's state after visit 0
     <run>/objects/<digest>.safetensors             segments of shards, by content
     ```
 
@@ -29,7 +29,7 @@ class RunFolder:
     """
 
     def __init__(self, store: Store, run_id: str) -> None:
-        """Point at a run; its folder appears with the first write."""
+        """Name a run; its folder appears with the first write."""
         self.store = store
         self.run_id = run_id
         self.path = store.run_path(run_id)
@@ -61,13 +61,13 @@ class RunFolder:
         return self._decode(self._document(name))
 
     def write_file(self, name: str, content: bytes) -> str:
-        """Write what a person opens, such as `report.html`, over an older one; return its path."""
+        """Write a file that a person opens, such as `report.html`, and return its path."""
         path = self._document(name)
         self.store.write(path, content)
         return path
 
     def has_object(self, digest: str) -> bool:
-        """Whether the segment of that digest is here."""
+        """Say whether the run holds the segment of a digest."""
         return self.store.exists(self._object(digest))
 
     def write_object(self, digest: str, buffer: bytes | bytearray | memoryview) -> None:
@@ -105,7 +105,7 @@ class RunFolder:
             yield self._read_segment(number)
 
     def write_state(self, trial: int, visit: int, document: Any) -> None:
-        """Write what the state of a trial after a visit consists of; 0 is its initial state."""
+        """Write the shards and cursors of a trial's state after a visit; 0 is the initial state."""
         self.store.write(self._state(trial, visit), _encode(document))
 
     def read_state(self, trial: int, visit: int) -> Any:
@@ -113,17 +113,17 @@ class RunFolder:
         return self._decode(self._state(trial, visit))
 
     def states(self, trial: int) -> list[int]:
-        """Sorted visits of which this run holds the trial's state."""
+        """Return the sorted visits after which the trial's state is in this run."""
         matches = map(_STATE.fullmatch, self.store.list(f"{self.path}/trials/trial-{trial:03d}"))
         return sorted(int(match[1]) for match in matches if match)
 
     def sweep(self, kept: Mapping[int, Set[int]]) -> None:
-        """Delete the states of trials but those kept, then every object that no state names.
+        """Delete all states of trials but those to keep, then every object that no state names.
 
         Nobody may be writing to the run.
 
         Args:
-            kept: trial to visits; trials that are not in it keep all of theirs.
+            kept: visits to keep by trial; trials that are not in it keep all their states.
         """
         for trial, visits in kept.items():
             for visit in self.states(trial):

@@ -1,4 +1,4 @@
-"""The contract of a store: whole files by path, below one prefix."""
+"""The contract of stores: they hold whole files by path, below one prefix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def checked_name(name: str, what: str) -> str:
     """Return `name` if it is safe as one path component.
 
     Raises:
-        StoreError: it holds anything but letters, digits, `.`, `_` and `-`, or starts with a mark.
+        StoreError: it holds anything but letters, digits, `.`, `_` and `-`, or starts with one of
+            the marks.
     """
     if not _NAME.fullmatch(name):
         raise StoreError(
@@ -35,12 +36,12 @@ class Store(ABC):
     contents; of two creators exactly one succeeds. Every method may be called from any thread, and
     a store holds nothing but its paths, so that its dictionary rebuilds it in another process.
 
-    `train_path` and `val_path` are where Parquet files lie that somebody else wrote, to be trained
-    and validated on as they are; nothing is ever written there.
+    `train_path` and `val_path` name Parquet files that somebody else wrote; they are trained and
+    validated on as they are, and nothing is ever written there.
     """
 
     scheme: ClassVar[str] = ""
-    """Of the URLs of its files; the store of a run is found by it."""
+    """The scheme of its files' URLs, which finds the store of a run."""
     _kinds: ClassVar[dict[str, type[Store]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -51,7 +52,7 @@ class Store(ABC):
     def __init__(
         self, prefix_path: str, train_path: str | None = None, val_path: str | None = None
     ) -> None:
-        """Remember where everything lies.
+        """Keep the paths.
 
         Raises:
             ConfigurationError: there is a val_path alone.
@@ -65,11 +66,11 @@ class Store(ABC):
         self.val_path = val_path
 
     def data_path(self, fingerprint: str) -> str:
-        """Path of the folder of one prepared data set."""
+        """Return the folder of one data set."""
         return f"{self.prefix}/data/{checked_name(fingerprint, 'data fingerprint')}"
 
     def run_path(self, run_id: str) -> str:
-        """Path of the folder of one run."""
+        """Return the folder of one run."""
         return f"{self.prefix}/runs/{checked_name(run_id, 'run id')}"
 
     @abstractmethod
@@ -86,7 +87,7 @@ class Store(ABC):
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder at `path`."""
+        """Say whether there is a file or folder at `path`."""
 
     @abstractmethod
     def list(self, path: str) -> list[str]:
@@ -102,25 +103,25 @@ class Store(ABC):
 
     @abstractmethod
     def url(self, path: str) -> str:
-        """What Spark calls the same file or folder."""
+        """Return what Spark calls the same file or folder."""
 
     @abstractmethod
     def local_copy(
         self, folder: str, below: str, scratch: str | None = None
     ) -> AbstractContextManager[str]:
-        """Yield a folder on this machine that is `folder`, as far as the path `below` it goes.
+        """Yield a folder of this machine that has what lies at the path `below` in `folder`.
 
-        A copy lies in `scratch`, or where temporary files lie, and is gone afterwards.
+        A copy lies in `scratch`, or among temporary files, and is deleted afterwards.
         """
 
     @classmethod
     @abstractmethod
     def existing(cls, prefix_path: str) -> Store:
-        """Open a store that is only read: nothing is created; StoreError if there is none."""
+        """Open a store only to read it; nothing is created, StoreError if there is none."""
 
     @staticmethod
     def at(prefix_path: str) -> Store:
-        """Open a store by its prefix alone, only to read it; its URL's scheme says the kind.
+        """Open a store by its prefix alone, only to read it; the URL's scheme tells its class.
 
         Raises:
             StoreError: there is no store, or no kind of that scheme was imported here.
@@ -158,7 +159,7 @@ class Store(ABC):
 
 
 def require_store(store: object) -> None:
-    """Refuse what is no store.
+    """Refuse an argument that is not a store.
 
     Raises:
         ConfigurationError: it is something else, such as a path.

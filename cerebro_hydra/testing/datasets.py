@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.assignment import Affine, Assignment
+from cerebro_hydra.data.assignment import AffinePermutation, Assignment
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
 from cerebro_hydra.data.prepared import find_or_clear, fingerprint_of, finish
 from cerebro_hydra.errors import DataError
@@ -48,7 +48,7 @@ def write_dataset(
         return found
     validation_rows = 0 if validation is None else round(rows * validation)
     assignment = Assignment(rows, validation_rows, num_partitions, validation is not None)
-    affine = Affine.drawn(rows, seed)
+    affine = AffinePermutation.drawn(rows, seed)
     by_rank = np.lexsort((hashes[:, 1], hashes[:, 0]))
     by_id = np.empty(rows, np.int64)
     by_id[[affine(rank) for rank in range(rows)]] = by_rank

@@ -219,7 +219,7 @@ class ReaderCase(ABC):
                 row_group_size=5,
                 write_statistics=statistics,
             )
-        with pytest.raises(DataError, match=r"column 'x' in .*part-1\.parquet.* null.* row 13"):
+        with pytest.raises(DataError, match=r"column 'x' .*null.* row 13 of .*part-1\.parquet"):
             self.read(tmp_path, ["x"])
 
     @pytest.mark.parametrize("at", ["group", "file", "folder"])
@@ -239,7 +239,7 @@ class ReaderCase(ABC):
         """Also where only one of the files lacks it."""
         pq.write_table(pa.table({"x": [1], "y": [1]}), tmp_path / "part-0.parquet")
         pq.write_table(pa.table({"x": [1], "z": [1]}), tmp_path / "part-1.parquet")
-        with pytest.raises(DataError, match=r"part-1\.parquet' has no column 'y'.*\['x', 'z'\]"):
+        with pytest.raises(DataError, match=r"'y' is not in .*part-1\.parquet'.*\['x', 'z'\]"):
             self.read(tmp_path, ["x", "y"])
 
     @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ class ReaderCase(ABC):
         for number, kind in enumerate((pa.int32(), pa.int64())):
             rows = pa.table({"x": pa.array([1], kind)})
             pq.write_table(rows, tmp_path / f"part-{number}.parquet")
-        with pytest.raises(DataError, match=r"column 'x' is int64 in .*part-1.*int32"):
+        with pytest.raises(DataError, match=r"column 'x' is int32 in .*part-0.* int64 in .*part-1"):
             self.read(tmp_path, ["x"])
 
     @pytest.mark.parametrize("keep", [0, 3, -1, -40])

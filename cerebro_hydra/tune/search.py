@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cerebro_hydra.data.arguments import column_names, require_dataframe
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.existing import existing_paths
-from cerebro_hydra.data.faults import column_names, require_dataframe
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title

@@ -5,25 +5,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cerebro_hydra.data.assignment import Affine, Assignment
+from cerebro_hydra.data.assignment import AffinePermutation, Assignment
 from cerebro_hydra.data.row_ids import checksum
 from cerebro_hydra.errors import DataError
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64))
 def test_affine_map_is_a_bijection(rows: int, seed: int) -> None:
-    affine = Affine.drawn(rows, seed)
+    affine = AffinePermutation.drawn(rows, seed)
     assert sorted(map(affine, range(rows))) == list(range(rows))
 
 
 @given(st.integers(1, 2**50), st.integers(0, 2**64))
 def test_affine_map_stays_within_sparks_long_integers(rows: int, seed: int) -> None:
-    affine = Affine.drawn(rows, seed)
+    affine = AffinePermutation.drawn(rows, seed)
     assert 0 <= affine.multiplier * (rows - 1) + affine.offset < 2**63
 
 
 def test_affine_maps_of_two_seeds_differ() -> None:
-    assert len({Affine.drawn(10_007, seed) for seed in range(50)}) == 50
+    assert len({AffinePermutation.drawn(10_007, seed) for seed in range(50)}) == 50
 
 
 @st.composite

@@ -211,7 +211,7 @@ def test_processes_that_build_the_same_cache_agree(store: LocalStore, manifest: 
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        for _ in range(3)
+        for _ in range(2)
     ]
     for builder in builders:
         builder.stdin.write(json.dumps(manifest.to_json()) + "\n")
@@ -222,7 +222,7 @@ def test_processes_that_build_the_same_cache_agree(store: LocalStore, manifest: 
         builder.stdin.write("go\n")
         builder.stdin.flush()
     seen = [json.loads(builder.communicate()[0]) for builder in builders]
-    assert seen == [build(store, manifest).columns["class"].tolist()] * 3
+    assert seen == [build(store, manifest).columns["class"].tolist()] * 2
     assert os.listdir(Path(store.prefix, "raced", manifest.fingerprint)) == ["train-00000"]
 
 

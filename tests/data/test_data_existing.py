@@ -317,6 +317,24 @@ def test_files_that_change_afterwards_are_seen(tmp_path: Path, root: Path, rows:
         find_prepared(store, manifest.fingerprint)
 
 
+def test_rows_that_change_under_an_equal_footer_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "rows" / "one.parquet"
+    file.parent.mkdir()
+    weights = pa.table({"x": np.linspace(0.5, 1.5, 9)})
+    pq.write_table(weights, file, compression="none", use_dictionary=False)
+    store = open_store(tmp_path, file.parent)
+    manifest = describe(store, ["x"], 1, None)
+    one, nan = np.float64(1.0).tobytes(), np.float64(np.nan).tobytes()
+    content = file.read_bytes()
+    assert content.count(one) == 1
+    file.write_bytes(content.replace(one, nan))
+    changed = (
+        r"one\.parquet' has changed since a run was planned on it: .*'x' holds NaN.* rows 0 to 8"
+    )
+    with pytest.raises(DataError, match=changed):
+        read_all(store, manifest, "train", tmp_path / "cache")
+
+
 def test_metadata_of_existing_and_of_prepared_data(tmp_path: Path, root: Path) -> None:
     val = write_plain(tmp_path / "val", TABLE.slice(0, 9), [[9]])
     rows, val_rows, metadata, size = metadata_from(open_store(tmp_path, root, val), ["id", "image"])

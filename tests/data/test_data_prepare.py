@@ -16,7 +16,8 @@ from pyspark.sql import types as T
 from cerebro_hydra.data import prepare as spark_prepare
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.data_spec import DataSpec
-from cerebro_hydra.data.manifest import ColumnSpec, Manifest
+from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
+from cerebro_hydra.data.parquet_folder import ParquetFolder
 from cerebro_hydra.data.row_ids import checksum
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import LocalStore
@@ -63,6 +64,18 @@ def numbers(spark: SparkSession) -> DataFrame:
     ).persist()
 
 
+COLUMNS = ["n", "a.third", "even", "pair", "grid"]
+
+
+@pytest.fixture(scope="module")
+def prepared(
+    numbers: DataFrame, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LocalStore, Manifest]:
+    """The numbers in four partitions, with 30 rows held back; nobody changes them."""
+    store = LocalStore(str(tmp_path_factory.mktemp("prepared")))
+    return store, prepare(numbers, store, 4, 0.3, COLUMNS)
+
+
 def columns_of(store: LocalStore, manifest: Manifest, split: str) -> dict[str, np.ndarray]:
     """All rows of a split, partition after partition."""
     data_path = store.data_path(manifest.fingerprint)
@@ -83,9 +96,9 @@ def frame(spark: SparkSession, values: Sequence[object], kind: T.DataType) -> Da
 
 
 def test_every_row_comes_back_once_with_its_type_and_shape(
-    numbers: DataFrame, store: LocalStore
+    prepared: tuple[LocalStore, Manifest],
 ) -> None:
-    manifest = prepare(numbers, store, 3, 0.2, ["n", "a.third", "even", "pair", "grid"])
+    store, manifest = prepared
     assert manifest.columns == (
         ColumnSpec("n", "int64", ()),
         ColumnSpec("a.third", "float32", ()),
@@ -94,7 +107,7 @@ def test_every_row_comes_back_once_with_its_type_and_shape(
         ColumnSpec("grid", "int64", (2, 3)),
     )
     train, val = columns_of(store, manifest, "train"), columns_of(store, manifest, "val")
-    assert (len(train["n"]), len(val["n"])) == (81, 20)
+    assert (len(train["n"]), len(val["n"])) == (71, 30)
     rows = {name: np.concatenate([train[name], val[name]]) for name in train}
     n = rows["n"]
     assert sorted(n.tolist()) == list(range(ROWS))
@@ -104,8 +117,19 @@ def test_every_row_comes_back_once_with_its_type_and_shape(
     np.testing.assert_array_equal(rows["grid"], (n[:, None] * 6 + np.arange(6)).reshape(-1, 2, 3))
 
 
-def test_partitions_of_both_splits_are_balanced(numbers: DataFrame, store: LocalStore) -> None:
-    manifest = prepare(numbers, store, 4, 0.3, ["n"])
+def test_footers_vouch_that_prepared_data_holds_no_null(
+    prepared: tuple[LocalStore, Manifest],
+) -> None:
+    """So that petastorm's reader needs no second look at any column."""
+    store, manifest = prepared
+    names = [ROW_ID, *(stored_name(i) for i in range(len(COLUMNS)))]
+    for info in manifest.partitions:
+        path = f"{store.data_path(manifest.fingerprint)}/{info.path}"
+        assert ParquetFolder.open(path, names).null_free == set(names)
+
+
+def test_partitions_of_both_splits_are_balanced(prepared: tuple[LocalStore, Manifest]) -> None:
+    _, manifest = prepared
     assert [info.rows for info in manifest.partitions] == [18, 18, 18, 17, 8, 8, 7, 7]
     assert manifest.has_validation
     assert manifest.num_partitions == 4
@@ -127,23 +151,22 @@ def test_without_validation_all_rows_train(numbers: DataFrame, store: LocalStore
 
 
 def test_result_does_not_depend_on_sparks_own_partitions(
-    numbers: DataFrame, store: LocalStore, tmp_path: Path
+    numbers: DataFrame, prepared: tuple[LocalStore, Manifest], store: LocalStore
 ) -> None:
-    other = LocalStore(str(tmp_path / "other"))
-    manifest = prepare(numbers, store, 3, 0.2, ["n", "pair"], seed=4)
-    again = prepare(numbers.orderBy(F.rand(1)).coalesce(2), other, 3, 0.2, ["n", "pair"], seed=4)
+    first, manifest = prepared
+    again = prepare(numbers.orderBy(F.rand(1)).coalesce(2), store, 4, 0.3, COLUMNS)
     assert again == manifest
     for split in ("train", "val"):
-        one, two = columns_of(store, manifest, split), columns_of(other, again, split)
+        one, two = columns_of(first, manifest, split), columns_of(store, again, split)
         assert one["n"].tolist() == two["n"].tolist()
 
 
-def test_seed_decides_where_rows_go(numbers: DataFrame, store: LocalStore) -> None:
-    held_back = [
-        columns_of(store, prepare(numbers, store, 2, 0.2, ["n"], seed=seed), "val")["n"].tolist()
-        for seed in (0, 1)
-    ]
-    assert held_back[0] != held_back[1]
+def test_seed_decides_where_rows_go(
+    numbers: DataFrame, prepared: tuple[LocalStore, Manifest], store: LocalStore
+) -> None:
+    other = prepare(numbers, store, 4, 0.3, COLUMNS, seed=1)
+    held_back = columns_of(*prepared, "val")["n"].tolist()
+    assert held_back != columns_of(store, other, "val")["n"].tolist()
 
 
 def test_rows_of_equal_content_are_all_kept(spark: SparkSession, store: LocalStore) -> None:
@@ -153,19 +176,24 @@ def test_rows_of_equal_content_are_all_kept(spark: SparkSession, store: LocalSto
     assert columns_of(store, manifest, "train")["x"].tolist() == [1.5] * 40
 
 
-def test_prepared_data_is_found_again(numbers: DataFrame, store: LocalStore) -> None:
-    manifest = prepare(numbers, store, 2, 0.2, ["n"])
+def test_prepared_data_is_found_again(
+    numbers: DataFrame, prepared: tuple[LocalStore, Manifest]
+) -> None:
+    store, manifest = prepared
     folder = Path(store.data_path(manifest.fingerprint))
     written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert prepare(numbers.repartition(2), store, 2, 0.2, ["n"]) == manifest
+    assert prepare(numbers.repartition(2), store, 4, 0.3, COLUMNS) == manifest
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
 
 
-def test_changed_data_is_prepared_anew(numbers: DataFrame, store: LocalStore) -> None:
+def test_changed_data_is_prepared_anew(
+    numbers: DataFrame, prepared: tuple[LocalStore, Manifest], store: LocalStore
+) -> None:
+    _, manifest = prepared
     changed = numbers.withColumn("n", F.when(F.col("n") == 7, 700).otherwise(F.col("n")))
-    one, two = (prepare(df, store, 2, 0.2, ["n"]) for df in (numbers, changed))
-    assert one.fingerprint != two.fingerprint
-    assert 700 in [*columns_of(store, two, "train")["n"], *columns_of(store, two, "val")["n"]]
+    other = prepare(changed, store, 4, 0.3, COLUMNS)
+    assert other.fingerprint != manifest.fingerprint
+    assert 700 in [*columns_of(store, other, "train")["n"], *columns_of(store, other, "val")["n"]]
 
 
 def test_half_written_data_is_written_again(numbers: DataFrame, store: LocalStore) -> None:
@@ -180,18 +208,20 @@ def test_half_written_data_is_written_again(numbers: DataFrame, store: LocalStor
 
 
 def test_arrays_and_spark_give_the_same_kind_of_store(
-    numbers: DataFrame, store: LocalStore, tmp_path: Path
+    prepared: tuple[LocalStore, Manifest], store: LocalStore
 ) -> None:
-    other = LocalStore(str(tmp_path / "other"))
     n = np.arange(ROWS)
-    arrays = {"n": n, "pair": np.stack([n, n + 0.5], axis=1)}
-    manifests = [
-        prepare(numbers, store, 3, 0.2, ["n", "pair"]),
-        write_dataset(other, arrays, 3, 0.2),
-    ]
-    assert manifests[0].columns == manifests[1].columns
-    assert manifests[0].partitions == manifests[1].partitions
-    for where, manifest in zip((store, other), manifests, strict=True):
+    arrays = {
+        "n": n,
+        "a.third": n / 3,
+        "even": n % 2 == 0,
+        "pair": np.stack([n, n + 0.5], axis=1),
+        "grid": (n[:, None] * 6 + np.arange(6)).reshape(-1, 2, 3),
+    }
+    written = store, write_dataset(store, arrays, 4, 0.3)
+    assert prepared[1].columns == written[1].columns
+    assert prepared[1].partitions == written[1].partitions
+    for where, manifest in (prepared, written):
         splits = [columns_of(where, manifest, split) for split in ("train", "val")]
         together = np.concatenate([split["n"] for split in splits])
         assert sorted(together.tolist()) == n.tolist()

@@ -3,22 +3,19 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cerebro_hydra.data import petastorm_reader, reader
-from cerebro_hydra.data.arrow_arrays import to_numpy
 from cerebro_hydra.data.arrow_reader import ArrowReader
 from cerebro_hydra.data.parquet_folder import ParquetFolder
 from cerebro_hydra.data.petastorm_reader import PetastormReader
-from cerebro_hydra.errors import DataError
 from cerebro_hydra.testing.reader_case import Layout, PartFile, ReaderCase
 
 OBSTACLE = petastorm_reader.obstacle()
@@ -33,6 +30,24 @@ class TestArrowReader(ReaderCase):
 class TestPetastormReader(ReaderCase):
     def make_reader(self) -> reader.Reader:
         return PetastormReader()
+
+
+def not_read(*_: Any) -> Any:
+    pytest.fail("the rows were read again")
+
+
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@pytest.mark.parametrize("kind", [pa.float32(), pa.list_(pa.float64())], ids=str)
+def test_what_the_footers_vouch_for_is_read_once(
+    tmp_path: Path, kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN and infinities look like the nulls of petastorm; the footers count no null."""
+    numbers = [float("nan"), float("inf"), -float("inf"), 1.0]
+    rows = [[x, x] for x in numbers] if pa.types.is_list(kind) else numbers
+    pq.write_table(pa.table({"x": pa.array(rows, kind)}), tmp_path / "part-0.parquet")
+    monkeypatch.setattr(ArrowReader, "groups", not_read)
+    (group,) = reader.read_columns(str(tmp_path), ["x"], PetastormReader())
+    np.testing.assert_array_equal(group["x"], np.array(rows))
 
 
 # ------------------------------------------------------------------ the suite notices
@@ -135,72 +150,3 @@ def test_petastorm_that_cannot_be_imported_is_passed_over_and_said(
     monkeypatch.setitem(sys.modules, "petastorm", None)
     assert isinstance(reader.chosen_reader(), ArrowReader)
     assert "petastorm 0.12.1 can't be imported" in reader.reader_title()
-
-
-# ------------------------------------------------------------------ Arrow's columns as arrays
-
-
-def nested(shape: Sequence[int], dtype: str, fixed: bool) -> tuple[pa.Array, NDArray[Any]]:
-    values = np.arange(np.prod(shape)).astype(dtype).reshape(shape)
-    array = pa.array(values.reshape(-1))
-    for length, count in zip(shape[:0:-1], np.cumprod(shape)[-2::-1], strict=True):
-        if fixed:
-            array = pa.FixedSizeListArray.from_arrays(array, length)
-        else:
-            offsets = np.arange(count + 1, dtype=np.int64) * length
-            array = pa.LargeListArray.from_arrays(pa.array(offsets), array)
-    return array, values
-
-
-@given(
-    shape=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    dtype=st.sampled_from(["float32", "int64", "bool"]),
-    fixed=st.booleans(),
-    cuts=st.lists(st.integers(0, 4), max_size=4),
-)
-def test_slices_and_chunks_of_nested_lists_are_what_they_are_of_arrays(
-    shape: list[int], dtype: str, fixed: bool, cuts: list[int]
-) -> None:
-    array, values = nested(shape, dtype, fixed)
-    cuts = sorted(cut for cut in cuts if cut <= shape[0])
-    first, last = (cuts[0], cuts[-1]) if cuts else (0, shape[0])
-    sliced = to_numpy(array.slice(first, last - first), "x")
-    np.testing.assert_array_equal(sliced, values[first:last].reshape(sliced.shape))
-    assert sliced.shape == values[first:last].shape or first == last
-    assert sliced.dtype == values.dtype
-    bounds = [0, *cuts, shape[0]]
-    row_ranges = [array.slice(a, b - a) for a, b in pairwise(bounds)]
-    np.testing.assert_array_equal(to_numpy(pa.chunked_array(row_ranges), "x"), values)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int64"])
-@pytest.mark.parametrize("shape", [(6,), (6, 2), (6, 2, 3)])
-def test_numbers_are_not_copied(dtype: str, shape: tuple[int, ...]) -> None:
-    array, _ = nested(shape, dtype, fixed=False)
-    leaf = array
-    while hasattr(leaf, "values"):
-        leaf = leaf.values
-    seen = to_numpy(array.slice(1), "x")
-    row = int(np.prod(shape[1:], dtype=np.int64)) * seen.itemsize
-    assert seen.__array_interface__["data"][0] == leaf.buffers()[1].address + row
-    assert not seen.flags.writeable
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([[[1], [2]], [[3], None], [[4], [5]]], "null, in row 8"),
-        ([[[1], [2]], [[3], [4]], [[5], [None]]], "null, in row 9"),
-        ([[[1], [2]], [[3], [4]], None], "null, in row 9"),
-        ([[[1], [2]], [[3], [4]], [[5]]], "lengths: 1 in row 9, 2 before it"),
-        ([[[1], [2]], [[3], [4, 5]], [[6], [7]]], "lengths: 2 in row 8, 1 before it"),
-    ],
-)
-@pytest.mark.parametrize("chunked", [False, True])
-def test_faults_of_nested_lists_name_the_row(rows: list[Any], message: str, chunked: bool) -> None:
-    kind = pa.list_(pa.list_(pa.int64()))
-    column = pa.array(rows, kind)
-    if chunked:
-        column = pa.chunked_array([pa.array([row], kind) for row in rows])
-    with pytest.raises(DataError, match=f"column 'x'.*{message}"):
-        to_numpy(column, "column 'x'", first_row=7)

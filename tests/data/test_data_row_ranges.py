@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cerebro_hydra.data.manifest import PartitionInfo, RowRange
-from cerebro_hydra.data.row_ranges import assign_ranges, is_chosen, partitions_of, split_evenly
+from cerebro_hydra.data.row_ranges import assign_ranges, partitions_of, split_evenly, split_mask
 
 FILES = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 
@@ -15,7 +15,7 @@ FILES = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 def rows_of(info: PartitionInfo, seed: int | None) -> list[tuple[int, int]]:
     """(file, row) of every row of a partition."""
     there = [(p.file, p.first + i) for p in info.row_ranges for i in range(p.rows)]
-    chosen = is_chosen(info, seed)
+    chosen = split_mask(info, seed)
     return (
         there
         if chosen is None
