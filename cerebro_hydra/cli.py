@@ -118,7 +118,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cerebro_hydra.spark.session_doctor import doctor_of_new_session
+    from cerebro_hydra.spark.preflight import doctor_of_new_session
 
     report = doctor_of_new_session(
         arguments.master,

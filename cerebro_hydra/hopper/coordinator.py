@@ -215,8 +215,11 @@ class Coordinator:
 
     def _event_of(self, item: _Item) -> Event | None:
         if isinstance(item, _Exit):
+            missing = self._roster.missing
+            advice = f" (workers {missing} are missing; run `cerebro-hydra doctor`)"
             raise SetupError(
-                f"the agents' job ended before the run did: {item.error or 'no reason was given'}"
+                f"the agents' job ended before the run did{advice if missing else ''}: "
+                f"{item.error or 'no reason was given'}"
             ) from item.error
         if isinstance(item, WorkerLost):
             self._roster.leave(item.incarnation)
@@ -254,8 +257,9 @@ class Coordinator:
         missing = self._roster.missing
         return SetupError(
             f"{len(missing)} of {self._roster.num_workers} workers did not come within "
-            f"{self._join_timeout:.0f} s: {missing}; the cluster has too few free slots for them, "
-            "or their agents fail at start (see the executors' logs)"
+            f"{self._join_timeout:.0f} s: {missing}; run `cerebro-hydra doctor`, which says what "
+            "keeps them away: the network, too few free slots, or agents that fail at start (see "
+            "the executors' logs)"
         )
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:

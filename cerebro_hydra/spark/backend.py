@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.spark import checks
+from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
-from cerebro_hydra.spark.session import WORKERS_SETTING
+from cerebro_hydra.spark.session import context_of, workers_of
 from cerebro_hydra.storage import Store, require_store
 
 if TYPE_CHECKING:
@@ -46,13 +45,8 @@ class SparkBackend:
     ) -> None:
         self.spark_context = context_of(spark_context)
         self.verbose = verbose
-        if num_workers is None:
-            made_for = self.spark_context.getConf().get(WORKERS_SETTING)
-            num_workers = int(made_for) if made_for else checks.slots_of(self.spark_context)
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-            raise ConfigurationError(f"num_workers is {num_workers!r}; it is a whole number from 1")
-        self.num_workers = num_workers
-        checks.check(self.spark_context, num_workers)
+        self.num_workers = workers_of(self.spark_context, num_workers)
+        preflight.require_ready(self.spark_context, self.num_workers, verbose > 0)
 
     def prepare_data(
         self,
@@ -150,35 +144,3 @@ def _columns(features: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:
     if labels:  # none where rows are prepared before it is known what they are for
         named += column_names("label_columns", labels)
     return column_names("feature_columns and label_columns together", named)
-
-
-def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:
-    """The SparkContext in what a user gave, or the active one.
-
-    Raises:
-        SetupError: there is none, it has stopped, or it lives behind Spark Connect.
-        ConfigurationError: what was given is no Spark.
-    """
-    from pyspark import SparkContext
-
-    if spark is None:
-        active = SparkContext._active_spark_context
-        if active is None:
-            raise SetupError(
-                "no Spark session is active; make one with cerebro_hydra.local_spark(workers=2), "
-                "or give spark_context"
-            )
-        return active
-    if type(spark).__module__.startswith("pyspark.sql.connect"):
-        raise SetupError(
-            "this session goes through Spark Connect, which has no SparkContext; agents need a "
-            "classic session, such as cerebro_hydra.local_spark(workers=2)"
-        )
-    context = getattr(spark, "sparkContext", spark)
-    if not isinstance(context, SparkContext):
-        raise ConfigurationError(
-            f"spark_context is a {type(spark).__name__}; give a SparkContext or a SparkSession"
-        )
-    if context._jsc is None:
-        raise SetupError("this SparkContext has been stopped; give one that runs")
-    return context

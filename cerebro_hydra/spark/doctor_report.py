@@ -1,4 +1,4 @@
-"""What a doctor found, as something that prints."""
+"""What the doctor found, as something that prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cerebro_hydra.spark.checks import Finding
+from cerebro_hydra.spark.finding import Finding
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -54,15 +54,8 @@ class DoctorReport:
         return sorted(found, key=lambda finding: not finding.prevents)
 
     def __getitem__(self, name: str) -> Check:
-        """The check of a name.
-
-        Raises:
-            KeyError: there is none.
-        """
-        for check in self.checks:
-            if check.name == name:
-                return check
-        raise KeyError(name)
+        """Return the check of a name; raises KeyError if there is none."""
+        return {check.name: check for check in self.checks}[name]
 
     def __rich__(self) -> Group:
         from rich.console import Group
@@ -75,9 +68,9 @@ class DoctorReport:
             table.add_row(Text(check.name), Text(verdict, _STYLES[verdict]), Text(check.seen or ""))
         lines = [Text()]
         for finding in self.findings:
-            word, style = ("PROBLEM", "bold red") if finding.prevents else ("advice", "yellow")
+            verdict = "PROBLEM" if finding.prevents else "advice"
             said = f" {finding.setting}: {finding.problem}"
-            lines.append(Text.assemble((word, style), said))
+            lines.append(Text.assemble((verdict, _STYLES[verdict]), said))
             lines.append(Text(f"  -> {finding.remedy}"))
         if self.ok:
             lines.append(Text("This Spark can run agents.", "bold green"))

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING
 
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.spark import checks, java
+from cerebro_hydra.spark import java
+from cerebro_hydra.spark.checks import DAEMON_MODULE, MAX_FAILURES, check_settings, check_slots
+from cerebro_hydra.spark.finding import Finding, raise_findings
+from cerebro_hydra.spark.slots import Slots, count_slots, parse_local_master
 
 if TYPE_CHECKING:
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
-
-# Failures that a task may have before its job ends: each lost agent is one.
-MAX_FAILURES = 8
 
 # How many agents a session was made for; one task slot more is there for other jobs.
 WORKERS_SETTING = "spark.cerebroHydra.workers"
-
-DAEMON_MODULE = "cerebro_hydra.spark.daemon"
 
 _QUIET_LOG = """\
 rootLogger.level = error
@@ -154,20 +153,69 @@ def _start_environment(environ: os._Environ[str], needs_java: bool) -> Iterator[
                     environ[name] = value
 
 
-def _require_suitable(spark_context: object, workers: int, asked: Mapping[str, str]) -> None:
-    settings = dict(spark_context.getConf().getAll())  # type: ignore[attr-defined]
-    slots = checks.slots_of(spark_context)  # type: ignore[arg-type]
-    found = checks.settings_findings(settings, slots, workers)
-    found += [
-        checks.Finding(
+def _require_suitable(spark_context: SparkContext, workers: int, asked: Mapping[str, str]) -> None:
+    settings = dict(spark_context.getConf().getAll())
+    total = count_slots(spark_context).total
+    local = parse_local_master(settings.get("spark.master", "")) is not None
+    others = [
+        Finding(
             name, f"it is {settings.get(name)!r} and {value!r} was asked for", f"set it to {value}"
         )
         for name, value in asked.items()
         if settings.get(name) != value
     ]
-    if found:
-        listed = "\n".join(f"- {finding}" for finding in found)
+    raise_findings(
+        [
+            *check_slots(Slots(total, total), workers, local),
+            *check_settings(settings, workers),
+            *others,
+        ],
+        "a Spark session is active already and does not suit; stop it (spark.stop()) and call "
+        "local_spark again, or:",
+    )
+
+
+def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:
+    """The SparkContext in what a user gave, or the active one.
+
+    Raises:
+        SetupError: there is none, it has stopped, or it lives behind Spark Connect.
+        ConfigurationError: what was given is no Spark.
+    """
+    from pyspark import SparkContext
+
+    if spark is None:
+        active = SparkContext._active_spark_context
+        if active is None:
+            raise SetupError(
+                "no Spark session is active; make one with cerebro_hydra.local_spark(workers=2), "
+                "or give spark_context"
+            )
+        return active
+    if type(spark).__module__.startswith("pyspark.sql.connect"):
         raise SetupError(
-            "a Spark session is active already and does not suit; stop it (spark.stop()) and call "
-            f"local_spark again, or:\n{listed}"
+            "this session goes through Spark Connect, which has no SparkContext; agents need a "
+            "classic session, such as cerebro_hydra.local_spark(workers=2)"
         )
+    context = getattr(spark, "sparkContext", spark)
+    if not isinstance(context, SparkContext):
+        raise ConfigurationError(
+            f"spark_context is a {type(spark).__name__}; give a SparkContext or a SparkSession"
+        )
+    if context._jsc is None:
+        raise SetupError("this SparkContext has been stopped; give one that runs")
+    return context
+
+
+def workers_of(spark_context: SparkContext, num_workers: int | None) -> int:
+    """Return the number of agents that was asked for here or of `local_spark`, else every slot.
+
+    Raises:
+        ConfigurationError: it is no whole number from 1.
+    """
+    if num_workers is None:
+        made_for = spark_context.getConf().get(WORKERS_SETTING)
+        return int(made_for) if made_for else max(1, count_slots(spark_context).total)
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ConfigurationError(f"num_workers is {num_workers!r}; it is a whole number from 1")
+    return num_workers

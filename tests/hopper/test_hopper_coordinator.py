@@ -223,5 +223,5 @@ def test_custom_metrics_that_nothing_measures_are_refused(tmp_path: Any) -> None
 
 def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
     launcher = ScriptedLauncher(3, present=2, script=lambda *_: None)
-    with pytest.raises(SetupError, match=r"1 of 3 workers did not come.*\[2\]"):
+    with pytest.raises(SetupError, match=r"1 of 3 workers did not come.*\[2\].*cerebro-hydra doctor"):
         run(tmp_path, launcher, document(1, 3, 1), join_timeout=1.0)
