@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.set_defaults(command=_replay)
 
-    doctor = commands.add_parser("doctor", help="check a Spark and say what to change")
+    doctor = commands.add_parser("doctor", help="check a Spark and its network; say what to change")
     doctor.add_argument("--master", metavar="URL", help="default: Spark on this machine")
     doctor.add_argument(
         "--conf",

@@ -1,4 +1,4 @@
-"""Where searches run: an existing Spark, checked before anything starts."""
+"""The backend of a search on an existing Spark, which is checked before anything starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class SparkBackend:
         spark_context: a SparkContext or SparkSession; None takes the active one.
         num_workers: agents, and partitions of the data. None takes what `local_spark` was asked
             for, else every task slot.
-        verbose: 0 is silent, 1 shows progress.
+        verbose: 0 is silent, 1 shows progress and says on standard error what is waited for.
+
+    While other jobs hold the task slots that agents need, or a cluster still starts executors, the
+    constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
 
     Raises:
         ConfigurationError: an argument can't be used.
@@ -114,7 +117,7 @@ class SparkBackend:
         label_columns: Sequence[str] = ("label",),
         feature_columns: Sequence[str] = ("features",),
     ) -> ParquetMetadata:
-        """What a store's data is: `(train_rows, val_rows, metadata, avg_row_size)`.
+        """Describe a store's data: `(train_rows, val_rows, metadata, avg_row_size)`.
 
         `metadata` has for each column its type and the shape of a row, of the first one where the
         files were not prepared here; `avg_row_size` is in bytes.

@@ -1,4 +1,4 @@
-"""What the doctor found, as something that prints."""
+"""The doctor's report: what was looked at and what is wrong, as something that prints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """`OK`, `advice`, `PROBLEM` or `not checked`."""
+        """Is `OK`, `advice`, `PROBLEM` or `not checked`."""
         if any(finding.prevents for finding in self.findings):
             return "PROBLEM"
         if self.findings:
@@ -44,12 +44,12 @@ class DoctorReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that would prevent a run."""
+        """Says whether nothing was found that would prevent a run."""
         return not any(finding.prevents for finding in self.findings)
 
     @property
     def findings(self) -> list[Finding]:
-        """All problems first, then all advice."""
+        """Lists all problems first, then all advice."""
         found = [finding for check in self.checks for finding in check.findings]
         return sorted(found, key=lambda finding: not finding.prevents)
 

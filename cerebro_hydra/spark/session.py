@@ -1,4 +1,4 @@
-"""A local Spark session whose settings suit agents."""
+"""Sessions: local ones with settings that suit agents, and those that users give."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n%ex
 
 
 def local_spark(workers: int = 2, **settings: object) -> SparkSession:
-    """A Spark session on this machine, ready for agents.
+    """Start a Spark session on this machine that is ready for agents, or return the active one.
 
     It has one task slot more than workers: agents hold theirs for the whole run, and the spare one
-    keeps other jobs of the session going meanwhile. Uses the pip-installed Java if no other suits.
-    An active session is reused if it suits.
+    keeps other jobs of the session going meanwhile. The pip-installed Java is used if no other
+    suits. An active session must suit.
 
     Args:
         workers: how many agents shall run.
@@ -72,7 +72,7 @@ def local_spark(workers: int = 2, **settings: object) -> SparkSession:
 
 
 def started(settings: Mapping[str, str]) -> SparkSession:
-    """A new session with these settings, a Java that suits and a quiet log.
+    """Start a session with these settings, a Java that suits and a quiet log.
 
     Raises:
         SetupError: there is no Java that this Spark runs on.
@@ -94,7 +94,7 @@ def started(settings: Mapping[str, str]) -> SparkSession:
 
 
 def defaults(workers: int) -> dict[str, str]:
-    """The settings of a local session for so many agents."""
+    """Return the settings of a local session for so many agents."""
     return {
         "spark.master": f"local[{workers + 1},{MAX_FAILURES}]",
         "spark.app.name": "cerebro_hydra",
@@ -116,7 +116,7 @@ def defaults(workers: int) -> dict[str, str]:
 
 
 def _python_path() -> str:
-    """What the driver can import, Python workers can: they run on this machine."""
+    """Return the folders that the driver imports from: its workers run on the same machine."""
     root = str(Path(cerebro_hydra.__file__).resolve().parents[1])
     folders = [root, *(str(Path(entry or ".").resolve()) for entry in sys.path)]
     return os.pathsep.join(dict.fromkeys(f for f in folders if os.path.isdir(f)))
@@ -131,7 +131,7 @@ def _start_environment(environ: os._Environ[str], needs_java: bool) -> Iterator[
     """Set what Spark reads from the environment while it starts, and put everything back after.
 
     This is the one place where the process environment changes: spark-submit takes JAVA_HOME from
-    it, a SparkContext takes the Python of its workers. Gives the JVM option for quiet logs, or "".
+    it, a SparkContext takes the Python of its workers. Yields the JVM option for quiet logs, or "".
     """
     import pyspark
 
@@ -176,11 +176,11 @@ def _require_suitable(spark_context: SparkContext, workers: int, asked: Mapping[
 
 
 def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:
-    """The SparkContext in what a user gave, or the active one.
+    """Return the SparkContext of what a user gave, or the active one.
 
     Raises:
         SetupError: there is none, it has stopped, or it lives behind Spark Connect.
-        ConfigurationError: what was given is no Spark.
+        ConfigurationError: something else was given.
     """
     from pyspark import SparkContext
 
