@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,37 +25,37 @@ pytestmark = pytest.mark.spark
 
 
 @contextmanager
-def other_job(spark: SparkSession, tasks: int) -> Iterator[threading.Event]:
-    """Hold slots with a job of the same Spark, until the event is set or the block ends."""
-    context, over = spark.sparkContext, threading.Event()
+def other_job(spark: SparkSession, tasks: int) -> Iterator[Callable[[], None]]:
+    """Hold slots with a job of the same Spark until the end; what is given ends it earlier."""
+    context = spark.sparkContext
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         address = server.getsockname()
 
-        def hold(rows: Any) -> Iterator[None]:
+        def hold(rows: Iterable[int]) -> Iterator[int]:
             import socket
 
+            for _ in rows:
+                pass
             with socket.create_connection(address) as connection:
-                yield from (None for _ in [*rows, connection.recv(1)] if False)
+                connection.recv(1)
+            return iter(())
 
-        job = threading.Thread(
-            target=lambda: context.parallelize(range(tasks), tasks).mapPartitions(hold).collect()
-        )
+        def run() -> None:
+            context.parallelize(range(tasks), tasks).mapPartitions(hold).collect()
+
+        job = threading.Thread(target=run)
         job.start()
         connections = [server.accept()[0] for _ in range(tasks)]
 
         def end() -> None:
-            over.wait(60)
             for connection in connections:
                 connection.close()
 
-        ending = threading.Thread(target=end)
-        ending.start()
         try:
-            yield over
+            yield end
         finally:
-            over.set()
-            ending.join()
+            end()
             job.join()
 
 
@@ -76,12 +76,12 @@ def test_the_backend_waits_for_slots_that_other_jobs_hold_and_says_so_if_it_may(
     def counting(context: Any) -> Slots:
         counted.append(count_slots(context))
         if len(counted) == 3:
-            other.set()
+            end()
         return counted[-1]
 
     monkeypatch.setattr(slots, "count_slots", counting)
     monkeypatch.setattr(slots, "_FIRST_LINE_SECONDS", 0.0)
-    with other_job(spark, tasks=2) as other:
+    with other_job(spark, tasks=2) as end:
         SparkBackend(spark, num_workers=3, verbose=verbose)
     assert counted[:3] == [Slots(4, 2)] * 3 and counted[-1].free >= 3
     told = capsys.readouterr().err
@@ -114,13 +114,24 @@ def test_the_backend_costs_one_job(spark: SparkSession) -> None:
 def test_a_driver_address_that_is_none_of_its_machine_is_named(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        preflight.network_check, "driver_host", lambda context: "192.0.2.1", raising=True
-    )
+    monkeypatch.setattr(preflight.network_check, "driver_host", lambda context: "192.0.2.1")
     report = cerebro_hydra.doctor(spark, num_workers=1)
     (finding,) = report.findings
     assert finding.setting == "spark.driver.host" and "'192.0.2.1'" in finding.problem
     assert report["network"].verdict == "PROBLEM" and report["placement"].verdict == "OK"
+
+
+def test_a_network_job_that_spark_does_not_run_is_a_problem_of_the_network_alone(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("calling o1.collect.\n: SparkException: no barrier today\n\tat line 1")
+
+    monkeypatch.setattr(preflight.network_check, "dial_everybody", refused)
+    report = cerebro_hydra.doctor(spark, num_workers=1)
+    (finding,) = report.findings
+    assert finding.setting == "network" and "SparkException: no barrier today" in finding.problem
+    assert "line 1" not in finding.problem and report["placement"].verdict == "OK"
 
 
 def test_a_good_session_is_well_and_no_probe_is_left_in_the_store(
