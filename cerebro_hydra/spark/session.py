@@ -171,7 +171,7 @@ def _require_suitable(spark_context: SparkContext, workers: int, asked: Mapping[
             *others,
         ],
         "a Spark session is active already and does not suit; stop it (spark.stop()) and call "
-        "local_spark again, or:",
+        "local_spark again, or",
     )
 
 

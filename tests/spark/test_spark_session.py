@@ -29,7 +29,8 @@ def test_a_suitable_session_is_reused(spark: SparkSession) -> None:
 
 
 def test_an_unsuitable_session_is_refused_by_setting(spark: SparkSession) -> None:
-    with pytest.raises(SetupError, match=r"task slots: 9 workers need 9 slots and Spark has 4"):
+    said = r"call local_spark again, or:\n- task slots: 9 workers need 9 slots and Spark has 4"
+    with pytest.raises(SetupError, match=said):
         cerebro_hydra.local_spark(workers=9)
     with pytest.raises(SetupError, match=r"spark\.speculation: it is 'false' and 'true' was asked"):
         cerebro_hydra.local_spark(workers=2, **{"spark.speculation": True})
