@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.set_defaults(command=_replay)
 
-    doctor = commands.add_parser("doctor", help="check a Spark and say what to change")
+    doctor = commands.add_parser("doctor", help="check a Spark and its network; say what to change")
     doctor.add_argument("--master", metavar="URL", help="default: Spark on this machine")
     doctor.add_argument(
         "--conf",
@@ -118,7 +118,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cerebro_hydra.spark.session_doctor import doctor_of_new_session
+    from cerebro_hydra.spark.preflight import doctor_of_new_session
 
     report = doctor_of_new_session(
         arguments.master,

@@ -51,7 +51,6 @@ ONLY_IN = {
 CIRCLES = {
     ("ml/estimator_files.py", "ml/factory_estimator.py", "ml/trial_estimator.py"),
     ("ml/model.py", "ml/model_files.py"),
-    ("spark/checks.py", "spark/launcher.py", "spark/meeting.py", "spark/probe.py"),
 }
 
 # Whatever unpickles runs code that somebody sent; Spark's own task closure is the one exception.

@@ -12,7 +12,7 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra import cli
-from cerebro_hydra.spark import session_doctor
+from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.doctor_report import Check, DoctorReport
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
@@ -109,7 +109,7 @@ def test_doctor_is_0_for_a_spark_without_problems(
         asked.extend(arguments)
         return DoctorReport([Check("Java", "17", [])])
 
-    monkeypatch.setattr(session_doctor, "doctor_of_new_session", found)
+    monkeypatch.setattr(preflight, "doctor_of_new_session", found)
     assert cli.main(["doctor", "--workers", "3", "--store", "/s", "--import", "sklearn"]) == 0
     assert asked == [None, {}, 3, "/s", ["sklearn"]]
     assert "This Spark can run agents." in capsys.readouterr().out

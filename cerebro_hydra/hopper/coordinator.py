@@ -225,9 +225,7 @@ class Coordinator:
     def _event_of(self, item: _Item) -> Event | None:
         match item:
             case _JobEnded(error):
-                raise SetupError(
-                    f"the agents' job ended before the run did: {error or 'no reason was given'}"
-                ) from error
+                raise self._job_ended(error) from error
             case AgentInfo():
                 self._admit(item)
                 return None
@@ -283,12 +281,20 @@ class Coordinator:
             )
         self._launcher.replace(agent.worker, agent.start)
 
+    def _job_ended(self, error: BaseException | None) -> SetupError:
+        missing = self._roster.missing
+        advice = f" (workers {missing} are missing; run `cerebro-hydra doctor`)" if missing else ""
+        return SetupError(
+            f"the agents' job ended before the run did{advice}: {error or 'no reason was given'}"
+        )
+
     def _missing_workers(self) -> SetupError:
         missing = self._roster.missing
         return SetupError(
             f"{len(missing)} of {self._roster.num_workers} workers did not come within "
-            f"{self._join_timeout:.0f} s: {missing}; the cluster has too few free slots for them, "
-            "or their agents fail at start (see the executors' logs)"
+            f"{self._join_timeout:.0f} s: {missing}; run `cerebro-hydra doctor`, which says what "
+            "keeps them away: the network, too few free slots, or agents that fail at start (see "
+            "the executors' logs)"
         )
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:

@@ -1,4 +1,4 @@
-"""Where it runs: Spark sessions, agents as Spark tasks, data preparation, transform.
+"""Spark: sessions, their checks, agents as Spark tasks, data preparation, transform.
 
 Importing this package imports neither pyspark nor torch and starts no Java.
 """
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cerebro_hydra.spark.backend import SparkBackend
     from cerebro_hydra.spark.launcher import SparkLauncher
+    from cerebro_hydra.spark.preflight import doctor
     from cerebro_hydra.spark.session import local_spark
-    from cerebro_hydra.spark.session_doctor import doctor
 
 __all__ = ["SparkBackend", "SparkLauncher", "doctor", "local_spark"]
 
 _HOMES = {
     "SparkBackend": "backend",
     "SparkLauncher": "launcher",
-    "doctor": "session_doctor",
+    "doctor": "preflight",
     "local_spark": "session",
 }
 

@@ -1,4 +1,4 @@
-"""Where searches run: an existing Spark, checked before anything starts."""
+"""The backend of a search on an existing Spark, which is checked before anything starts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.data.data_spec import DataSpec
-from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.spark import checks
+from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
-from cerebro_hydra.spark.session import WORKERS_SETTING
+from cerebro_hydra.spark.session import context_of, workers_of
 from cerebro_hydra.storage import Store, require_store
 
 if TYPE_CHECKING:
@@ -31,7 +30,10 @@ class SparkBackend:
         spark_context: a SparkContext or SparkSession; None takes the active one.
         num_workers: agents, and partitions of the data. None takes what `local_spark` was asked
             for, else every task slot.
-        verbose: 0 is silent, 1 shows progress.
+        verbose: 0 is silent, 1 shows progress and says on standard error what is waited for.
+
+    While other jobs hold the task slots that agents need, or a cluster still starts executors, the
+    constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
 
     Raises:
         ConfigurationError: an argument can't be used.
@@ -47,13 +49,8 @@ class SparkBackend:
     ) -> None:
         self.spark_context = context_of(spark_context)
         self.verbose = verbose
-        if num_workers is None:
-            made_for = self.spark_context.getConf().get(WORKERS_SETTING)
-            num_workers = int(made_for) if made_for else checks.slots_of(self.spark_context)
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-            raise ConfigurationError(f"num_workers is {num_workers!r}; it is a whole number from 1")
-        self.num_workers = num_workers
-        checks.check(self.spark_context, num_workers)
+        self.num_workers = workers_of(self.spark_context, num_workers)
+        preflight.require_ready(self.spark_context, self.num_workers, verbose > 0)
 
     def prepare_data(
         self,
@@ -129,7 +126,7 @@ class SparkBackend:
         label_columns: Sequence[str] = ("label",),
         feature_columns: Sequence[str] = ("features",),
     ) -> ParquetMetadata:
-        """Return what a store's data is: `(train_rows, val_rows, metadata, avg_row_size)`.
+        """Describe a store's data: `(train_rows, val_rows, metadata, avg_row_size)`.
 
         `metadata` has for each column its type and the shape of a row, of the first one where the
         files were not prepared here; `avg_row_size` is in bytes.
@@ -150,35 +147,3 @@ class SparkBackend:
     def launcher(self) -> SparkLauncher:
         """Return what starts and stops the agents of one run."""
         return SparkLauncher(self.spark_context, self.num_workers)
-
-
-def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:
-    """The SparkContext in what a user gave, or the active one.
-
-    Raises:
-        SetupError: there is none, it has stopped, or it lives behind Spark Connect.
-        ConfigurationError: what was given is no Spark.
-    """
-    from pyspark import SparkContext
-
-    if spark is None:
-        active = SparkContext._active_spark_context
-        if active is None:
-            raise SetupError(
-                "no Spark session is active; make one with cerebro_hydra.local_spark(workers=2), "
-                "or give spark_context"
-            )
-        return active
-    if type(spark).__module__.startswith("pyspark.sql.connect"):
-        raise SetupError(
-            "this session goes through Spark Connect, which has no SparkContext; agents need a "
-            "classic session, such as cerebro_hydra.local_spark(workers=2)"
-        )
-    context = getattr(spark, "sparkContext", spark)
-    if not isinstance(context, SparkContext):
-        raise ConfigurationError(
-            f"spark_context is a {type(spark).__name__}; give a SparkContext or a SparkSession"
-        )
-    if context._jsc is None:
-        raise SetupError("this SparkContext has been stopped; give one that runs")
-    return context

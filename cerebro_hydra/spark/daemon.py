@@ -1,4 +1,4 @@
-"""Spark's Python daemon with the heavy modules loaded, so that a new agent is a fork away.
+"""Runs Spark's Python daemon with the heavy modules loaded, so that a new agent is a fork away.
 
 Set as `spark.python.daemon.module`. Nothing here may run a tensor operation, start a thread pool
 or touch CUDA: a forked process can't use the threads and contexts of its parent.
@@ -28,7 +28,7 @@ PRELOADED = (
 
 
 def preload() -> None:
-    """Import the modules that are there; what is missing is reported by the probe of `checks`."""
+    """Import the modules that are there; `worker_check` reports those that are missing."""
     # Spark reads the daemon's port from stdout, so nothing else may be printed there.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")

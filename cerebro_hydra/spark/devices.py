@@ -1,4 +1,4 @@
-"""The device that a task of a transform computes on."""
+"""Chooses the device that a task of a transform computes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cerebro_hydra.spark.gpus import VISIBLE
 
 
 def task_device() -> torch.device:
-    """The GPU that Spark gave to this task, else one that is there, else the CPU."""
+    """Return the GPU that Spark gave to this task, else one that is there, else the CPU."""
     from pyspark import TaskContext
 
     if not torch.cuda.is_available():
@@ -25,14 +25,13 @@ def task_device() -> torch.device:
 
 
 def gpu_index(addresses: Sequence[str], visible: int, task: int, allowed: str | None = None) -> int:
-    """Which of the GPUs that this process sees a task takes.
+    """Return the index of the GPU that a task takes, of those that its process sees.
 
     Args:
-        addresses: of the GPUs that Spark gave to the task, indices or uuids; none if it knows of
-            none.
-        visible: how many this process sees, at least 1.
-        task: number of the task; tasks without an index take turns.
-        allowed: the value of `CUDA_VISIBLE_DEVICES`; its order is the one in which CUDA counts.
+        addresses: indices or uuids of the GPUs that Spark gave to the task; empty if it gave none.
+        visible: how many GPUs the process sees, at least 1.
+        task: the task's number; tasks without a GPU of their own take turns.
+        allowed: the value of `CUDA_VISIBLE_DEVICES`, in whose order CUDA counts.
     """
     names = [name.strip() for name in (allowed or "").split(",")]
     if addresses and addresses[0] in names:

@@ -1,4 +1,4 @@
-"""What a doctor found, as something that prints."""
+"""The doctor's report: what was looked at and what is wrong, as something that prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cerebro_hydra.spark.checks import Finding
+from cerebro_hydra.spark.finding import Finding
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -28,7 +28,7 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """`OK`, `advice`, `PROBLEM` or `not checked`."""
+        """Is `OK`, `advice`, `PROBLEM` or `not checked`."""
         if any(finding.prevents for finding in self.findings):
             return "PROBLEM"
         if self.findings:
@@ -44,25 +44,18 @@ class DoctorReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that would prevent a run."""
+        """Says whether nothing was found that would prevent a run."""
         return not any(finding.prevents for finding in self.findings)
 
     @property
     def findings(self) -> list[Finding]:
-        """All problems first, then all advice."""
+        """Lists all problems first, then all advice."""
         found = [finding for check in self.checks for finding in check.findings]
         return sorted(found, key=lambda finding: not finding.prevents)
 
     def __getitem__(self, name: str) -> Check:
-        """The check of a name.
-
-        Raises:
-            KeyError: there is none.
-        """
-        for check in self.checks:
-            if check.name == name:
-                return check
-        raise KeyError(name)
+        """Return the check of a name; raises KeyError if there is none."""
+        return {check.name: check for check in self.checks}[name]
 
     def __rich__(self) -> Group:
         from rich.console import Group
@@ -75,9 +68,9 @@ class DoctorReport:
             table.add_row(Text(check.name), Text(verdict, _STYLES[verdict]), Text(check.seen or ""))
         lines = [Text()]
         for finding in self.findings:
-            word, style = ("PROBLEM", "bold red") if finding.prevents else ("advice", "yellow")
+            verdict = "PROBLEM" if finding.prevents else "advice"
             said = f" {finding.setting}: {finding.problem}"
-            lines.append(Text.assemble((word, style), said))
+            lines.append(Text.assemble((verdict, _STYLES[verdict]), said))
             lines.append(Text(f"  -> {finding.remedy}"))
         if self.ok:
             lines.append(Text("This Spark can run agents.", "bold green"))

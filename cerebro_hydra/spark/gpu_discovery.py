@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The GPUs of this machine, as Spark's resource discovery wants them: one JSON object on stdout.
+"""Prints the GPUs of this machine as one JSON object, as Spark's resource discovery wants them.
 
-Installed as the command `cerebro-hydra-gpus`. Needs nothing but Python and nvidia-smi, so that the
-file alone can be copied to machines where this package is not installed.
+It is installed as the command `cerebro-hydra-gpus`. It needs nothing but Python and nvidia-smi, so
+that this file alone can be copied to machines where the package is not installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def addresses(allowed: str | None, listed: str) -> list[str]:
-    """What Spark may give to tasks.
+    """Return the addresses of the GPUs that Spark may give to tasks.
 
     Args:
         allowed: the value of `CUDA_VISIBLE_DEVICES`; where it is set, it decides.
@@ -25,7 +25,7 @@ def addresses(allowed: str | None, listed: str) -> list[str]:
 
 
 def main() -> int:
-    """Print the object; 1 if this machine has no nvidia-smi that answers."""
+    """Print the object and return 0; return 1 if this machine has no nvidia-smi that answers."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = ""
     if allowed is None:

@@ -20,10 +20,10 @@ _started_with: str | None = None
 
 
 def visible(addresses: Sequence[str], allowed: str | None) -> str:
-    """What CUDA shall see: the addresses, if the surroundings allow all of them.
+    """Return the value of `CUDA_VISIBLE_DEVICES` that shows a task its GPUs.
 
     Args:
-        addresses: what Spark's discovery script called the GPUs: indices by bus, or uuids.
+        addresses: the names that Spark's discovery script gave them: indices by bus, or uuids.
         allowed: the value of `CUDA_VISIBLE_DEVICES` that the cluster set; None if it set none.
 
     Raises:
@@ -43,11 +43,11 @@ def visible(addresses: Sequence[str], allowed: str | None) -> str:
 
 @contextmanager
 def pinned(addresses: Sequence[str]) -> Iterator[None]:
-    """Show CUDA only these GPUs; afterwards the environment is as before. No addresses: no change.
+    """Show CUDA only these GPUs, if there are any, and restore the environment afterwards.
 
-    CUDA reads its variables once in a process, and Spark reuses Python workers. One whose CUDA
-    was started for other GPUs is given up: the error ends it, and Spark starts the agent again
-    in another.
+    CUDA reads its variables once in a process, and Spark reuses Python workers. A worker whose
+    CUDA was started for other GPUs is given up: the error ends it, and Spark starts the agent
+    again in another one.
 
     Raises:
         SetupError: the cluster allows other GPUs, or CUDA was started for others here.

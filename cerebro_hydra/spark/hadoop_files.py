@@ -1,4 +1,4 @@
-"""Files between this machine and any file system that Spark knows, by its URL."""
+"""Copies files between this machine and any file system that Spark knows by URL."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 def exists(context: SparkContext, url: str) -> bool:
-    """Whether there is a file or folder."""
+    """Return whether there is a file or folder."""
     file_system, path = _at(context, url)
     return bool(file_system.exists(path))
 
 
 def upload(context: SparkContext, file: str, url: str) -> None:
-    """Copy a file of the driver's machine; folders above it are made."""
+    """Copy a file of the driver's machine; make the folders above its copy."""
     file_system, path = _at(context, url)
-    # Neither deletes the source; both replace what is there.
+    # The source is not deleted, a file in its place is replaced.
     file_system.copyFromLocalFile(False, True, _path(context, f"file://{file}"), path)
 
 
@@ -27,7 +27,7 @@ def download(context: SparkContext, url: str, file: str) -> None:
     """Copy a file to the driver's machine.
 
     Raises:
-        StoreError: there is none.
+        StoreError: there is no such file.
     """
     file_system, path = _at(context, url)
     if not file_system.exists(path):

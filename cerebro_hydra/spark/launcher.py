@@ -15,7 +15,8 @@ from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
 from cerebro_hydra.spark.gpus import pinned
-from cerebro_hydra.spark.probe import worker_failure
+from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder
+from cerebro_hydra.spark.worker_check import worker_failure
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -24,9 +25,6 @@ Agent = Callable[[AgentSpec, AgentStart, Factory], None]
 
 # Spark ends a cancelled task's Python two seconds later; nobody waits longer than this for it.
 _CANCEL_SECONDS = 10.0
-
-LOCAL_IP = "SPARK_LOCAL_IP"
-"""Spark's own variable for the one address of a machine that its servers shall use."""
 
 
 def run_agent(spec: AgentSpec, start: AgentStart, factory: Factory) -> None:
@@ -182,16 +180,3 @@ def run_task(worker: int, spec: str, factory: bytes, agent: Agent, run: str) -> 
         loaded = CloudPickleSerializer().loads(factory)
         agent(AgentSpec.from_json(json.loads(spec)), start, loaded)
     shutil.rmtree(scratch, ignore_errors=True)
-
-
-def driver_host(spark_context: SparkContext) -> str:
-    """The address by which executors reach the driver, as Spark itself uses it."""
-    return str(spark_context.getConf().get("spark.driver.host"))
-
-
-def spark_folder() -> str:
-    """A folder of this executor that Spark deletes when it ends, also after agents were killed."""
-    from pyspark import SparkFiles
-
-    folders = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("SPARK_EXECUTOR_DIRS")
-    return folders.split(",")[0] if folders else SparkFiles.getRootDirectory()

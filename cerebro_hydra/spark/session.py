@@ -1,4 +1,4 @@
-"""A local Spark session whose settings suit agents."""
+"""Sessions: local ones with settings that suit agents, and those that users give."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING
 
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.spark import checks, java
+from cerebro_hydra.spark import java
+from cerebro_hydra.spark.checks import DAEMON_MODULE, MAX_FAILURES, check_settings, check_slots
+from cerebro_hydra.spark.finding import Finding, raise_findings
+from cerebro_hydra.spark.slots import Slots, count_slots, parse_local_master
 
 if TYPE_CHECKING:
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
-
-# Failures that a task may have before its job ends: each lost agent is one.
-MAX_FAILURES = 8
 
 # How many agents a session was made for; one task slot more is there for other jobs.
 WORKERS_SETTING = "spark.cerebroHydra.workers"
-
-DAEMON_MODULE = "cerebro_hydra.spark.daemon"
 
 _QUIET_LOG = """\
 rootLogger.level = error
@@ -39,11 +38,11 @@ appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n%ex
 
 
 def local_spark(workers: int = 2, **settings: object) -> SparkSession:
-    """A Spark session on this machine, ready for agents.
+    """Start a Spark session on this machine that is ready for agents, or return the active one.
 
     It has one task slot more than workers: agents hold theirs for the whole run, and the spare one
-    keeps other jobs of the session going meanwhile. Uses the pip-installed Java if no other suits.
-    An active session is reused if it suits.
+    keeps other jobs of the session going meanwhile. The pip-installed Java is used if no other
+    suits. An active session must suit.
 
     Args:
         workers: how many agents shall run.
@@ -73,7 +72,7 @@ def local_spark(workers: int = 2, **settings: object) -> SparkSession:
 
 
 def started(settings: Mapping[str, str]) -> SparkSession:
-    """A new session with these settings, a Java that suits and a quiet log.
+    """Start a session with these settings, a Java that suits and a quiet log.
 
     Raises:
         SetupError: there is no Java that this Spark runs on.
@@ -95,7 +94,7 @@ def started(settings: Mapping[str, str]) -> SparkSession:
 
 
 def defaults(workers: int) -> dict[str, str]:
-    """The settings of a local session for so many agents."""
+    """Return the settings of a local session for so many agents."""
     return {
         "spark.master": f"local[{workers + 1},{MAX_FAILURES}]",
         "spark.app.name": "cerebro_hydra",
@@ -117,7 +116,7 @@ def defaults(workers: int) -> dict[str, str]:
 
 
 def _python_path() -> str:
-    """What the driver can import, Python workers can: they run on this machine."""
+    """Return the folders that the driver imports from: its workers run on the same machine."""
     root = str(Path(cerebro_hydra.__file__).resolve().parents[1])
     folders = [root, *(str(Path(entry or ".").resolve()) for entry in sys.path)]
     return os.pathsep.join(dict.fromkeys(f for f in folders if os.path.isdir(f)))
@@ -132,7 +131,7 @@ def _start_environment(environ: os._Environ[str], needs_java: bool) -> Iterator[
     """Set what Spark reads from the environment while it starts, and put everything back after.
 
     This is the one place where the process environment changes: spark-submit takes JAVA_HOME from
-    it, a SparkContext takes the Python of its workers. Gives the JVM option for quiet logs, or "".
+    it, a SparkContext takes the Python of its workers. Yields the JVM option for quiet logs, or "".
     """
     import pyspark
 
@@ -154,20 +153,69 @@ def _start_environment(environ: os._Environ[str], needs_java: bool) -> Iterator[
                     environ[name] = value
 
 
-def _require_suitable(spark_context: object, workers: int, asked: Mapping[str, str]) -> None:
-    settings = dict(spark_context.getConf().getAll())  # type: ignore[attr-defined]
-    slots = checks.slots_of(spark_context)  # type: ignore[arg-type]
-    found = checks.settings_findings(settings, slots, workers)
-    found += [
-        checks.Finding(
+def _require_suitable(spark_context: SparkContext, workers: int, asked: Mapping[str, str]) -> None:
+    settings = dict(spark_context.getConf().getAll())
+    total = count_slots(spark_context).total
+    local = parse_local_master(settings.get("spark.master", "")) is not None
+    others = [
+        Finding(
             name, f"it is {settings.get(name)!r} and {value!r} was asked for", f"set it to {value}"
         )
         for name, value in asked.items()
         if settings.get(name) != value
     ]
-    if found:
-        listed = "\n".join(f"- {finding}" for finding in found)
+    raise_findings(
+        [
+            *check_slots(Slots(total, total), workers, local),
+            *check_settings(settings, workers),
+            *others,
+        ],
+        "a Spark session is active already and does not suit; stop it (spark.stop()) and call "
+        "local_spark again, or",
+    )
+
+
+def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:
+    """Return the SparkContext of what a user gave, or the active one.
+
+    Raises:
+        SetupError: there is none, it has stopped, or it lives behind Spark Connect.
+        ConfigurationError: something else was given.
+    """
+    from pyspark import SparkContext
+
+    if spark is None:
+        active = SparkContext._active_spark_context
+        if active is None:
+            raise SetupError(
+                "no Spark session is active; make one with cerebro_hydra.local_spark(workers=2), "
+                "or give spark_context"
+            )
+        return active
+    if type(spark).__module__.startswith("pyspark.sql.connect"):
         raise SetupError(
-            "a Spark session is active already and does not suit; stop it (spark.stop()) and call "
-            f"local_spark again, or:\n{listed}"
+            "this session goes through Spark Connect, which has no SparkContext; agents need a "
+            "classic session, such as cerebro_hydra.local_spark(workers=2)"
         )
+    context = getattr(spark, "sparkContext", spark)
+    if not isinstance(context, SparkContext):
+        raise ConfigurationError(
+            f"spark_context is a {type(spark).__name__}; give a SparkContext or a SparkSession"
+        )
+    if context._jsc is None:
+        raise SetupError("this SparkContext has been stopped; give one that runs")
+    return context
+
+
+def workers_of(spark_context: SparkContext, num_workers: int | None) -> int:
+    """Return the number of agents that was asked for here or of `local_spark`, else every slot.
+
+    Raises:
+        ConfigurationError: it is no whole number from 1.
+    """
+    if num_workers is None:
+        made_for = spark_context.getConf().get(WORKERS_SETTING)
+        return int(made_for) if made_for else max(1, count_slots(spark_context).total)
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ConfigurationError(f"num_workers is {num_workers!r}; it is a whole number from 1")
+    return num_workers

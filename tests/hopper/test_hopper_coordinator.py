@@ -237,5 +237,19 @@ def test_custom_metrics_that_nothing_measures_are_refused(tmp_path: Any) -> None
 
 def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
     launcher = ScriptedLauncher(3, present=2, script=lambda *_: None)
-    with pytest.raises(SetupError, match=r"1 of 3 workers did not come.*\[2\]"):
+    said = r"1 of 3 workers did not come.*\[2\].*run `cerebro-hydra doctor`"
+    with pytest.raises(SetupError, match=said):
         run(tmp_path, launcher, document(1, 3, 1), join_timeout=1.0)
+
+
+class RefusedLauncher(ScriptedLauncher):
+    """Its agents' job ends before any of them has come."""
+
+    def start(self, spec: dict[str, Any], factory: Any, on_exit: Any) -> None:
+        on_exit(RuntimeError("no control connection"))
+
+
+def test_a_job_that_ends_without_some_workers_names_them_and_why(tmp_path: Any) -> None:
+    said = r"workers \[0, 1\] are missing; run `cerebro-hydra doctor`.*no control connection"
+    with pytest.raises(SetupError, match=said):
+        run(tmp_path, RefusedLauncher(2), document(1, 2, 1))

@@ -1,81 +1,120 @@
+"""Facts in, findings out: no session is needed."""
+
 from __future__ import annotations
 
 import pytest
 
-from cerebro_hydra.spark import checks
-from cerebro_hydra.spark.checks import LocalMaster
-from cerebro_hydra.spark.probe import worker_failure
-from cerebro_hydra.spark.session import defaults
+from cerebro_hydra.spark import checks, session
+from cerebro_hydra.spark.checks import check_settings, check_slots
+from cerebro_hydra.spark.slots import Slots
 
-GOOD = {"spark.master": "local[3,8]", "spark.task.maxFailures": "8"}
-CLUSTER = {"spark.master": "spark://host:7077"}
-
-
-@pytest.mark.parametrize(
-    ("master", "expected"),
-    [
-        ("local", LocalMaster(1, 1)),
-        ("local[4]", LocalMaster(4, 1)),
-        ("local[2,8]", LocalMaster(2, 8)),
-        ("local[ 2 , 8 ]", LocalMaster(2, 8)),
-        ("local-cluster[2,1,1024]", None),
-        ("spark://host:7077", None),
-        ("yarn", None),
-    ],
-)
-def test_local_masters_are_read(master: str, expected: LocalMaster | None) -> None:
-    assert checks.parse_local_master(master) == expected
-
-
-def test_a_star_means_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 6)
-    assert checks.parse_local_master("local[*]") == LocalMaster(6, 1)
-    assert checks.parse_local_master("local[*,4]") == LocalMaster(6, 4)
+DAEMON = {"spark.python.daemon.module": checks.DAEMON_MODULE}
+LOCAL = {"spark.master": "local[3,8]", "spark.task.maxFailures": "8"} | DAEMON
+CLUSTER = {"spark.master": "spark://host:7077", "spark.task.maxFailures": "8"} | DAEMON
 
 
 @pytest.mark.parametrize(
-    ("settings", "slots", "workers", "expected"),
+    ("settings", "expected"),
     [
-        (GOOD, 3, 3, []),
-        (GOOD, 3, 5, ["task slots"]),
-        (CLUSTER, 1, 2, ["task slots"]),
-        ({"spark.master": "local[2]"}, 2, 2, ["spark.master"]),
-        ({"spark.master": "local[2,1]"}, 2, 2, ["spark.master"]),
-        (CLUSTER, 2, 2, []),
-        (CLUSTER | {"spark.task.maxFailures": "1"}, 2, 2, ["spark.task.maxFailures"]),
-        (GOOD | {"spark.speculation": "true"}, 3, 2, ["spark.speculation"]),
-        (GOOD | {"spark.speculation": "false"}, 3, 2, []),
+        (LOCAL, []),
+        (CLUSTER, []),
+        (LOCAL | {"spark.master": "local[2]"}, ["spark.master"]),
+        (LOCAL | {"spark.master": "local[2,1]"}, ["spark.master"]),
+        (CLUSTER | {"spark.task.maxFailures": "1"}, ["spark.task.maxFailures"]),
+        (LOCAL | {"spark.speculation": "true"}, ["spark.speculation"]),
+        (LOCAL | {"spark.speculation": "false"}, []),
         (
-            GOOD | {"spark.dynamicAllocation.enabled": "TRUE"},
-            3,
-            2,
+            LOCAL | {"spark.dynamicAllocation.enabled": "TRUE"},
             ["spark.dynamicAllocation.enabled"],
         ),
         (
-            {"spark.master": "local[1]", "spark.speculation": "true"},
-            1,
-            2,
-            ["task slots", "spark.master", "spark.speculation"],
+            LOCAL | {"spark.master": "local[1]", "spark.speculation": "true"},
+            ["spark.master", "spark.speculation"],
         ),
     ],
 )
 def test_settings_that_agents_cannot_live_with_are_found(
-    settings: dict[str, str], slots: int, workers: int, expected: list[str]
+    settings: dict[str, str], expected: list[str]
 ) -> None:
-    found = checks.settings_findings(settings, slots, workers)
+    found = [*check_settings(settings, num_workers=2)]
     assert [finding.setting for finding in found] == expected
-    assert all(finding.remedy for finding in found)
+    assert all(finding.remedy and finding.prevents for finding in found)
 
 
-def test_missing_slots_name_the_workers_that_would_not_start() -> None:
-    (finding,) = checks.settings_findings(GOOD, slots=3, num_workers=5)
-    assert "worker 3, worker 4" in finding.problem and "worker 2" not in finding.problem
-    assert "local_spark(workers=5)" in finding.remedy
+def test_a_local_master_is_replaced_by_one_that_holds_all_workers() -> None:
+    (finding,) = check_settings(LOCAL | {"spark.master": "local[2]"}, num_workers=5)
+    assert "'local[2]' ends the whole job" in finding.problem and "local[5,8]" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("slots", "workers", "late"),
+    [
+        (Slots(3, 3), 3, None),
+        (Slots(3, 3), 5, "Spark has 3; worker 3, worker 4 would wait for ever"),
+        (Slots(1, 1), 2, "Spark has 1; worker 1 would wait for ever"),
+        (Slots(3, 1), 4, "Spark has 3; worker 3 would wait for ever"),
+        (Slots(4, 2), 3, "but other jobs hold 2 of them; worker 2 would wait for their end"),
+        (Slots(4, 0), 1, "but other jobs hold 4 of them; worker 0 would wait for their end"),
+        (Slots(4, 2), 2, None),
+    ],
+)
+def test_workers_without_a_slot_are_named(slots: Slots, workers: int, late: str | None) -> None:
+    found = [*check_slots(slots, workers, local=False)]
+    assert [late in finding.problem for finding in found if late] == ([True] if late else [])
+    assert bool(found) is bool(late)
+    assert all(finding.setting == "task slots" and finding.prevents for finding in found)
+
+
+def test_the_remedy_for_too_few_slots_suits_the_master() -> None:
+    (local,) = check_slots(Slots(3, 3), 5, local=True)
+    assert "local_spark(workers=5) or local[6,8]), or set num_workers=3" in local.remedy
+    (cluster,) = check_slots(Slots(0, 0), 5, local=False)
+    assert cluster.remedy == "give Spark 5 slots (more executors, or spark.executor.cores)"
+    (busy,) = check_slots(Slots(5, 4), 5, local=False)
+    assert "end other jobs" in busy.remedy
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
 def test_our_own_defaults_have_no_findings(workers: int) -> None:
-    assert checks.settings_findings(defaults(workers), workers + 1, workers) == []
+    assert [*check_settings(session.defaults(workers), workers)] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, []),
+        ({"spark.task.maxFailures": "4"}, ["spark.task.maxFailures"]),
+        ({"spark.python.daemon.module": "pyspark.daemon"}, ["spark.python.daemon.module"]),
+        ({"spark.excludeOnFailure.enabled": "TRUE"}, ["spark.excludeOnFailure.enabled"]),
+        ({"spark.executor.pyspark.memory": "2g"}, ["spark.executor.pyspark.memory"]),
+        ({"spark.task.cpus": "4"}, ["spark.task.cpus"]),
+    ],
+)
+def test_settings_are_advised_on(settings: dict[str, str], expected: list[str]) -> None:
+    found = [*check_settings(CLUSTER | settings, num_workers=2)]
+    assert [finding.setting for finding in found] == expected
+    assert all(finding.remedy and not finding.prevents for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("per_executor", "per_task", "wrong"),
+    [
+        (None, None, None),
+        ("1", "1", None),
+        ("2", "2", None),
+        ("1", None, "given none"),
+        ("1", "0", "given none"),
+        ("1", "0.5", "share"),
+    ],
+)
+def test_every_agent_should_have_gpus_of_its_own(
+    per_executor: str | None, per_task: str | None, wrong: str | None
+) -> None:
+    amounts = {"executor": per_executor, "task": per_task}
+    settings = {f"spark.{k}.resource.gpu.amount": v for k, v in amounts.items() if v is not None}
+    found = [*checks.check_gpus(settings)]
+    assert [wrong in f.problem for f in found if wrong] == ([True] if wrong else [])
+    assert bool(found) is bool(wrong) and not any(finding.prevents for finding in found)
 
 
 @pytest.mark.parametrize(
@@ -95,38 +134,18 @@ def test_our_own_defaults_have_no_findings(workers: int) -> None:
 def test_version_pairs_that_do_not_work_together_are_found(
     pyspark: str, pyarrow: str, expected: list[str]
 ) -> None:
-    assert [f.setting for f in checks.version_findings(pyspark, pyarrow)] == expected
-
-
-LOST = "Lost task 0.7 in stage 1.0 (TID 8) (node-7 executor 2): "
+    assert [f.setting for f in checks.check_packages(pyspark, pyarrow)] == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("java", "pyspark", "fits"),
     [
-        (
-            LOST + "ModuleNotFoundError: No module named 'cerebro_hydra'",
-            ["node-7", "cerebro_hydra"],
-        ),
-        (
-            LOST + "/usr/bin/python3: No module named cerebro_hydra.spark",
-            ["node-7", "sc.addPyFile"],
-        ),
-        (
-            LOST + "[PYTHON_VERSION_MISMATCH] Python in worker has different version (3, 9) than "
-            "that in driver 3.11, PySpark cannot run with different minor versions.",
-            ["node-7", "minor version", "PYSPARK_PYTHON"],
-        ),
-        (
-            LOST
-            + "[PYTHON_VERSION_MISMATCH] Python in worker has different version 3.9 than that in "
-            "driver 3.11",
-            ["node-7", "3.9", "3.11"],
-        ),
-        ("Cannot run program python9", ["python9"]),
+        ("17.0.15", "3.5.9", True),
+        ("1.8.0_392", "3.5.9", True),
+        ("21.0.1", "3.5.9", False),
+        ("11.0.2", "4.0.5", False),
+        ("21.0.1", "4.0.5", True),
     ],
 )
-def test_a_worker_python_that_cannot_start_is_explained(text: str, names: list[str]) -> None:
-    told = str(worker_failure(text))
-    for name in names:
-        assert name in told
+def test_java_fits_its_spark_or_is_a_problem(java: str, pyspark: str, fits: bool) -> None:
+    assert ([*checks.check_java(java, pyspark)] == []) is fits

@@ -4,22 +4,134 @@ from __future__ import annotations
 
 import os
 import re
-import stat
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import cerebro_hydra
-from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.spark.meeting import meet, meeting_findings
-from cerebro_hydra.spark.store_probe import StoreProbe
-from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.spark import SparkBackend, preflight, slots
+from cerebro_hydra.spark.slots import Slots, count_slots
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.spark(group=2)
+
+
+@contextmanager
+def other_job(spark: SparkSession, tasks: int) -> Iterator[Callable[[], None]]:
+    """Hold slots with a job of the same Spark until the end; what is given ends it earlier."""
+    context = spark.sparkContext
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        address = server.getsockname()
+
+        def hold(rows: Iterable[int]) -> Iterator[int]:
+            import socket
+
+            for _ in rows:
+                pass
+            with socket.create_connection(address) as connection:
+                connection.recv(1)
+            return iter(())
+
+        def run() -> None:
+            context.parallelize(range(tasks), tasks).mapPartitions(hold).collect()
+
+        job = threading.Thread(target=run)
+        job.start()
+        connections = [server.accept()[0] for _ in range(tasks)]
+
+        def end() -> None:
+            for connection in connections:
+                connection.close()
+
+        try:
+            yield end
+        finally:
+            end()
+            job.join()
+
+
+def test_slots_that_other_jobs_hold_are_not_free(spark: SparkSession) -> None:
+    with other_job(spark, tasks=3):
+        assert count_slots(spark.sparkContext) == (4, 1)
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_the_backend_waits_for_slots_that_other_jobs_hold_and_says_so_if_it_may(
+    spark: SparkSession,
+    verbose: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    counted: list[Slots] = []
+
+    def counting(context: Any) -> Slots:
+        counted.append(count_slots(context))
+        if len(counted) == 3:
+            end()
+        return counted[-1]
+
+    monkeypatch.setattr(slots, "count_slots", counting)
+    monkeypatch.setattr(slots, "_FIRST_LINE_SECONDS", 0.0)
+    with other_job(spark, tasks=2) as end:
+        SparkBackend(spark, num_workers=3, verbose=verbose)
+    assert counted[:3] == [Slots(4, 2)] * 3 and counted[-1].free >= 3
+    told = capsys.readouterr().err
+    line = "waiting for task slots for 0 s: 3 needed, 4 there, 2 free; other jobs hold the rest"
+    assert (line in told) is bool(verbose) and bool(told) is bool(verbose)
+
+
+def test_the_doctor_calls_jobs_that_do_not_end_a_problem_and_checks_the_rest(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_BUSY_SECONDS", 0.0)
+    with other_job(spark, tasks=2):
+        report = cerebro_hydra.doctor(spark, num_workers=3)
+    (finding,) = report.findings
+    assert finding.setting == "task slots" and "other jobs hold 2 of them; worker 2" in str(finding)
+    assert report["slots"].seen == "4 for 3 worker(s), 2 free"
+    assert report["executors"].verdict == report["network"].verdict == "OK"
+
+
+def test_the_backend_costs_one_job(spark: SparkSession) -> None:
+    context = spark.sparkContext
+    context.setJobGroup("backend", "what a backend costs")
+    try:
+        SparkBackend(spark, num_workers=3)
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
+    assert len(context.statusTracker().getJobIdsForGroup("backend")) == 1
+
+
+def test_a_driver_address_that_is_none_of_its_machine_is_named(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.network_check, "driver_host", lambda context: "192.0.2.1")
+    report = cerebro_hydra.doctor(spark, num_workers=1)
+    (finding,) = report.findings
+    assert finding.setting == "spark.driver.host" and "'192.0.2.1'" in finding.problem
+    assert report["network"].verdict == "PROBLEM" and report["placement"].verdict == "OK"
+
+
+def test_a_network_job_that_spark_does_not_run_is_a_problem_of_the_network_alone(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("calling o1.collect.\n: SparkException: no barrier today\n\tat line 1")
+
+    monkeypatch.setattr(preflight.network_check, "dial_everybody", refused)
+    report = cerebro_hydra.doctor(spark, num_workers=1)
+    (finding,) = report.findings
+    assert finding.setting == "network" and "SparkException: no barrier today" in finding.problem
+    assert "line 1" not in finding.problem and report["placement"].verdict == "OK"
 
 
 def test_a_good_session_is_well_and_no_probe_is_left_in_the_store(
@@ -60,46 +172,6 @@ def test_a_store_that_the_driver_can_not_write_is_a_problem_of_the_store_alone(
     report = cerebro_hydra.doctor(spark, num_workers=1, store=str(tmp_path / "file" / "store"))
     assert report["store"].verdict == "PROBLEM" and report["network"].verdict == "OK"
     assert "the driver can't use it" in report["store"].findings[0].problem
-
-
-def test_a_driver_address_that_executors_do_not_reach_is_named(spark: SparkSession) -> None:
-    held = meet(spark.sparkContext, 2, advertised="127.0.0.99")
-    found = meeting_findings(held, 2)
-    assert [f"worker {k} can't reach the driver at 127.0.0.99:" in found[k].problem for k in (0, 1)]
-    assert len(found) == 2 and all("refused" in finding.problem for finding in found)
-
-
-def test_a_task_that_comes_too_late_is_named_and_ends(spark: SparkSession) -> None:
-    held = meet(spark.sparkContext, 5, come_seconds=3.0)
-    (finding,) = meeting_findings(held, 5)
-    assert finding.setting == "task slots" and "late: worker" in finding.problem
-
-
-def test_a_worker_that_does_not_see_the_drivers_files_is_found(tmp_path: Path) -> None:
-    with StoreProbe(LocalStore(str(tmp_path))) as probe:
-        assert probe.used_by(0) is None and probe.unseen([0]) == {}
-        assert "is not seen by the driver" in probe.unseen([1])[1]
-        (written,) = (tmp_path / "runs").iterdir()
-        (written / "driver").unlink()
-        assert "can't read" in str(probe.used_by(1))
-        (written / "driver").write_text("of another machine")
-        assert "other bytes" in str(probe.used_by(1))
-        (written / "worker-0").write_text("of another machine")
-        assert "other bytes" in probe.unseen([0])[0]
-    assert stat.S_ISDIR(os.stat(tmp_path / "runs").st_mode) and not os.listdir(tmp_path / "runs")
-
-
-class Unequipped(LocalStore):
-    """As a store whose package the workers lack."""
-
-    def read(self, path: str) -> bytes:
-        raise SetupError("HDFSStore needs the package hdfs-native")
-
-
-def test_a_store_that_a_worker_can_not_open_is_found(tmp_path: Path) -> None:
-    with StoreProbe(Unequipped(str(tmp_path))) as probe:
-        assert "hdfs-native" in str(probe.used_by(0))
-        assert "hdfs-native" in probe.unseen([0])[0]
 
 
 def test_a_store_by_an_unknown_url_is_a_problem_of_the_store_alone(spark: SparkSession) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.spark import SparkBackend, checks
-from cerebro_hydra.spark.probe import probe, required_modules
+from cerebro_hydra.spark import SparkBackend
+from cerebro_hydra.spark.slots import count_slots
+from cerebro_hydra.spark.worker_check import ask_workers, check_imports, required_modules
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,7 +29,8 @@ def test_a_suitable_session_is_reused(spark: SparkSession) -> None:
 
 
 def test_an_unsuitable_session_is_refused_by_setting(spark: SparkSession) -> None:
-    with pytest.raises(SetupError, match=r"task slots: 9 workers need 9 slots and Spark has 4"):
+    said = r"call local_spark again, or:\n- task slots: 9 workers need 9 slots and Spark has 4"
+    with pytest.raises(SetupError, match=said):
         cerebro_hydra.local_spark(workers=9)
     with pytest.raises(SetupError, match=r"spark\.speculation: it is 'false' and 'true' was asked"):
         cerebro_hydra.local_spark(workers=2, **{"spark.speculation": True})
@@ -46,7 +48,7 @@ def test_a_name_that_is_no_spark_setting_is_refused() -> None:
 
 
 def test_there_is_one_slot_more_than_workers(spark: SparkSession) -> None:
-    assert checks.slots_of(spark.sparkContext) == 4
+    assert count_slots(spark.sparkContext) == (4, 4)
     assert SparkBackend(spark).num_workers == 3
 
 
@@ -95,8 +97,8 @@ def test_jobs_and_queries_share_one_preloaded_daemon(spark: SparkSession) -> Non
     assert [row.pid for row in query] == job
 
 
-def test_the_probe_names_host_and_module(spark: SparkSession) -> None:
-    found = probe(spark.sparkContext, 2, ["torch", "no_such_module"])
+def test_a_module_that_executors_lack_is_named_with_their_host(spark: SparkSession) -> None:
+    found = check_imports(ask_workers(spark.sparkContext, 2, ["torch", "no_such_module"]))
     assert len(found) == 1
     assert found[0].setting.startswith("executor on ")
     assert "can't import no_such_module: ModuleNotFoundError" in found[0].problem

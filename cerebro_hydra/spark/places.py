@@ -1,0 +1,25 @@
+"""Where a Spark job's processes are reached, and where they may write."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+LOCAL_IP = "SPARK_LOCAL_IP"
+"""Spark's own variable for the one address of a machine that its servers shall use."""
+
+
+def driver_host(spark_context: SparkContext) -> str:
+    """Return the address by which executors reach the driver, as Spark itself uses it."""
+    return str(spark_context.getConf().get("spark.driver.host"))
+
+
+def spark_folder() -> str:
+    """Return a folder of this executor that Spark deletes at its end, even after a kill."""
+    from pyspark import SparkFiles
+
+    folders = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("SPARK_EXECUTOR_DIRS")
+    return folders.split(",")[0] if folders else SparkFiles.getRootDirectory()

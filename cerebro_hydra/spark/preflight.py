@@ -1,0 +1,203 @@
+"""The one list of checks of a Spark: a search runs all but the network's, the doctor runs all."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import cerebro_hydra
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, SetupError
+from cerebro_hydra.spark import checks, network_check, session, worker_check
+from cerebro_hydra.spark.doctor_report import Check, DoctorReport
+from cerebro_hydra.spark.finding import Finding, raise_findings
+from cerebro_hydra.spark.slots import Slots, parse_local_master, wait_for_slots
+from cerebro_hydra.spark.store_probe import StoreProbe
+from cerebro_hydra.storage import HDFSStore, LocalStore, Store
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+_NAMES = (
+    *("Java", "packages", "slots", "settings", "GPUs"),
+    *("executors", "placement", "network", "store"),
+)
+_PACKAGES = ("pyspark", "pyarrow", "petastorm", "torch", "numpy")
+_BUSY_SECONDS = 60.0  # in which other jobs may end; then the doctor calls them a problem
+
+
+def require_ready(spark_context: SparkContext, num_workers: int, verbose: bool) -> None:
+    """Wait until a Spark has room for so many agents, and see that they can run there.
+
+    This costs one small job. The network is checked by the doctor alone.
+
+    Raises:
+        SetupError: lists everything that was found, each with its remedy.
+    """
+    slots = wait_for_slots(spark_context, num_workers, verbose)
+    for looked in (
+        _driver_checks(spark_context, slots, num_workers),
+        _worker_checks(spark_context, num_workers, ()),
+    ):
+        raise_findings(finding for check in looked for finding in check.findings)
+
+
+def doctor(
+    spark: SparkContext | SparkSession | None = None,
+    num_workers: int | None = None,
+    store: Store | str | None = None,
+    modules: Sequence[str] = (),
+) -> DoctorReport:
+    """Check a session as a search with so many workers would use it; nothing is changed.
+
+    Two small jobs run on `num_workers` slots: one looks at imports, versions and places; in the
+    other the driver and the executors dial each other and use the store. While other jobs hold
+    slots, lines on standard error say so; after a minute that is a problem.
+
+    Args:
+        spark: a SparkContext or SparkSession; None takes the active one.
+        num_workers: agents that shall run; None takes what `local_spark` was asked for, else every
+            slot.
+        store: a store, or the path of a `LocalStore`, that all shall share; None leaves that out.
+        modules: further names that agents have to import, such as that of your factory.
+
+    Raises:
+        SetupError: there is no session.
+        ConfigurationError: an argument can't be used.
+    """
+    if isinstance(modules, str):
+        raise ConfigurationError(f"modules is {modules!r}; give a list: [{modules!r}]")
+    context = session.context_of(spark)
+    num_workers = session.workers_of(context, num_workers)
+    slots = wait_for_slots(context, num_workers, verbose=True, patience=_BUSY_SECONDS)
+    looked = [*_driver_checks(context, slots, num_workers)]
+    if usable := min(slots.free, num_workers):
+        looked += _worker_checks(context, usable, modules)
+        if looked[-1].name == "placement":
+            looked += _network_checks(context, usable, store)
+    by_name = {check.name: check for check in looked}
+    return DoctorReport([by_name.get(name, Check(name, None)) for name in _NAMES])
+
+
+def doctor_of_new_session(
+    master: str | None,
+    settings: Mapping[str, str],
+    num_workers: int,
+    store: str | None,
+    modules: Sequence[str],
+) -> DoctorReport:
+    """Start a session, check it and stop it; one that does not start is a problem too.
+
+    Args:
+        master: Spark's URL; None takes `local_spark`'s settings.
+        settings: further Spark settings; they win.
+        num_workers: see `doctor`, as the others.
+
+    Raises:
+        SetupError: there is no Java that this Spark runs on.
+    """
+    given = {"spark.master": master or "", "spark.ui.showConsoleProgress": "false"}
+    base = {**(given if master else session.defaults(num_workers)), **settings}
+    try:
+        spark = session.started(base)
+    except SetupError:
+        raise
+    except Exception as error:
+        problem = f"no session starts on {base['spark.master']}: {_why(error)}"
+        remedy = "check the master's URL and its log, and the settings given with --conf"
+        return DoctorReport([Check("session", None, [Finding("spark.master", problem, remedy)])])
+    try:
+        return doctor(spark, num_workers, store, modules)
+    finally:
+        spark.stop()
+
+
+def _driver_checks(context: SparkContext, slots: Slots, num_workers: int) -> Iterator[Check]:
+    """Look at what is known without a job."""
+    settings = dict(context.getConf().getAll())
+    system = context._jvm.System  # type: ignore[union-attr]
+    java, home = (str(system.getProperty(name)) for name in ("java.version", "java.home"))
+    pyspark, pyarrow = map(importlib.metadata.version, ("pyspark", "pyarrow"))
+    yield Check("Java", f"{java} at {home}", [*checks.check_java(java, pyspark)])
+    seen = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    seen = f"cerebro_hydra {cerebro_hydra.__version__}, {seen}"
+    yield Check("packages", seen, [*checks.check_packages(pyspark, pyarrow)])
+    seen = f"{slots.total} for {num_workers} worker(s), {slots.free} free"
+    found = checks.check_slots(slots, num_workers, _is_local(context))
+    yield Check("slots", seen, [*found])
+    found = checks.check_settings(settings, num_workers)
+    yield Check("settings", f"master {context.master}", [*found])
+    seen = f"{settings.get('spark.task.resource.gpu.amount', '0')} per task"
+    yield Check("GPUs", seen, [*checks.check_gpus(settings)])
+
+
+def _worker_checks(context: SparkContext, workers: int, modules: Sequence[str]) -> Iterator[Check]:
+    """Look at what one small job finds; the last check is of placement if agents can start."""
+    try:
+        names = [*worker_check.required_modules(), *modules]
+        facts = worker_check.ask_workers(context, workers, names)
+    except Exception as error:
+        yield Check("executors", None, [worker_check.worker_failure(str(error))])
+        return
+    pythons = ", ".join(sorted({f"{worker.python} on {worker.host}" for worker in facts}))
+    executors = Check(
+        "executors", f"{workers} visited: {pythons}", worker_check.check_imports(facts)
+    )
+    yield executors
+    if executors.verdict != "PROBLEM":
+        found = worker_check.check_placement(facts, _is_local(context))
+        yield Check("placement", "; ".join(map(str, facts)), [*found])
+
+
+def _network_checks(
+    context: SparkContext, workers: int, store: Store | str | None
+) -> Iterator[Check]:
+    """Let driver and workers dial each other and use the store, where one is given."""
+    with contextlib.ExitStack() as stack:
+        probe = None
+        try:
+            if isinstance(store, str):
+                kind = HDFSStore if store.startswith(f"{HDFSStore.scheme}://") else LocalStore
+                store = kind(store)
+            if store is not None:
+                probe = stack.enter_context(StoreProbe(store))
+        except CerebroHydraError as error:
+            problem = f"the driver can't use it: {error}"
+            yield Check("store", None, [Finding("store", problem, "give another store")])
+        try:
+            driver, reaches = network_check.dial_everybody(context, workers, probe)
+        except SetupError as error:
+            finding = Finding("spark.driver.host", str(error), "set it to an address of the driver")
+            yield Check("network", None, [finding])
+            return
+        except Exception as error:
+            problem = f"Spark could not run the job that checks it: {_why(error)}"
+            remedy = "mend what else is wrong, and see the executors' logs"
+            yield Check("network", None, [Finding("network", problem, remedy)])
+            return
+        addresses = ", ".join(sorted(reach.address for reach in reaches if reach.address))
+        seen = f"driver {driver}, workers {addresses or 'none'}"
+        yield Check("network", seen, [found for reach in reaches for found in reach.findings])
+        if probe is not None and isinstance(store, Store):
+            yield Check("store", store.prefix, [*network_check.check_store(reaches, probe)])
+
+
+def _is_local(context: SparkContext) -> bool:
+    return parse_local_master(str(context.master)) is not None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _why(error: Exception) -> str:
+    """Return the line of a Java error's text that says why."""
+    told = str(error).strip().splitlines() or [type(error).__name__]
+    return next(
+        (line for line in told if "Exception:" in line or "Error:" in line), told[0]
+    ).strip()
