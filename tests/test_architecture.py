@@ -43,6 +43,7 @@ REPLAY_MAY_IMPORT = ("errors", "recipe", "data", "storage", "plan.seeds", "repla
 ONLY_IN = {
     "petastorm": ("data/petastorm_reader.py", "data/row_store.py"),
     "pyarrow.flight": ("wire",),
+    "cryptography": ("wire",),
     "pyspark": ("spark", "ml", "data/prepare.py", "testing"),
     "py4j": ("spark",),
     "jinja2": ("observe",),

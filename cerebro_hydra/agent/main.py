@@ -44,7 +44,8 @@ from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.address import own_host
-from cerebro_hydra.wire.control import ControlClient
+from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.messages import ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
 from cerebro_hydra.wire.shard_server import ShardServer
@@ -59,9 +60,9 @@ def run_agent(worker: int, spec: dict[str, Any], factory: Callable[..., Any]) ->
 
     Args:
         worker: slot number; partitions p with p % num_workers == worker are its own.
-        spec: JSON of the coordinator: where it is, the secret, the store, the run, the data. The
-            launcher may add the folder for scratch, the address to listen on (`host`; else the one
-            that leads to the driver), the addresses of its GPUs, and its name for this start
+        spec: JSON of the coordinator: where it is, the credentials, the store, the run, the data.
+            The launcher may add the folder for scratch, the address to listen on (`host`; else the
+            one that leads to the driver), the addresses of its GPUs, and its name for this start
             (`task`).
         factory: the user's `estimator_gen_fn`.
 
@@ -114,12 +115,13 @@ class _Agent:
         self._stopping = threading.Event()
         self._ready = threading.Event()
         host = spec.get("host") or own_host(spec["control"])
-        self._server = ShardServer(host, spec["secret"], self._published)
+        credentials = Credentials.from_json(spec["credentials"])
+        self._server = ShardServer(host, credentials, self._published)
         self._fetch_manager = FetchManager(
             self._incarnation,
             self._shard_store,
             self._folder,
-            lambda uri: ShardClient(uri, spec["secret"], digest),
+            lambda uri: ShardClient(uri, credentials, digest),
             lambda trial, visit: self._report(
                 events.StateReceived(trial, visit, self._incarnation)
             ),
@@ -137,7 +139,7 @@ class _Agent:
             "python": platform.python_version(),
         }
         self._control = ControlClient(
-            spec["control"], spec["secret"], hello, self._on_message, self._on_closed
+            spec["control"], credentials, hello, self._on_message, self._on_closed
         )
         document = RunDocument.from_json(self._control.welcome["document"])
         torch.set_num_threads(document.threads)

@@ -19,7 +19,7 @@ from cerebro_hydra.errors import (
 )
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.launcher import Launcher
-from cerebro_hydra.hopper.roster import Roster
+from cerebro_hydra.hopper.roster import Member, Roster
 from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import (
@@ -45,8 +45,8 @@ from cerebro_hydra.plan.instructions import (
 )
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
-from cerebro_hydra.wire.control import ControlServer
-from cerebro_hydra.wire.secret import new_secret
+from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire.credentials import Credentials, new_credentials
 
 FOR_AGENTS = (StartSubEpoch, FetchShards, Evaluate, Cancel, Checkpoint, Drop)
 
@@ -70,7 +70,7 @@ class _Exit:
 MergeStates = Callable[[int, list[dict[str, Any]]], dict[str, float]]
 """Merges what a trial's custom metrics made of each validation partition, in partition order."""
 
-_Item = Event | dict[str, Any] | _Exit
+_Item = Event | Member | dict[str, Any] | _Exit
 
 
 class Coordinator:
@@ -132,15 +132,17 @@ class Coordinator:
             StoreError: an agent can't write to the run folder.
         """
         begun = time.monotonic()
-        secret = new_secret()
+        credentials = new_credentials(self._launcher.tls)
         self._observers.on_record({"kind": "start", "document": self._document.to_json()})
         self._journal = Journal(self._folder, self._config)
         self._control = ControlServer(
-            self._launcher.host, secret, self._on_hello, self._on_message, self._on_closed
+            self._launcher.host, credentials, self._on_hello, self._on_message, self._on_closed
         )
         try:
             self._launcher.start(
-                self._agent_spec(secret), self._factory, lambda error: self._inbox.put(_Exit(error))
+                self._agent_spec(credentials),
+                self._factory,
+                lambda error: self._inbox.put(_Exit(error)),
             )
             self._decide_until_over()
         finally:
@@ -164,10 +166,10 @@ class Coordinator:
         if results:
             self._folder.sweep(results)
 
-    def _agent_spec(self, secret: str) -> dict[str, Any]:
+    def _agent_spec(self, credentials: Credentials) -> dict[str, Any]:
         return {
             "control": self._control.uri,
-            "secret": secret,
+            "credentials": credentials.to_json(),
             "num_workers": self._launcher.num_workers,
             "store": self._folder.store.to_dict(),
             "run_id": self._folder.run_id,
@@ -177,7 +179,7 @@ class Coordinator:
     # ------------------------------------------------------------------ callbacks of the wire
 
     def _on_hello(self, hello: dict[str, Any]) -> dict[str, Any]:
-        self._inbox.put({"hello": hello})
+        self._inbox.put(Member.of_hello(hello, self._roster.num_workers))
         return {"document": self._document.to_json()}
 
     def _on_message(self, incarnation: str, message: dict[str, Any]) -> None:
@@ -231,11 +233,11 @@ class Coordinator:
             return item
         if isinstance(item, SubEpochDone | EvaluationDone):
             self._roster.worked(item.incarnation)
+        if isinstance(item, Member):
+            self._roster.admit(item)
+            return None
         if not isinstance(item, dict):
             return item
-        if "hello" in item:
-            self._roster.admit(item["hello"])
-            return None
         member = self._roster.member(item["incarnation"])
         self._observers.on_record({**item, "worker": member.worker})
         if item["kind"] == "fatal":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from cerebro_hydra.wire.credentials import TLS
+
 
 class Launcher(Protocol):
     """Starts agents and keeps their number up.
@@ -14,11 +16,12 @@ class Launcher(Protocol):
     thread, when no agent will be started any more: with None after a regular end.
 
     Each start gets a number of its own in `spec["task"]`. `host` is the address of this machine
-    on which the driver listens and which agents dial.
+    on which the driver listens and which agents dial; `tls` says whether they do so with TLS.
     """
 
     num_workers: int
     host: str
+    tls: bool | TLS
 
     def start(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.events import WorkerJoined
 
 
@@ -19,6 +20,32 @@ class Member:
     host: str
     partitions: tuple[int, ...]
     task: int | None = None
+
+    @classmethod
+    def of_hello(cls, hello: Mapping[str, Any], num_workers: int) -> Member:
+        """Return the agent that introduces itself.
+
+        Raises:
+            ConfigurationError: the hello lacks a field, or one of them can't be used.
+        """
+        try:
+            member = cls(
+                worker=int(hello["worker"]),
+                incarnation=str(hello["incarnation"]),
+                uri=str(hello["uri"]),
+                host=str(hello["host"]),
+                partitions=tuple(int(p) for p in hello["partitions"]),
+                task=hello.get("task"),
+            )
+        except KeyError as error:
+            raise ConfigurationError(
+                f"the agent's hello has no {error}; run the same version on driver and workers"
+            ) from error
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"the agent's hello can't be used: {error}") from error
+        if not 0 <= member.worker < num_workers:
+            raise ConfigurationError(f"worker {member.worker} is not one of 0..{num_workers - 1}")
+        return member
 
     @property
     def joined(self) -> WorkerJoined:
@@ -34,19 +61,10 @@ class Roster:
         self._live: dict[int, str] = {}
         self._losses: dict[int, int] = {}
 
-    def admit(self, hello: dict[str, Any]) -> Member:
+    def admit(self, member: Member) -> None:
         """Take in an agent; a newer incarnation of a worker replaces the older one."""
-        member = Member(
-            worker=int(hello["worker"]),
-            incarnation=str(hello["incarnation"]),
-            uri=str(hello["uri"]),
-            host=str(hello["host"]),
-            partitions=tuple(int(p) for p in hello["partitions"]),
-            task=hello.get("task"),
-        )
         self._members[member.incarnation] = member
         self._live[member.worker] = member.incarnation
-        return member
 
     def leave(self, incarnation: str) -> None:
         """Note that an agent is gone, unless a newer one has its place already."""

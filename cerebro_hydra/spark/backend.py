@@ -10,6 +10,7 @@ from cerebro_hydra.spark import checks
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.session import WORKERS_SETTING
 from cerebro_hydra.storage import Store, require_store
+from cerebro_hydra.wire.credentials import TLS, new_credentials
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -31,6 +32,8 @@ class SparkBackend:
         num_workers: agents, and partitions of the data. None takes what `local_spark` was asked
             for, else every task slot.
         verbose: 0 is silent, 1 shows progress.
+        tls: True encrypts what driver and agents send each other, with a certificate made for each
+            run; a `TLS` names the files of one to use instead. docs/cluster.md says more.
 
     Raises:
         ConfigurationError: an argument can't be used.
@@ -43,6 +46,7 @@ class SparkBackend:
         spark_context: SparkContext | SparkSession | None = None,
         num_workers: int | None = None,
         verbose: int = 1,
+        tls: bool | TLS = False,
     ) -> None:
         self.spark_context = context_of(spark_context)
         self.verbose = verbose
@@ -51,6 +55,8 @@ class SparkBackend:
             num_workers = int(made_for) if made_for else checks.slots_of(self.spark_context)
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
             raise ConfigurationError(f"num_workers is {num_workers!r}; it is a whole number from 1")
+        new_credentials(tls)  # what can't be used is refused here, not when a run starts
+        self.tls = tls
         self.num_workers = num_workers
         checks.check(self.spark_context, num_workers)
 
@@ -140,7 +146,7 @@ class SparkBackend:
 
     def launcher(self) -> SparkLauncher:
         """What starts and stops the agents of one run."""
-        return SparkLauncher(self.spark_context, self.num_workers)
+        return SparkLauncher(self.spark_context, self.num_workers, tls=self.tls)
 
 
 def _columns(features: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.storage import Store
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.testing.local_launcher import LocalLauncher
+from cerebro_hydra.wire.credentials import TLS
 
 
 class Arrays:
@@ -29,14 +30,17 @@ class LocalBackend:
     """What a search needs of a backend, on this machine and without Java.
 
     Everything but Spark is real: prepared files, agents in processes of their own, the wire,
-    the coordinator and its journal. `agents` is the launcher of the latest run; for `preloaded`
-    see there.
+    the coordinator and its journal. `agents` is the launcher of the latest run, which documents
+    `preloaded` and `tls`.
     """
 
-    def __init__(self, num_workers: int, preloaded: Sequence[str] = ()) -> None:
+    def __init__(
+        self, num_workers: int, preloaded: Sequence[str] = (), tls: bool | TLS = False
+    ) -> None:
         self.num_workers = num_workers
         self._preloaded = preloaded
-        self.agents = LocalLauncher(num_workers, preloaded=preloaded)
+        self._tls = tls
+        self.agents = self.launcher()
 
     def prepare_data(
         self,
@@ -62,5 +66,5 @@ class LocalBackend:
         return describe(store, columns, self.num_workers, validation, seed)
 
     def launcher(self) -> LocalLauncher:
-        self.agents = LocalLauncher(self.num_workers, preloaded=self._preloaded)
+        self.agents = LocalLauncher(self.num_workers, preloaded=self._preloaded, tls=self._tls)
         return self.agents

@@ -13,7 +13,8 @@ from typing import Any
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.instructions import Checkpoint, Evaluate, StartSubEpoch
-from cerebro_hydra.wire.control import ControlClient
+from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.messages import ControlFailed
 
 
@@ -35,9 +36,12 @@ class ScriptedAgent:
             "task": spec["task"],
         }
         self._control = ControlClient(
-            spec["control"], spec["secret"], hello, self._inbox.put, lambda reason: self.stop()
+            spec["control"],
+            Credentials.from_json(spec["credentials"]),
+            hello,
+            self._inbox.put,
+            lambda reason: self.stop(),
         )
-
         self._control.send({"kind": "agent", "pid": 7, "gpus": [str(worker)], "numeric": {}})
 
     def stop(self) -> None:
@@ -89,15 +93,20 @@ class ScriptedLauncher:
         num_workers: int,
         present: int | None = None,
         script: Callable[[Any, str], Any] | None = None,
+        tls: bool = False,
     ) -> None:
         self.num_workers = num_workers
         self.host = "127.0.0.1"
+        self.tls = tls
+        self.spec: dict[str, Any] = {}
         self.given_up: list[tuple[int, int | None]] = []
         self._present = num_workers if present is None else present
         self._script = script
         self._threads: list[threading.Thread] = []
 
     def start(self, spec: dict[str, Any], factory: Any, on_exit: Any) -> None:
+        self.spec = spec
+
         def keep_up(worker: int) -> None:
             with contextlib.suppress(ControlFailed):  # the driver gave up
                 for task in itertools.count(10 * worker):

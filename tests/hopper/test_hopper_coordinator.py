@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import WORKERS_FILE, RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.credentials import Credentials
+from cerebro_hydra.wire.messages import ControlFailed
 from tests.hopper.scripted_agents import ScriptedLauncher
 
 
@@ -219,6 +223,54 @@ def test_a_custom_metric_without_a_value_fails_its_trial_with_both_names(tmp_pat
 def test_custom_metrics_that_nothing_measures_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"trial 0 has the custom metrics \['auc'\]"):
         run(tmp_path, ScriptedLauncher(1), document(1, 1, 1, custom_metrics=("auc",)))
+
+
+def test_with_tls_the_run_is_the_same_and_neither_key_nor_secret_is_in_its_records(
+    tmp_path: Any,
+) -> None:
+    launcher = ScriptedLauncher(2, tls=True)
+    folder, state, tape = run(tmp_path, launcher, document(3, 2, 2))
+    assert [trial.status for trial in state.trials] == ["finished"] * 3
+    assert launcher.spec["control"].startswith("tls://")
+    credentials = launcher.spec["credentials"]
+    written = [path.read_text() for path in Path(folder.path).rglob("*") if path.is_file()]
+    assert len(written) > 2
+    for text in (*written, repr(tape.records)):
+        assert credentials["secret"] not in text
+        assert "PRIVATE KEY" not in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"worker": None}, "the agent's hello can't be used"),
+        ({"worker": 7}, "worker 7 is not one of 0..1"),
+        ({"partitions": 3}, "the agent's hello can't be used"),
+        ({"uri": ...}, "the agent's hello has no 'uri'"),
+        ({"worker": ...}, "the agent's hello has no 'worker'"),
+    ],
+)
+def test_a_hello_that_can_not_be_used_is_refused_in_words_and_the_run_goes_on(
+    tmp_path: Any, changed: dict[str, Any], why: str
+) -> None:
+    refusals: list[str] = []
+
+    def script(instruction: Any, incarnation: str) -> None:
+        if not refusals:
+            whole = {"worker": 0, "partitions": [0], "uri": "grpc://127.0.0.1:1", "host": "here"}
+            changed_hello = {"incarnation": "stranger", **whole, **changed}
+            hello = {name: value for name, value in changed_hello.items() if value is not ...}
+            credentials = Credentials.from_json(launcher.spec["credentials"])
+            try:
+                ControlClient(launcher.spec["control"], credentials, hello, print, print)
+                refusals.append("was welcomed")
+            except ControlFailed as error:
+                refusals.append(str(error))
+
+    launcher = ScriptedLauncher(2, script=script)
+    _, state, _ = run(tmp_path, launcher, document(1, 2, 1))
+    assert [trial.status for trial in state.trials] == ["finished"]
+    assert why in refusals[0]
 
 
 def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
