@@ -26,10 +26,12 @@ if TYPE_CHECKING:
         hp_quniform,
         hp_uniform,
     )
+    from cerebro_hydra.wire.credentials import TLS
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "TLS",
     "GridSearch",
     "HDFSStore",
     "LocalStore",
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "TLS": "cerebro_hydra.wire.credentials",
     "GridSearch": "cerebro_hydra.tune",
     "HDFSStore": "cerebro_hydra.storage",
     "LocalStore": "cerebro_hydra.storage",

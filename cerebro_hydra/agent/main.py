@@ -39,7 +39,7 @@ from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import Store
 from cerebro_hydra.wire.address import own_host
-from cerebro_hydra.wire.control import ControlClient
+from cerebro_hydra.wire.control_client import ControlClient
 from cerebro_hydra.wire.messages import ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
 from cerebro_hydra.wire.shard_server import ShardServer
@@ -91,12 +91,12 @@ class _Agent:
         self._stopping = threading.Event()
         self._ready = threading.Event()
         host = start.host or own_host(spec.control)
-        self._server = ShardServer(host, spec.secret, self._published)
+        self._server = ShardServer(host, spec.credentials, self._published)
         self._fetch_manager = FetchManager(
             self._incarnation,
             self._shard_store,
             self._folder,
-            lambda uri: ShardClient(uri, spec.secret, digest),
+            lambda uri: ShardClient(uri, spec.credentials, digest),
             lambda trial, visit: self._report(
                 events.StateReceived(trial, visit, self._incarnation)
             ),
@@ -113,7 +113,7 @@ class _Agent:
         )
         # Dialled before rows are read, so that the user hears at once if they can't be.
         self._control = ControlClient(
-            spec.control, spec.secret, info.to_json(), self._on_message, self._on_closed
+            spec.control, spec.credentials, info.to_json(), self._on_message, self._on_closed
         )
         own = spec.partitions(start.worker)
         try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.wire.credentials import Credentials
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,14 @@ class AgentSpec:
 
     Args:
         control: where the coordinator listens.
-        secret: what agents and coordinator know each other by.
+        credentials: by which agents and coordinator know each other.
         num_workers: how many agents the run has.
         document: the run, with its store and all its trials.
         manifest: the run's data.
     """
 
     control: str
-    secret: str = field(repr=False)
+    credentials: Credentials
     num_workers: int
     document: RunDocument
     manifest: Manifest
@@ -40,15 +41,22 @@ class AgentSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json` writes."""
-        nested = {"document": self.document.to_json(), "manifest": self.manifest.to_json()}
+        nested = {
+            "credentials": self.credentials.to_json(),
+            "document": self.document.to_json(),
+            "manifest": self.manifest.to_json(),
+        }
         return {**vars(self), **nested}
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> AgentSpec:
         """Return the spec that `to_json` described."""
-        document = RunDocument.from_json(doc["document"])
-        manifest = Manifest.from_json(doc["manifest"])
-        return cls(**{**doc, "document": document, "manifest": manifest})
+        nested = {
+            "credentials": Credentials.from_json(doc["credentials"]),
+            "document": RunDocument.from_json(doc["document"]),
+            "manifest": Manifest.from_json(doc["manifest"]),
+        }
+        return cls(**{**doc, **nested})
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ from cerebro_hydra.plan.instructions import (
 )
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
-from cerebro_hydra.wire.control import ControlServer
-from cerebro_hydra.wire.secret import new_secret
+from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire.credentials import Credentials, new_credentials
 
 FATAL = {kind.__name__: kind for kind in (DataError, StoreError)}
 """Errors of an agent that any other agent in its place would meet too."""
@@ -145,15 +145,15 @@ class Coordinator:
             StoreError: an agent can't write to the run folder.
         """
         begun = time.monotonic()
-        secret = new_secret()
+        credentials = new_credentials(self._launcher.tls)
         self._observers.on_record(RunStarted(self._document))
         self._journal = Journal(self._folder, self._config)
         self._control = ControlServer(
-            self._launcher.host, secret, self._on_hello, self._on_message, self._on_closed
+            self._launcher.host, credentials, self._on_hello, self._on_message, self._on_closed
         )
         try:
             self._launcher.start(
-                self._agent_spec(secret),
+                self._agent_spec(credentials),
                 self._factory,
                 lambda error: self._inbox.put(_JobEnded(error)),
             )
@@ -178,10 +178,10 @@ class Coordinator:
         if results:
             self._folder.sweep(results)
 
-    def _agent_spec(self, secret: str) -> AgentSpec:
+    def _agent_spec(self, credentials: Credentials) -> AgentSpec:
         return AgentSpec(
             control=self._control.uri,
-            secret=secret,
+            credentials=credentials,
             num_workers=self._launcher.num_workers,
             document=self._document,
             manifest=self._manifest,

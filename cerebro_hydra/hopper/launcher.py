@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cerebro_hydra.hopper.agent_spec import AgentSpec
+from cerebro_hydra.wire.credentials import TLS
 
 Factory = Callable[..., Any]
 """The user's `estimator_gen_fn`."""
@@ -17,11 +18,12 @@ class Launcher(Protocol):
     """Starts agents and keeps their number up.
 
     `num_workers` is how many agents there are. `host` is the address of this machine on which the
-    coordinator listens and which agents dial.
+    coordinator listens and which agents dial; `tls` says whether they do so with TLS.
     """
 
     num_workers: int
     host: str
+    tls: bool | TLS
 
     def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
         """Start the agents and return at once.

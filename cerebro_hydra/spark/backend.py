@@ -10,6 +10,7 @@ from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.session import context_of, workers_of
 from cerebro_hydra.storage import Store, require_store
+from cerebro_hydra.wire.credentials import TLS, new_credentials
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -31,6 +32,8 @@ class SparkBackend:
         num_workers: agents, and partitions of the data. None takes what `local_spark` was asked
             for, else every task slot.
         verbose: 0 is silent, 1 shows progress and says on standard error what is waited for.
+        tls: True encrypts what driver and agents send each other, with a certificate made for each
+            run; a `TLS` names the files of one to use instead. docs/cluster.md says more.
 
     While other jobs hold the task slots that agents need, or a cluster still starts executors, the
     constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
@@ -46,9 +49,12 @@ class SparkBackend:
         spark_context: SparkContext | SparkSession | None = None,
         num_workers: int | None = None,
         verbose: int = 1,
+        tls: bool | TLS = False,
     ) -> None:
         self.spark_context = context_of(spark_context)
         self.verbose = verbose
+        new_credentials(tls)  # what can't be used is refused here, not when a run starts
+        self.tls = tls
         self.num_workers = workers_of(self.spark_context, num_workers)
         preflight.require_ready(self.spark_context, self.num_workers, verbose > 0)
 
@@ -146,4 +152,4 @@ class SparkBackend:
 
     def launcher(self) -> SparkLauncher:
         """Return what starts and stops the agents of one run."""
-        return SparkLauncher(self.spark_context, self.num_workers)
+        return SparkLauncher(self.spark_context, self.num_workers, tls=self.tls)

@@ -17,6 +17,7 @@ from cerebro_hydra.hopper.launcher import Factory, OnExit
 from cerebro_hydra.spark.gpus import pinned
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder
 from cerebro_hydra.spark.worker_check import worker_failure
+from cerebro_hydra.wire.credentials import TLS
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -44,13 +45,19 @@ class SparkLauncher:
         spark_context: where the tasks run.
         num_workers: how many; each holds a task slot until the run is over.
         agent: what a task runs; the default is the agent itself.
+        tls: whether control and shards use TLS, and with which certificate.
     """
 
     def __init__(
-        self, spark_context: SparkContext, num_workers: int, agent: Agent = run_agent
+        self,
+        spark_context: SparkContext,
+        num_workers: int,
+        agent: Agent = run_agent,
+        tls: bool | TLS = False,
     ) -> None:
         self.num_workers = num_workers
         self.host = driver_host(spark_context)
+        self.tls = tls
         self._spark_context = spark_context
         self._agent = agent
         self._thread: threading.Thread | None = None

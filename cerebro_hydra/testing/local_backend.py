@@ -13,6 +13,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.storage import Store
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.testing.local_launcher import LocalLauncher
+from cerebro_hydra.wire.credentials import TLS
 
 
 class Arrays:
@@ -35,12 +36,16 @@ class LocalBackend:
     Args:
         num_workers: agents, and partitions of the data.
         preloaded: modules that agents load before they start; see `LocalLauncher`.
+        tls: whether connections are encrypted; see `LocalLauncher`.
     """
 
-    def __init__(self, num_workers: int, preloaded: Sequence[str] = ()) -> None:
+    def __init__(
+        self, num_workers: int, preloaded: Sequence[str] = (), tls: bool | TLS = False
+    ) -> None:
         self.num_workers = num_workers
         self._preloaded = preloaded
-        self.agents = LocalLauncher(num_workers, preloaded=preloaded)
+        self._tls = tls
+        self.agents = self.launcher()
 
     def prepare(self, store: Store, df: Arrays, spec: DataSpec) -> Manifest:
         """Write arrays as prepared data; `validation` is a share or None."""
@@ -54,5 +59,5 @@ class LocalBackend:
 
     def launcher(self) -> LocalLauncher:
         """Return a launcher of local processes, which becomes `agents`."""
-        self.agents = LocalLauncher(self.num_workers, preloaded=self._preloaded)
+        self.agents = LocalLauncher(self.num_workers, preloaded=self._preloaded, tls=self._tls)
         return self.agents

@@ -14,6 +14,7 @@ from cerebro_hydra.errors import SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
 from cerebro_hydra.spark.daemon import PRELOADED
+from cerebro_hydra.wire.credentials import TLS
 
 _OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission", "torch.export._trace")
 
@@ -29,13 +30,19 @@ class LocalLauncher:
         num_workers: how many agents.
         max_failures: deaths of one worker after which the launcher gives up.
         preloaded: modules that this process loads too.
+        tls: whether control and shards use TLS, and with which certificate.
     """
 
     def __init__(
-        self, num_workers: int, max_failures: int = 8, preloaded: Sequence[str] = ()
+        self,
+        num_workers: int,
+        max_failures: int = 8,
+        preloaded: Sequence[str] = (),
+        tls: bool | TLS = False,
     ) -> None:
         self.num_workers = num_workers
         self.host = "127.0.0.1"
+        self.tls = tls
         self._max_failures = max_failures
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])

@@ -1,1 +1,1 @@
-"""How it travels: shard transfer and control over Arrow Flight, tensors and JSON only."""
+"""How it travels: shards over Arrow Flight, control as lines of JSON, both with TLS on request."""

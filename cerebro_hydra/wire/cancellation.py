@@ -1,4 +1,4 @@
-"""Takes back waits that run on other threads."""
+"""Ends waits of other threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Cancellation:
-    """A switch, thrown once; what is done under it ends, and what starts later never begins."""
+    """Ends, once it is called for, all waits that were registered with it, and all later ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -17,11 +17,11 @@ class Cancellation:
 
     @property
     def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
+        """Return whether `cancel` was called."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Throw the switch; may be called from any thread, and again."""
+        """End all waits; any thread may call this, and more than once."""
         with self._lock:
             self._cancelled = True
             ends, self._ends = self._ends, []
@@ -30,7 +30,7 @@ class Cancellation:
 
     @contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
-        """Have `end` called by `cancel` during the block, or at once if it was thrown before."""
+        """Have `cancel` call `end` during the block; after `cancel`, call it at once."""
         with self._lock:
             if not self._cancelled:
                 self._ends.append(end)

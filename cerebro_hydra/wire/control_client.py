@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import json
 import logging
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.flight as fl
+from urllib.parse import urlsplit
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.wire.address import brief, connect
+from cerebro_hydra.wire.connection import GRACE, LONGEST_MESSAGE, Connection, Message
+from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.messages import ControlFailed
-from cerebro_hydra.wire.outbox import Outbox, Silence, encode
-
-_GRACE = 5.0  # seconds that close() waits for the driver to take what was sent
 
 _log = logging.getLogger(__name__)
-
-Message = dict[str, Any]
 
 
 class ControlClient:
@@ -30,20 +29,21 @@ class ControlClient:
 
     `hello` names the agent's `incarnation`. `on_message(message)` is called for each message, in
     order, and `on_closed(reason)` once after the last: the driver said goodbye, its process died
-    (at once), or nothing came for `silence` seconds. After the agent's own `close()` it isn't
-    called. Callbacks run one at a time on a thread of this object, possibly before the
-    constructor has returned; while one runs, nothing else is received. They may call `send` and
-    `close`. `send` works from any thread and never waits.
+    (at once), or nothing came for `silence` seconds. After the agent's own `close()` neither is
+    called. Callbacks run one at a time on a thread of their own, possibly before the constructor
+    has returned; they may take long, and may call `send` and `close`. `send` works from any thread
+    and never waits. Another thread sends and receives.
 
     Raises:
-        ConfigurationError: if `hello` names no incarnation.
-        ControlFailed: if the driver can't be reached, or refuses the secret or the hello.
+        ConfigurationError: if `hello` names no incarnation, or only one side uses TLS.
+        ControlFailed: if the driver can't be reached, shows another certificate, or refuses the
+            secret or the hello.
     """
 
     def __init__(
         self,
         uri: str,
-        secret: str,
+        credentials: Credentials,
         hello: Mapping[str, Any],
         on_message: Callable[[Message], None],
         on_closed: Callable[[str], None],
@@ -57,102 +57,96 @@ class ControlClient:
         self._on_message = on_message
         self._on_closed = on_closed
         self._interval = interval
-        self._silence = Silence(silence, interval)
-        self._closing = threading.Event()
-        self._ended = threading.Event()
-        self._busy = threading.Lock()
-        self._silent = False
-        self._client = connect(uri, secret)
-        self.welcome: Message = self._dial(hello)
-        self._outbox = Outbox(self._write, self._writer.done_writing, interval)
-        self._outbox.start()
-        self._reading = threading.Thread(target=self._read, name="wire-control", daemon=True)
-        self._reading.start()
-        threading.Thread(target=self._watch, name="wire-watch", daemon=True).start()
+        self._silence = silence
+        self._closing = False
+        self._inbox: SimpleQueue[Message | str] = SimpleQueue()
+        self._answer: Future[Message] = Future()
+        tls: dict[str, Any] = {}
+        if (certificate := credentials.certificate_for(uri)) is not None:
+            tls["ssl"] = certificate.client_context()
+            tls["server_hostname"] = certificate.name
+            tls["ssl_handshake_timeout"] = silence
+            tls["ssl_shutdown_timeout"] = GRACE
+        greeting = f"{credentials.secret}\n{json.dumps(dict(hello))}\n".encode()
+        self._thread = threading.Thread(
+            target=asyncio.run,
+            args=(self._converse(greeting, tls),),
+            name="wire-control",
+            daemon=True,
+        )
+        self._thread.start()
+        self.welcome = self._answer.result()
+        threading.Thread(target=self._deliver, name="wire-messages", daemon=True).start()
         atexit.register(self.close)
 
     def send(self, message: Mapping[str, Any]) -> bool:
         """Queue a message and return at once; False if the connection has ended."""
-        return self._outbox.put(message)
+        return self._connection.send(message)
 
     def close(self) -> None:
         """Deliver what was sent and end the connection; waits some seconds at most."""
         atexit.unregister(self.close)
-        self._closing.set()
-        self._outbox.end({"bye": "the agent closed the connection"})
-        if threading.current_thread() is self._reading:
-            return  # called by a callback: the reading thread ends by itself
-        if not self._ended.wait(_GRACE):
-            self._reader.cancel()
-            self._reading.join(_GRACE)
+        self._closing = True
+        self._hang_up("the agent closed the connection")
+        self._thread.join()
 
-    def _dial(self, hello: Mapping[str, Any]) -> Message:
-        limit = threading.Timer(self._silence.limit, lambda: self._reader.cancel())
-        limit.daemon = True
+    def _hang_up(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the connection and its loop have ended
+            self._loop.call_soon_threadsafe(self._connection.hang_up, reason)
+
+    async def _converse(self, greeting: bytes, tls: Mapping[str, Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        driver = urlsplit(self._uri)
         try:
-            self._writer, self._reader = self._client.do_exchange(
-                fl.FlightDescriptor.for_command(encode(hello))
+            dialled = socket.create_connection((driver.hostname, driver.port), self._silence)
+            _, self._connection = await self._loop.create_connection(
+                self._made, sock=dialled, **tls
             )
-            limit.start()
-            self._write(b"[]")  # the hello travels with the first frame
-            answer = json.loads(self._reader.read_chunk().app_metadata.to_pybytes())
-        except (pa.ArrowException, OSError, StopIteration) as error:
-            self._hang_up()
-            raise ControlFailed(f"no control connection to {self._uri}: {brief(error)}") from error
-        finally:
-            limit.cancel()
-        if "welcome" not in answer:
-            self._hang_up()
-            raise ControlFailed(f"the driver at {self._uri} refused: {answer.get('refused')}")
-        welcome: Message = answer["welcome"]
-        return welcome
-
-    def _write(self, frame: bytes) -> None:
-        self._writer.write_metadata(pa.py_buffer(frame))
-
-    def _read(self) -> None:
-        reason = f"the connection to the driver at {self._uri} broke"
-        try:
-            for chunk in self._reader:
-                with self._busy:
-                    frame = json.loads(chunk.app_metadata.to_pybytes())
-                    if isinstance(frame, dict):
-                        reason = str(frame["bye"])
-                        self._outbox.end({"bye": "the driver said goodbye"})
-                    else:
-                        for message in frame:
-                            self._on_message(message)
-                    self._silence.heard()
-        except (pa.ArrowException, OSError) as error:
-            if self._silent:
-                reason = f"no heartbeat from the driver for {self._silence.limit:.1f} s"
-            else:
-                reason = f"{reason}: {brief(error)}"
         except Exception as error:
-            _log.exception("a message of the driver can't be handled")
-            reason = f"a message can't be handled: {type(error).__name__}: {error}"
-            self._reader.cancel()
-        self._outbox.abandon()
-        self._outbox.join()
-        self._hang_up()
-        self._ended.set()
-        if not self._closing.is_set():
-            atexit.unregister(self.close)
-            self._on_closed(reason)
+            why = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, ssl.SSLError):
+                why += "; the driver has another certificate than this run's, or no TLS"
+            self._answer.set_exception(self._failed(why))
+        else:
+            self._connection.write(greeting)
+            await self._connection.gone
 
-    def _watch(self) -> None:
-        while not self._ended.wait(self._interval):
-            if not self._busy.acquire(blocking=False):
-                continue  # a callback is running: the driver can't be heard now
+    def _made(self) -> Connection:
+        connection = Connection(set(), LONGEST_MESSAGE, self._silence)
+        connection.on_line = self._take_answer
+        connection.on_message = self._inbox.put
+        connection.on_end = self._end
+        return connection
+
+    def _take_answer(self, line: bytes) -> None:
+        answer = json.loads(line)
+        if "welcome" in answer:
+            self._connection.open(self._interval, self._silence)
+            self._answer.set_result(answer["welcome"])
+        else:
+            refusal = f"the driver at {self._uri} refused: {answer['bye']}"
+            self._answer.set_exception(ControlFailed(refusal))
+            self._connection.hang_up(refusal)
+
+    def _end(self, reason: str) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(
+                self._failed(f"{reason}; if the driver uses TLS, this agent must too")
+            )
+        self._inbox.put(reason)
+
+    def _deliver(self) -> None:
+        while isinstance(item := self._inbox.get(), dict) and not self._closing:
             try:
-                self._silent = self._silence.tick()
-            finally:
-                self._busy.release()
-            if self._silent:
-                self._reader.cancel()
-                return
+                self._on_message(item)
+            except Exception as error:
+                _log.exception("a message of the driver can't be handled")
+                item = f"a message can't be handled: {type(error).__name__}: {error}"
+                self._hang_up(item)
+                break
+        if not self._closing:
+            atexit.unregister(self.close)
+            self._on_closed(str(item))
 
-    def _hang_up(self) -> None:
-        with contextlib.suppress(pa.ArrowException, OSError, AttributeError):
-            self._writer.close()
-        self._client.close()
+    def _failed(self, why: str) -> ControlFailed:
+        return ControlFailed(f"no control connection to {self._uri}: {why}")

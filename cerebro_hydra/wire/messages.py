@@ -1,4 +1,4 @@
-"""The small values that cross the wire, or describe what crossed it."""
+"""Names of shards, requests for them, and descriptions of what was fetched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShardKey:
 
 
 class Publication(Protocol):
-    """A shard that its owner gives away.
+    """A shard that its owner gives to whoever asks.
 
     `segments` maps a segment's name ("frozen", "trainable") to its digest and its bytes, any
     C-contiguous buffer. The bytes must stay unchanged for as long as the shard is published.
@@ -45,11 +45,11 @@ class Publication(Protocol):
 
     @property
     def segments(self) -> Mapping[str, tuple[str, Any]]:
-        """Name → (digest, buffer)."""
+        """Return the digest and the buffer of each segment, by its name."""
 
     @property
     def cursor(self) -> Mapping[str, Any]:
-        """The JSON that travels with the trial."""
+        """Return the JSON that travels with the trial."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class FetchedSegment:
 
 @dataclass(frozen=True)
 class FetchedShard:
-    """A fetched shard and what it cost.
+    """A fetched shard and what its transfer cost.
 
-    `seconds` runs from the arrival of the reply's header to the last byte in place: the wait
-    for the owner to publish isn't in it.
+    `seconds` runs from the arrival of the reply's header to the last byte in place, without the
+    wait for the owner to publish the shard.
     """
 
     segments: dict[str, FetchedSegment]

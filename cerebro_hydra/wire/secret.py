@@ -1,9 +1,8 @@
-"""The run's secret: sent with every call, checked before any call is served."""
+"""The run's secret in Flight: sent with every call, checked before any call is served."""
 
 from __future__ import annotations
 
 import hmac
-import secrets
 from collections.abc import Mapping
 
 import pyarrow.flight as fl
@@ -12,13 +11,8 @@ _HEADER = "authorization"
 _SCHEME = "Bearer "
 
 
-def new_secret() -> str:
-    """Return a fresh secret of 256 random bits, as hex."""
-    return secrets.token_hex(32)
-
-
 class SecretRequired(fl.ServerMiddlewareFactory):
-    """Server middleware: refuses every call, handshakes included, that lacks the secret."""
+    """Refuses, as a server's middleware, every call that lacks the secret, handshakes included."""
 
     def __init__(self, secret: str) -> None:
         super().__init__()
@@ -33,7 +27,7 @@ class SecretRequired(fl.ServerMiddlewareFactory):
 
 
 class SecretSent(fl.ClientMiddlewareFactory):
-    """Client middleware: adds the secret to every call."""
+    """Adds the secret, as a client's middleware, to every call."""
 
     def __init__(self, secret: str) -> None:
         super().__init__()
@@ -41,10 +35,10 @@ class SecretSent(fl.ClientMiddlewareFactory):
 
     def start_call(self, info: fl.CallInfo) -> fl.ClientMiddleware:
         """Return the middleware of one call."""
-        return _Sending(self._secret)
+        return _SecretOfCall(self._secret)
 
 
-class _Sending(fl.ClientMiddleware):
+class _SecretOfCall(fl.ClientMiddleware):
     def __init__(self, secret: str) -> None:
         super().__init__()
         self._secret = secret

@@ -1,4 +1,4 @@
-"""The receiver's end of a hop: pulls one shard at a time from its owner."""
+"""The receiver's end of a hop, which fetches shards from their owner."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from cerebro_hydra.errors import Cancelled, TransferError
-from cerebro_hydra.wire.address import brief, connect
 from cerebro_hydra.wire.cancellation import Cancellation
+from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.messages import (
     Bytes,
     FetchedSegment,
@@ -23,19 +23,31 @@ from cerebro_hydra.wire.messages import (
     ShardKey,
     ticket_to_bytes,
 )
+from cerebro_hydra.wire.secret import SecretSent
+
+_CHANNEL_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),  # peers are reached directly, whatever the environment says
+    ("grpc.use_local_subchannel_pool", 1),  # a retry must not inherit a dead peer's back-off
+]
 
 
 class ShardClient:
     """Fetches shards from one owner; several threads may fetch at once.
 
-    With `digest`, a function from received bytes to their digest, each received segment is
-    checked against the digest that the owner announced.
+    `digest`, if given, returns the digest of received bytes, and each received segment is checked
+    against the digest that its owner announced.
+
+    Raises:
+        ConfigurationError: the owner uses TLS and the credentials have no certificate, or the
+            other way round.
     """
 
-    def __init__(self, uri: str, secret: str, digest: Callable[[Bytes], str] | None = None) -> None:
+    def __init__(
+        self, uri: str, credentials: Credentials, digest: Callable[[Bytes], str] | None = None
+    ) -> None:
         self._uri = uri
         self._digest = digest
-        self._client = connect(uri, secret)
+        self._client = connect(uri, credentials)
         self._all = Cancellation()
 
     def fetch(
@@ -67,7 +79,7 @@ class ShardClient:
         except (pa.ArrowException, OSError, TransferError) as error:
             if call.cancelled:
                 raise Cancelled(f"the fetch of {key} from {self._uri} was cancelled") from None
-            words = str(error) if isinstance(error, TransferError) else brief(error)
+            words = str(error) if isinstance(error, TransferError) else _brief(error)
             raise TransferError(f"{key} from {self._uri}: {words}") from error
         finally:
             call.cancel()  # a stream that was left early must not keep the owner sending
@@ -110,8 +122,26 @@ class ShardClient:
             )
 
 
+def connect(uri: str, credentials: Credentials) -> fl.FlightClient:
+    """Return a client that sends the secret with every call; nothing is dialled yet.
+
+    Raises:
+        ConfigurationError: only one side uses TLS.
+    """
+    certificate = credentials.certificate_for(uri)
+    tls = {}
+    if certificate is not None:
+        tls = {"tls_root_certs": certificate.pem, "override_hostname": certificate.name}
+    return fl.FlightClient(
+        uri,
+        middleware=[SecretSent(credentials.secret)],
+        generic_options=_CHANNEL_OPTIONS,
+        **tls,
+    )
+
+
 class _Call:
-    """One request, which another thread can cancel at any moment."""
+    """Holds one request, which another thread can cancel at any moment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,7 +150,7 @@ class _Call:
         self.cancelled = False
 
     def open(self, client: fl.FlightClient, ticket: bytes) -> fl.FlightStreamReader:
-        """Start the request; `do_get` waits for a hung owner, so it has a thread to wait on."""
+        """Start the request, on its own thread because `do_get` waits for an owner that hangs."""
         if not self.cancelled:
             threading.Thread(
                 target=self._do_get, args=(client, ticket), name="wire-fetch", daemon=True
@@ -131,7 +161,7 @@ class _Call:
         return opened
 
     def cancel(self) -> None:
-        """End the request, whatever it waits for."""
+        """End the request at any stage."""
         with self._lock:
             self.cancelled = True
             reader = self._reader
@@ -151,6 +181,12 @@ class _Call:
         if cancelled:
             reader.cancel()
         self._opened.put(reader)
+
+
+def _brief(error: BaseException) -> str:
+    """Return the first, readable part of a Flight error's text."""
+    text = str(error).split(" gRPC client debug context")[0].split(". Detail:")[0]
+    return text.split(", with message: ")[-1].strip() or type(error).__name__
 
 
 def _header(reader: fl.FlightStreamReader) -> dict[str, Any]:

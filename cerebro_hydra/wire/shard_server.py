@@ -1,10 +1,12 @@
-"""The owner's end of a hop: gives its published shards to whoever asks with the secret."""
+"""The owner's end of a hop, which gives published shards to whoever shows the secret."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
@@ -13,38 +15,55 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from cerebro_hydra.errors import TransferError
-from cerebro_hydra.wire.address import listen, shut_down
+from cerebro_hydra.wire.address import bracketed, cant_listen
+from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.messages import Publication, ShardKey, ticket_from_bytes
+from cerebro_hydra.wire.secret import SecretRequired
 
 BATCH_BYTES = 2 << 20
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 
 _GRACE = 5.0  # seconds that close() gives to transfers under way
+_MOMENT = 0.5  # seconds that receivers have to let go of idle connections
 _LOOK = 1.0  # seconds after which a waiting call looks whether its caller still exists
 
 _Batch: TypeAlias = tuple[pa.RecordBatch, bytes] | pa.RecordBatch
 
 
 class ShardServer:
-    """Serves shards by `lookup(key)`, which may wait until the shard is published.
+    """Serves the shards that `lookup(key)` returns, which may wait until a shard is published.
 
-    `lookup` runs on a thread of its own for each request. What it raises reaches the receiver as
-    the message of its TransferError. If the receiver cancels or dies, or the server closes,
-    `lookup`'s result is dropped; the owner should end its own waits when it drops a state. The
-    bytes are sent from the publication's own memory, without a copy.
+    Each request calls `lookup` on a thread of its own. What it raises reaches the receiver as the
+    message of its TransferError. If the receiver cancels or dies, or the server closes, its result
+    is dropped; the owner should end its own waits when it drops a state. The bytes are sent from
+    the publication's own memory, without a copy. With a certificate in `credentials` the server
+    speaks TLS.
 
     Raises:
         ConfigurationError: if `host` means all addresses.
         SetupError: if `host` can't be listened on.
     """
 
-    def __init__(self, host: str, secret: str, lookup: Callable[[ShardKey], Publication]) -> None:
+    def __init__(
+        self, host: str, credentials: Credentials, lookup: Callable[[ShardKey], Publication]
+    ) -> None:
         self._lookup = lookup
         self._changed = threading.Condition()
         self._serving = 0
         self._waiting: set[SimpleQueue[Publication | Exception]] = set()
         self._closed = False
-        self._flight, self.uri = listen(_ShardFlight, host, secret, self._serve)
+        name, certificate = bracketed(host), credentials.certificate
+        scheme = "grpc" if certificate is None else "grpc+tls"
+        try:
+            self._flight = _ShardFlight(
+                self._serve,
+                location=f"{scheme}://{name}:0",
+                middleware={"secret": SecretRequired(credentials.secret)},
+                tls_certificates=[(certificate.pem, certificate.key)] if certificate else None,
+            )
+        except (pa.ArrowException, OSError) as error:
+            raise cant_listen(host, str(error)) from error
+        self.uri = f"{scheme}://{name}:{self._flight.port}"
         atexit.register(self.close)  # the interpreter can't end while a call is being served
 
     def close(self) -> None:
@@ -57,7 +76,7 @@ class ShardServer:
             for answer in self._waiting:
                 answer.put(TransferError("the owner has closed"))
             self._changed.wait_for(lambda: not self._serving, _GRACE)
-        shut_down(self._flight)
+        _shut_down(self._flight)
 
     def _serve(self, context: fl.ServerCallContext, ticket: bytes) -> Iterator[_Batch]:
         with self._changed:
@@ -133,6 +152,20 @@ class ShardServer:
                 self._waiting.discard(answer)
 
 
+def _shut_down(server: fl.FlightServerBase) -> None:
+    """Stop a server, and leave its thread behind if a hung receiver keeps it from stopping.
+
+    Flight's shutdown waits until every receiver has let go of its connection, and at exit its own
+    finalizer would wait in the same way.
+    """
+    for held in gc.get_referents(server):
+        if isinstance(held, weakref.finalize):
+            held.atexit = False
+    stopping = threading.Thread(target=server.shutdown, name="wire-shutdown", daemon=True)
+    stopping.start()
+    stopping.join(_MOMENT)
+
+
 def _batch(buffer: pa.Buffer) -> pa.RecordBatch:
     array = pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])
     return pa.RecordBatch.from_arrays([array], schema=SCHEMA)
@@ -145,7 +178,7 @@ def _words(error: Exception) -> str:
 
 
 class _ShardFlight(fl.FlightServerBase):
-    """The Flight service of a ShardServer: DoGet, and nothing else."""
+    """Answers DoGet for a ShardServer, and no other call of Flight."""
 
     def __init__(self, serve: Callable[..., Iterator[_Batch]], **options: Any) -> None:
         self._serve = serve

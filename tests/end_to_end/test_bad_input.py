@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F
 
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra import TLS, GridSearch, LocalStore, SparkBackend, hp_choice
 from cerebro_hydra.errors import CerebroHydraError
 from tests.end_to_end import models
 
@@ -137,3 +137,11 @@ def test_more_workers_than_slots_are_counted_and_named(spark: Any) -> None:
     said = r"(?s)9 workers need 9 slots and Spark has 4; worker 4.*set num_workers=4"
     with pytest.raises(CerebroHydraError, match=said):
         SparkBackend(spark_context=spark, num_workers=9)
+
+
+def test_certificates_that_can_not_be_used(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(CerebroHydraError, match="tls is 'yes'; give True, False or a TLS"):
+        SparkBackend(spark_context=spark, num_workers=WORKERS, tls="yes")  # type: ignore[arg-type]
+    tls = TLS(certificate=tmp_path / "none.pem", key=tmp_path / "none.key")
+    with pytest.raises(CerebroHydraError, match=r"the certificate .*none\.pem can't be used"):
+        SparkBackend(spark_context=spark, num_workers=WORKERS, tls=tls)

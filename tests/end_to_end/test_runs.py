@@ -33,10 +33,11 @@ def search(
     space: dict[str, list[Any]],
     data: Arrays,
     workers: int = 2,
+    tls: bool = False,
     **options: Any,
 ) -> Any:
     return GridSearch(
-        backend=LocalBackend(workers, preloaded=["transformers.modeling_utils"]),
+        backend=LocalBackend(workers, preloaded=["transformers.modeling_utils"], tls=tls),
         store=LocalStore(str(path)),
         estimator_gen_fn=factory,
         search_space={name: hp_choice(values) for name, values in space.items()},
@@ -92,12 +93,13 @@ def test_tied_gpt2_on_text_replays(tmp_path: Path, data_text: str) -> None:
     assert result.trials[0].history["train_loss"][1] < result.trials[0].history["train_loss"][0]
 
 
-def test_seeded_order_gives_the_same_bits_twice(tmp_path: Path) -> None:
+def test_seeded_order_gives_the_same_bits_twice_with_and_without_tls(tmp_path: Path) -> None:
     space = {"lr": [0.01, 0.003, 0.001], "dropout": [0.2]}
     results = [
-        search(tmp_path / name, models.feed_forward, space, classes(), order="seeded")
-        for name in ("a", "b")
+        search(tmp_path / str(tls), models.feed_forward, space, classes(), order="seeded", tls=tls)
+        for tls in (False, True)
     ]
+    assert not any(b"PRIVATE KEY" in path.read_bytes() for path in tmp_path.rglob("*.json*"))
     first, second = results
     for a, b in zip(first.trials, second.trials, strict=True):
         assert a.visit_log == b.visit_log

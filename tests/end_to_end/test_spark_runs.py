@@ -35,10 +35,15 @@ def df(spark: Any) -> Any:
 
 
 def search(
-    spark: Any, path: Path, factory: Any, space: dict[str, list[Any]], **options: Any
+    spark: Any,
+    path: Path,
+    factory: Any,
+    space: dict[str, list[Any]],
+    tls: bool = False,
+    **options: Any,
 ) -> Any:
     return GridSearch(
-        backend=SparkBackend(spark_context=spark.sparkContext, num_workers=3),
+        backend=SparkBackend(spark_context=spark.sparkContext, num_workers=3, tls=tls),
         store=LocalStore(prefix_path=str(path)),
         estimator_gen_fn=factory,
         search_space={name: hp_choice(values) for name, values in space.items()},
@@ -107,7 +112,8 @@ def test_a_killed_agent_costs_sub_epochs_but_no_trial(
 
     monkeypatch.setattr(search_module, "console_observer", observer)
     space = {"lr": [0.01, 0.001], "dropout": [0.2]}
-    result = search(spark, tmp_path, models.feed_forward, space).fit(df)
+    tls = after == 4  # new agents get the run's certificate too
+    result = search(spark, tmp_path, models.feed_forward, space, tls=tls).fit(df)
     assert killer.killed is not None
     for trial in result.trials:
         assert trial.status == "finished"

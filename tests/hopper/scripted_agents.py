@@ -14,7 +14,7 @@ from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.instructions import Checkpoint, Evaluate, StartSubEpoch
-from cerebro_hydra.wire.control import ControlClient
+from cerebro_hydra.wire.control_client import ControlClient
 from cerebro_hydra.wire.messages import ControlFailed
 
 
@@ -34,7 +34,11 @@ class ScriptedAgent:
         uri = f"grpc://127.0.0.1:{worker + 1}"
         info = AgentInfo(self.incarnation, worker, start, uri, "here", 7, (str(worker),), {})
         self._control = ControlClient(
-            spec.control, spec.secret, info.to_json(), self._inbox.put, lambda reason: self.stop()
+            spec.control,
+            spec.credentials,
+            info.to_json(),
+            self._inbox.put,
+            lambda reason: self.stop(),
         )
         joined = events.WorkerJoined(worker, self.incarnation, tuple(spec.partitions(worker)))
         self._control.send({"event": to_json(joined)})
@@ -88,15 +92,20 @@ class ScriptedLauncher:
         num_workers: int,
         present: int | None = None,
         script: Callable[[Any, str], Any] | None = None,
+        tls: bool = False,
     ) -> None:
         self.num_workers = num_workers
         self.host = "127.0.0.1"
+        self.tls = tls
         self.given_up: list[tuple[int, int]] = []
+        self.spec: AgentSpec | None = None
         self._present = num_workers if present is None else present
         self._script = script
         self._threads: list[threading.Thread] = []
 
     def start(self, spec: AgentSpec, factory: Any, on_exit: Any) -> None:
+        self.spec = spec
+
         def keep_up(worker: int) -> None:
             with contextlib.suppress(ControlFailed):  # the driver gave up
                 for start in itertools.count(10 * worker):

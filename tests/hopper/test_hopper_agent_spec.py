@@ -12,6 +12,7 @@ import pytest
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.wire.credentials import Credentials
 from tests.hopper.test_hopper_coordinator import document, manifest
 
 INFO = AgentInfo("abc", 1, 7, "grpc://there:2", "there", 42, ("0", "3"), {"threads": 1})
@@ -19,7 +20,7 @@ INFO = AgentInfo("abc", 1, 7, "grpc://there:2", "there", 42, ("0", "3"), {"threa
 
 def spec() -> AgentSpec:
     doc = document(3, 5, 2, patience=1, custom_metrics=("auc",))
-    return AgentSpec("grpc://here:1", "hush", 2, doc, manifest(5))
+    return AgentSpec("tcp://here:1", Credentials("hush"), 2, doc, manifest(5))
 
 
 def test_a_spec_and_an_introduction_come_back_from_json_as_they_were() -> None:

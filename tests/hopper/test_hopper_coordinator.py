@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.hopper.coordinator import Coordinator, hop_config
 from cerebro_hydra.hopper.journal import read, restore
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
@@ -20,6 +23,8 @@ from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import WORKERS_FILE, RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.messages import ControlFailed
 from tests.hopper.scripted_agents import ScriptedLauncher
 
 
@@ -235,6 +240,55 @@ def test_custom_metrics_that_nothing_measures_are_refused(tmp_path: Any) -> None
         run(tmp_path, ScriptedLauncher(1), document(1, 1, 1, custom_metrics=("auc",)))
 
 
+def test_with_tls_the_run_is_the_same_and_neither_key_nor_secret_is_in_its_records(
+    tmp_path: Any,
+) -> None:
+    launcher = ScriptedLauncher(2, tls=True)
+    folder, state, tape = run(tmp_path, launcher, document(3, 2, 2))
+    assert [trial.status for trial in state.trials] == ["finished"] * 3
+    assert launcher.spec is not None and launcher.spec.control.startswith("tls://")
+    written = [path.read_text() for path in Path(folder.path).rglob("*") if path.is_file()]
+    assert len(written) > 2
+    for text in (*written, repr(tape.records)):
+        assert launcher.spec.credentials.secret not in text
+        assert "PRIVATE KEY" not in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"worker": None}, "worker None is not one of 0..1"),
+        ({"worker": 7}, "worker 7 is not one of 0..1"),
+        ({"gpus": 3}, "the agent's hello can't be read: 'int' object is not iterable"),
+        ({"color": 3}, "the agent's hello can't be read: .*'color'"),
+        ({"uri": ...}, "the agent's hello can't be read: .*'uri'"),
+        ({"worker": ...}, "the agent's hello can't be read: .*'worker'"),
+    ],
+)
+def test_a_hello_that_can_not_be_used_is_refused_in_words_and_the_run_goes_on(
+    tmp_path: Any, changed: dict[str, Any], why: str
+) -> None:
+    refusals: list[str] = []
+
+    def script(instruction: Any, incarnation: str) -> None:
+        if not refusals:
+            whole = AgentInfo("stranger", 0, 1, "grpc://127.0.0.1:1", "here", 7, (), {})
+            changed_hello = {**whole.to_json(), **changed}
+            hello = {name: value for name, value in changed_hello.items() if value is not ...}
+            spec = launcher.spec
+            assert spec is not None
+            try:
+                ControlClient(spec.control, spec.credentials, hello, print, print)
+                refusals.append("was welcomed")
+            except ControlFailed as error:
+                refusals.append(str(error))
+
+    launcher = ScriptedLauncher(2, script=script)
+    _, state, _ = run(tmp_path, launcher, document(1, 2, 1))
+    assert [trial.status for trial in state.trials] == ["finished"]
+    assert re.search(why, refusals[0])
+
+
 def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
     launcher = ScriptedLauncher(3, present=2, script=lambda *_: None)
     said = r"1 of 3 workers did not come.*\[2\].*run `cerebro-hydra doctor`"
@@ -245,7 +299,7 @@ def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
 class RefusedLauncher(ScriptedLauncher):
     """Its agents' job ends before any of them has come."""
 
-    def start(self, spec: dict[str, Any], factory: Any, on_exit: Any) -> None:
+    def start(self, spec: AgentSpec, factory: Any, on_exit: Any) -> None:
         on_exit(RuntimeError("no control connection"))
 
 

@@ -13,17 +13,30 @@ from typing import Any
 
 import pytest
 
+from cerebro_hydra.wire.credentials import Credentials, new_credentials
+
 HERE = Path(__file__).resolve().parent
 
 
-class Peer:
-    """A running `wire_peer.py`."""
+@pytest.fixture(scope="session", params=[False, True], ids=["plain", "tls"])
+def credentials(request: pytest.FixtureRequest) -> Credentials:
+    return new_credentials(tls=request.param)
 
-    def __init__(self, role: str, *arguments: str) -> None:
+
+class Peer:
+    """A running `wire_peer.py`; it gets the credentials as JSON."""
+
+    def __init__(self, role: str, credentials: Credentials, *arguments: str) -> None:
         root = str(HERE.parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "wire_peer.py"), role, *arguments],
+            [
+                sys.executable,
+                str(HERE / "wire_peer.py"),
+                role,
+                json.dumps(credentials.to_json()),
+                *arguments,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -49,11 +62,11 @@ class Peer:
 
 @pytest.fixture
 def peer() -> Iterator[Callable[..., Peer]]:
-    """Start a peer: `peer(role, *arguments)`."""
+    """Start a peer: `peer(role, credentials, *arguments)`."""
     started: list[Peer] = []
 
-    def start(role: str, *arguments: str) -> Peer:
-        started.append(Peer(role, *arguments))
+    def start(role: str, credentials: Credentials, *arguments: str) -> Peer:
+        started.append(Peer(role, credentials, *arguments))
         return started[-1]
 
     yield start

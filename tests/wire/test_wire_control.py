@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -12,31 +14,35 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.wire.control import ControlClient, ControlServer
+from cerebro_hydra.wire import connection
+from cerebro_hydra.wire.connection import Connection
+from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire.credentials import Credentials, new_credentials
 from cerebro_hydra.wire.messages import ControlFailed
-from cerebro_hydra.wire.outbox import Silence
-from cerebro_hydra.wire.secret import new_secret
 
 GUARD = 60  # seconds; only a hang comes near it
-SECRET = new_secret()
+PLAIN = new_credentials()
 
 
 class Driver:
     """A ControlServer that writes down what it is told."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, credentials: Credentials = PLAIN, **options: Any) -> None:
         self.heard: SimpleQueue[tuple[str, ...] | tuple[str, str, Any]] = SimpleQueue()
         self.refuse = False
+        self.reply: dict[str, Any] = {"worker": 3}
         self.server = ControlServer(
-            "127.0.0.1", SECRET, self.greet, self.note_message, self.note_closed, **options
+            "127.0.0.1", credentials, self.greet, self.note_message, self.note_closed, **options
         )
         self.uri = self.server.uri
+        self.credentials = credentials
 
     def greet(self, hello: dict[str, Any]) -> dict[str, Any]:
         if self.refuse:
             raise ValueError("worker 7 is not one of 0..3")
         self.heard.put(("hello", hello["incarnation"]))
-        return {"worker": 3}
+        return self.reply
 
     def note_message(self, incarnation: str, message: dict[str, Any]) -> None:
         self.heard.put(("message", incarnation, message))
@@ -49,8 +55,8 @@ class Driver:
 
 
 @pytest.fixture
-def driver() -> Iterator[Driver]:
-    made = Driver()
+def driver(credentials: Credentials) -> Iterator[Driver]:
+    made = Driver(credentials)
     yield made
     made.server.close()
 
@@ -59,12 +65,13 @@ def ignore(*_: Any) -> None:
     pass
 
 
-def dial(uri: str, incarnation: str = "a", **options: Any) -> ControlClient:
-    return ControlClient(uri, SECRET, {"incarnation": incarnation}, ignore, ignore, **options)
+def dial(driver: Driver, incarnation: str = "a", **options: Any) -> ControlClient:
+    hello = {"incarnation": incarnation}
+    return ControlClient(driver.uri, driver.credentials, hello, ignore, ignore, **options)
 
 
 def test_an_agent_is_welcomed_with_the_drivers_reply(driver: Driver) -> None:
-    client = dial(driver.uri)
+    client = dial(driver)
     assert client.welcome == {"worker": 3}
     assert driver.next() == ("hello", "a")
     client.close()
@@ -73,7 +80,7 @@ def test_an_agent_is_welcomed_with_the_drivers_reply(driver: Driver) -> None:
 def test_ten_thousand_messages_each_way_arrive_in_order(
     driver: Driver, peer: Callable[..., Any]
 ) -> None:
-    agent = peer("agent", driver.uri, SECRET, "a")
+    agent = peer("agent", driver.credentials, driver.uri, "a")
     agent.hear()
     driver.next()
     driver.server.send("a", {"send": 10_000})
@@ -86,7 +93,7 @@ def test_ten_thousand_messages_each_way_arrive_in_order(
 
 
 def test_messages_of_several_sending_threads_are_neither_lost_nor_doubled(driver: Driver) -> None:
-    client = dial(driver.uri)
+    client = dial(driver)
     driver.next()
     threads = [
         threading.Thread(target=lambda t=t: [client.send({"n": [t, i]}) for i in range(1000)])
@@ -105,7 +112,7 @@ def test_messages_of_several_sending_threads_are_neither_lost_nor_doubled(driver
 def test_what_an_agent_sends_before_close_arrives_before_its_goodbye(
     driver: Driver, peer: Callable[..., Any]
 ) -> None:
-    agent = peer("agent", driver.uri, SECRET, "a")
+    agent = peer("agent", driver.credentials, driver.uri, "a")
     agent.hear()
     agent.tell("close")
     assert agent.hear() == {"left": True}
@@ -121,7 +128,7 @@ def test_what_an_agent_sends_before_close_arrives_before_its_goodbye(
 def test_what_the_driver_sends_before_close_arrives_before_its_goodbye(
     driver: Driver, peer: Callable[..., Any]
 ) -> None:
-    agents = [peer("agent", driver.uri, SECRET, name) for name in "ab"]
+    agents = [peer("agent", driver.credentials, driver.uri, name) for name in "ab"]
     for agent in agents:
         agent.hear()
     for name in "ab":
@@ -135,10 +142,10 @@ def test_what_the_driver_sends_before_close_arrives_before_its_goodbye(
 
 
 def test_a_killed_agent_is_closed_at_once_and_once(
-    driver: Driver, peer: Callable[..., Any]
+    credentials: Credentials, peer: Callable[..., Any]
 ) -> None:
-    patient = Driver(silence=10 * GUARD)  # so that only the broken connection can tell
-    agent = peer("agent", patient.uri, SECRET, "a")
+    patient = Driver(credentials, silence=10 * GUARD)  # so that only the broken connection can tell
+    agent = peer("agent", patient.credentials, patient.uri, "a")
     agent.hear()
     assert patient.next() == ("hello", "a")
     agent.kill()
@@ -152,7 +159,7 @@ def test_a_killed_agent_is_closed_at_once_and_once(
 def test_a_killed_agent_does_not_disturb_the_others(
     driver: Driver, peer: Callable[..., Any]
 ) -> None:
-    killed, other = (peer("agent", driver.uri, SECRET, name) for name in "ab")
+    killed, other = (peer("agent", driver.credentials, driver.uri, name) for name in "ab")
     for agent in (killed, other):
         agent.hear()
         driver.next()
@@ -162,12 +169,14 @@ def test_a_killed_agent_does_not_disturb_the_others(
     assert other.hear() == {"still": "here"}
 
 
-def test_a_killed_driver_is_noticed_by_its_agent(peer: Callable[..., Any]) -> None:
-    process = peer("driver", SECRET)
+def test_a_killed_driver_is_noticed_by_its_agent(
+    credentials: Credentials, peer: Callable[..., Any]
+) -> None:
+    process = peer("driver", credentials)
     uri = process.hear()["uri"]
     reasons: SimpleQueue[str] = SimpleQueue()
     client = ControlClient(
-        uri, SECRET, {"incarnation": "a"}, ignore, reasons.put, silence=10 * GUARD
+        uri, credentials, {"incarnation": "a"}, ignore, reasons.put, silence=10 * GUARD
     )
     process.kill()
     assert "broke" in reasons.get(timeout=GUARD)
@@ -177,10 +186,10 @@ def test_a_killed_driver_is_noticed_by_its_agent(peer: Callable[..., Any]) -> No
 
 
 def test_a_hung_agent_is_closed_for_its_silence_and_told_when_it_wakes(
-    peer: Callable[..., Any],
+    credentials: Credentials, peer: Callable[..., Any]
 ) -> None:
-    driver = Driver(interval=0.1, silence=1.0)
-    agent = peer("agent", driver.uri, SECRET, "a")
+    driver = Driver(credentials, interval=0.1, silence=1.0)
+    agent = peer("agent", driver.credentials, driver.uri, "a")
     agent.hear()
     driver.next()
     os.kill(agent.process.pid, signal.SIGSTOP)
@@ -192,21 +201,23 @@ def test_a_hung_agent_is_closed_for_its_silence_and_told_when_it_wakes(
     assert driver.heard.empty()
 
 
-def test_a_hung_driver_is_noticed_by_its_agent(peer: Callable[..., Any]) -> None:
-    process = peer("driver", SECRET)
+def test_a_hung_driver_is_noticed_by_its_agent(
+    credentials: Credentials, peer: Callable[..., Any]
+) -> None:
+    process = peer("driver", credentials)
     uri = process.hear()["uri"]
     reasons: SimpleQueue[str] = SimpleQueue()
     client = ControlClient(
-        uri, SECRET, {"incarnation": "a"}, ignore, reasons.put, interval=0.1, silence=1.0
+        uri, credentials, {"incarnation": "a"}, ignore, reasons.put, interval=0.1, silence=1.0
     )
     os.kill(process.process.pid, signal.SIGSTOP)
-    assert reasons.get(timeout=GUARD) == "no heartbeat from the driver for 1.0 s"
+    assert reasons.get(timeout=GUARD) == "no heartbeat for 1.0 s"
     client.close()
 
 
 def test_heartbeats_keep_an_idle_connection_open() -> None:
     driver = Driver(interval=0.1, silence=1.0)
-    client = dial(driver.uri, interval=0.1, silence=1.0)
+    client = dial(driver, interval=0.1, silence=1.0)
     driver.next()
     threading.Event().wait(2.0)  # idle for twice the limit
     assert driver.heard.empty()
@@ -216,26 +227,34 @@ def test_heartbeats_keep_an_idle_connection_open() -> None:
     driver.server.close()
 
 
+@pytest.mark.parametrize(("leaps", "ends"), [(10, False), (30, True)])
 def test_a_pause_of_this_process_is_not_taken_for_silence_of_the_peer(
-    monkeypatch: pytest.MonkeyPatch,
+    leaps: int, ends: bool
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr("cerebro_hydra.wire.outbox.time.monotonic", lambda: now)
-    silence = Silence(limit=10.0, interval=0.5)
-    now += 60.0  # a thread held the interpreter
-    assert silence.tick() is False  # counts as two intervals: 1 s
-    told = []
-    for _ in range(18):
-        now += 0.5
-        told.append(silence.tick())
-    assert told == [False] * 17 + [True]
-    silence.heard()
-    assert silence.tick() is False
+    """A clock that leaps by a minute is one missed beat of twenty."""
+
+    async def converse() -> list[str]:
+        reasons: list[str] = []
+        loop, (end, silent) = asyncio.get_running_loop(), socket.socketpair()
+        _, talking = await loop.create_connection(lambda: Connection(set(), 1, GUARD), sock=end)
+        talking.on_end = reasons.append
+        talking.open(interval=0.5, silence=10.0)
+        clock, leapt = loop.time, 0.0
+        loop.time = lambda: clock() + leapt  # type: ignore[method-assign]
+        for _ in range(leaps):
+            leapt += 60.0
+            await asyncio.sleep(0.001)
+        with silent:
+            return list(reasons)
+
+    assert asyncio.run(converse()) == (["no heartbeat for 10.0 s"] if ends else [])
 
 
-def test_close_does_not_hang_on_a_hung_agent(peer: Callable[..., Any]) -> None:
-    driver = Driver()
-    agent = peer("agent", driver.uri, SECRET, "a")
+def test_close_does_not_hang_on_a_hung_agent(
+    credentials: Credentials, peer: Callable[..., Any]
+) -> None:
+    driver = Driver(credentials, silence=1.5)  # close() waits as long, too
+    agent = peer("agent", driver.credentials, driver.uri, "a")
     agent.hear()
     os.kill(agent.process.pid, signal.SIGSTOP)
     closing = threading.Thread(target=driver.server.close)
@@ -247,10 +266,10 @@ def test_close_does_not_hang_on_a_hung_agent(peer: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(("line", "code"), [("close", 0), ("crash", 3)])
 @pytest.mark.parametrize("hung", [False, True])
 def test_a_drivers_process_can_end_whatever_its_agents_do(
-    peer: Callable[..., Any], line: str, code: int, hung: bool
+    credentials: Credentials, peer: Callable[..., Any], line: str, code: int, hung: bool
 ) -> None:
-    driver = peer("driver", SECRET)
-    agent = peer("agent", driver.hear()["uri"], SECRET, "a")
+    driver = peer("driver", credentials, "1.5" if hung else "60")  # close() waits as long, too
+    agent = peer("agent", credentials, driver.hear()["uri"], "a")
     agent.hear()
     if hung:
         os.kill(agent.process.pid, signal.SIGSTOP)
@@ -267,9 +286,9 @@ def test_a_message_can_be_sent_from_on_hello_on() -> None:
         assert server.send(hello["incarnation"], {"first": "instruction"})
         return {"worker": 0}
 
-    server = ControlServer("127.0.0.1", SECRET, greet, ignore, ignore)
+    server = ControlServer("127.0.0.1", PLAIN, greet, ignore, ignore)
     messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    client = ControlClient(server.uri, SECRET, {"incarnation": "a"}, messages.put, ignore)
+    client = ControlClient(server.uri, PLAIN, {"incarnation": "a"}, messages.put, ignore)
     assert client.welcome == {"worker": 0}
     assert messages.get(timeout=GUARD) == {"first": "instruction"}
     client.close()
@@ -279,31 +298,31 @@ def test_a_message_can_be_sent_from_on_hello_on() -> None:
 def test_a_refused_agent_learns_why_and_leaves_no_trace(driver: Driver) -> None:
     driver.refuse = True
     with pytest.raises(ControlFailed, match=r"worker 7 is not one of 0\.\.3"):
-        dial(driver.uri)
+        dial(driver)
     assert driver.server.send("a", {}) is False
     driver.refuse = False
-    dial(driver.uri).close()
+    dial(driver).close()
     assert [driver.next()[0] for _ in range(2)] == ["hello", "closed"]
 
 
 def test_an_incarnation_can_connect_only_once(driver: Driver) -> None:
-    first = dial(driver.uri)
+    first = dial(driver)
     with pytest.raises(ControlFailed, match="connected before"):
-        dial(driver.uri)
+        dial(driver)
     first.close()
     with pytest.raises(ControlFailed, match="connected before"):
-        dial(driver.uri)
+        dial(driver)
 
 
-def test_an_exception_in_on_message_ends_that_connection_with_its_words(driver: Driver) -> None:
+def test_an_exception_in_on_message_ends_that_connection_with_its_words() -> None:
     closed: SimpleQueue[str] = SimpleQueue()
 
     def fail(incarnation: str, message: dict[str, Any]) -> None:
         raise KeyError("unknown event 'Sung'")
 
-    server = ControlServer("127.0.0.1", SECRET, ignore, fail, lambda _, why: closed.put(why))
+    server = ControlServer("127.0.0.1", PLAIN, ignore, fail, lambda _, why: closed.put(why))
     reasons: SimpleQueue[str] = SimpleQueue()
-    client = ControlClient(server.uri, SECRET, {"incarnation": "a"}, ignore, reasons.put)
+    client = ControlClient(server.uri, PLAIN, {"incarnation": "a"}, ignore, reasons.put)
     client.send({"type": "Sung"})
     assert "unknown event" in closed.get(timeout=GUARD)
     assert "unknown event" in reasons.get(timeout=GUARD)
@@ -311,7 +330,7 @@ def test_an_exception_in_on_message_ends_that_connection_with_its_words(driver: 
 
 
 def test_a_message_is_sent_as_it_was_when_it_was_sent(driver: Driver) -> None:
-    client = dial(driver.uri)
+    client = dial(driver)
     message = {"rows": [1]}
     client.send(message)
     message["rows"].append(2)
@@ -321,30 +340,142 @@ def test_a_message_is_sent_as_it_was_when_it_was_sent(driver: Driver) -> None:
 
 
 def test_a_message_that_json_cannot_say_fails_at_its_sender(driver: Driver) -> None:
-    client = dial(driver.uri)
+    client = dial(driver)
     with pytest.raises(TypeError):
         client.send({"tensor": object()})
     assert client.send({"still": "open"})
     client.close()
 
 
+def test_a_message_of_many_megabytes_arrives_whole_in_both_directions(driver: Driver) -> None:
+    received: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    hello = {"incarnation": "a"}
+    client = ControlClient(driver.uri, driver.credentials, hello, received.put, ignore)
+    driver.next()
+    text = "".join(map(str, range(1_500_000)))
+    driver.server.send("a", {"text": text})
+    client.send(received.get(timeout=GUARD))
+    assert driver.next() == ("message", "a", {"text": text})
+    client.close()
+
+
+def test_a_message_that_is_too_long_fails_at_its_sender(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = dial(driver)
+    monkeypatch.setattr(connection, "LONGEST_MESSAGE", 10 << 20)
+    with pytest.raises(ConfigurationError, match=r"11 MiB is too long.* may have 10 MiB"):
+        client.send({"text": "x" * (11 << 20)})
+    assert client.send({"still": "open"})
+    client.close()
+
+
+def test_a_welcome_that_is_too_long_refuses_its_agent_and_its_end_is_reported(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LONGEST_MESSAGE", 1 << 20)
+    driver.reply = {"document": "x" * (3 << 20)}
+    with pytest.raises(ControlFailed, match="a welcome of 3 MiB is too long"):
+        dial(driver)
+    assert driver.next()[0] == "hello"
+    assert driver.next()[0] == "closed"
+
+
+def test_a_line_that_is_too_long_ends_its_connection(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LONGEST_MESSAGE", 1 << 20)  # of those who open from now on
+    client = dial(driver)
+    client.send({"first": "word"})
+    assert [driver.next()[0] for _ in range(2)] == ["hello", "message"]  # so the driver has opened
+    monkeypatch.undo()
+    client.send({"text": "x" * (2 << 20)})
+    assert driver.next() == ("closed", "a", f"a line of more than {1 << 20} bytes came")
+    client.close()
+
+
+def test_a_callback_that_takes_long_keeps_its_agents_connection_open() -> None:
+    server = Driver(interval=0.1, silence=0.5)
+    released, taken = threading.Event(), threading.Event()
+
+    def wait(message: dict[str, Any]) -> None:
+        taken.set()
+        assert released.wait(GUARD)
+        client.send({"done": message})
+
+    hello = {"incarnation": "a"}
+    client = ControlClient(
+        server.uri, server.credentials, hello, wait, ignore, interval=0.1, silence=0.5
+    )
+    server.next()
+    server.server.send("a", {"number": 1})
+    assert taken.wait(GUARD)
+    threading.Event().wait(1.0)  # twice the silence that ends a connection
+    assert server.heard.empty()
+    released.set()
+    assert server.next() == ("message", "a", {"done": {"number": 1}})
+    client.close()
+    server.server.close()
+
+
+def test_a_callback_may_close_its_own_connection(driver: Driver) -> None:
+    closed = threading.Event()
+
+    def close(message: dict[str, Any]) -> None:
+        client.send({"last": "word"})
+        client.close()
+        closed.set()
+
+    hello = {"incarnation": "a"}
+    client = ControlClient(driver.uri, driver.credentials, hello, close, ignore)
+    driver.server.send("a", {"close": True})
+    assert closed.wait(GUARD)
+    assert [driver.next()[0] for _ in range(3)] == ["hello", "message", "closed"]
+
+
+def test_sixty_agents_cost_the_driver_one_thread(driver: Driver) -> None:
+    def of_driver() -> list[str]:
+        names = [thread.name for thread in threading.enumerate()]
+        return [name for name in names if name.startswith("wire-")]
+
+    before = len(of_driver())
+    hello = "\n".join([driver.credentials.secret, '{{"incarnation": "{}"}}', ""])
+    agents = [raw(driver) for _ in range(60)]
+    for number, agent in enumerate(agents):
+        agent.sendall(hello.format(number).encode())
+    assert [driver.next()[0] for _ in agents] == ["hello"] * 60
+    assert len(of_driver()) <= before
+    for agent in agents:
+        agent.close()
+    assert [driver.next()[0] for _ in agents] == ["closed"] * 60
+
+
+def raw(driver: Driver) -> socket.socket:
+    host, port = driver.uri.rsplit("/", 1)[1].split(":")
+    plain = socket.create_connection((host, int(port)), timeout=GUARD)
+    certificate = driver.credentials.certificate
+    if certificate is None:
+        return plain
+    return certificate.client_context().wrap_socket(plain, server_hostname=certificate.name)
+
+
 def test_a_driver_that_is_not_there_is_named(driver: Driver) -> None:
     driver.server.close()
     with pytest.raises(ControlFailed, match=driver.uri):
-        dial(driver.uri)
+        dial(driver)
 
 
 def test_a_hello_without_an_incarnation_is_refused_before_dialling(driver: Driver) -> None:
     with pytest.raises(ConfigurationError, match="incarnation"):
-        ControlClient(driver.uri, SECRET, {}, ignore, ignore)
+        ControlClient(driver.uri, PLAIN, {}, ignore, ignore)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "*"])
 def test_listening_on_all_addresses_is_refused(host: str) -> None:
     with pytest.raises(ConfigurationError, match="all addresses"):
-        ControlServer(host, SECRET, ignore, ignore, ignore)
+        ControlServer(host, PLAIN, ignore, ignore, ignore)
 
 
 def test_an_address_of_another_machine_is_refused_by_name() -> None:
     with pytest.raises(SetupError, match=r"192\.0\.2\.1"):
-        ControlServer("192.0.2.1", SECRET, ignore, ignore, ignore)
+        ControlServer("192.0.2.1", PLAIN, ignore, ignore, ignore)

@@ -1,7 +1,7 @@
 """The other process of a wire test: one role per run, spoken to by lines of JSON.
 
-Started by `conftest.py` as `python wire_peer.py ROLE ARGUMENTS`; every line that it prints is a
-JSON value, and it acts on lines of its standard input.
+Started by `conftest.py` as `python wire_peer.py ROLE CREDENTIALS ARGUMENTS`; every line that it
+prints is a JSON value, and it acts on lines of its standard input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra.wire.control import ControlClient, ControlServer
+from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.messages import ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
 from cerebro_hydra.wire.shard_server import ShardServer
@@ -35,7 +37,7 @@ def noise(nbytes: int) -> np.ndarray:
     return np.random.default_rng(7).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def agent(uri: str, secret: str, incarnation: str) -> None:
+def agent(credentials: Credentials, uri: str, incarnation: str) -> None:
     """Connect; answer {"send": n} from the driver with n numbered messages; echo what comes."""
     lost = threading.Event()
 
@@ -50,7 +52,7 @@ def agent(uri: str, secret: str, incarnation: str) -> None:
         say({"closed": reason})
         lost.set()
 
-    client = ControlClient(uri, secret, {"incarnation": incarnation}, on_message, on_closed)
+    client = ControlClient(uri, credentials, {"incarnation": incarnation}, on_message, on_closed)
     say({"welcome": client.welcome})
     for line in sys.stdin:
         if line.strip() == "close":
@@ -61,14 +63,15 @@ def agent(uri: str, secret: str, incarnation: str) -> None:
     lost.wait()
 
 
-def driver(secret: str) -> None:
+def driver(credentials: Credentials, silence: str = "10") -> None:
     """Serve agents until a line comes; "crash" ends the process without closing anything."""
     server = ControlServer(
         "127.0.0.1",
-        secret,
+        credentials,
         lambda hello: {"hello": hello["incarnation"]},
         lambda incarnation, message: say(message),
         lambda incarnation, reason: say({"closed": reason}),
+        silence=float(silence),
     )
     say({"uri": server.uri})
     if sys.stdin.readline().strip() == "crash":
@@ -77,7 +80,7 @@ def driver(secret: str) -> None:
     say({"closed": "by itself"})
 
 
-def owner(secret: str, nbytes: str) -> None:
+def owner(credentials: Credentials, nbytes: str) -> None:
     """Publish shard 0; any other shard when a line comes; shard 9 never."""
     data = noise(int(nbytes))
     published = threading.Event()
@@ -88,7 +91,7 @@ def owner(secret: str, nbytes: str) -> None:
             (threading.Event() if key.shard == 9 else published).wait()
         return Published({"trainable": ("t", data)}, {"step": 3})
 
-    server = ShardServer("127.0.0.1", secret, lookup)
+    server = ShardServer("127.0.0.1", credentials, lookup)
     say({"uri": server.uri})
     for line in sys.stdin:
         if line.strip() == "publish":
@@ -99,14 +102,18 @@ def owner(secret: str, nbytes: str) -> None:
             return
 
 
-def receiver(uri: str, secret: str) -> None:
-    """Ask for shard 1 and wait for it."""
+def receiver(credentials: Credentials, uri: str, shard: str = "1") -> None:
+    """Ask for a shard and wait for it; stop when its header is here, until a line comes."""
     say({"asking": True})
-    ShardClient(uri, secret).fetch(
-        ShardKey(0, 1, 1, "owner"), (), lambda n: np.empty(n, dtype=np.uint8)
-    )
+
+    def allocate(nbytes: int) -> np.ndarray:
+        say({"header": True})
+        sys.stdin.readline()
+        return np.empty(nbytes, dtype=np.uint8)
+
+    ShardClient(uri, credentials).fetch(ShardKey(0, 1, int(shard), "owner"), (), allocate)
 
 
 if __name__ == "__main__":
     roles = {"agent": agent, "driver": driver, "owner": owner, "receiver": receiver}
-    roles[sys.argv[1]](*sys.argv[2:])
+    roles[sys.argv[1]](Credentials.from_json(json.loads(sys.argv[2])), *sys.argv[3:])
