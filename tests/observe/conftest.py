@@ -10,7 +10,7 @@ import pytest
 
 from cerebro_hydra.plan.codec import to_json
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.simulate import Loss, Simulation
+from cerebro_hydra.plan.simulate import Simulation, WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
@@ -71,7 +71,7 @@ def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
 
     def run(
         num_trials: int = 3,
-        losses: tuple[Loss, ...] = (),
+        losses: tuple[WorkerCrash, ...] = (),
         validated: bool = True,
         patience: int | None = None,
         loss: Callable[[int, int], float] = lambda trial, epoch: 1.0,
@@ -92,8 +92,8 @@ def simulate() -> Callable[..., tuple[Simulation, list[dict[str, Any]]]]:
             workers,
             lambda kind, trial, partition: 1.0 + 0.1 * trial,
             hop_seconds=0.01,
-            losses=losses,
-            measure=loss,
+            crashes=losses,
+            metric=loss,
         )
         timeline = simulation.run()
         records: list[dict[str, Any]] = [

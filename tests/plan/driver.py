@@ -6,7 +6,7 @@ from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction
-from cerebro_hydra.plan.visits import visit_order
+from cerebro_hydra.plan.progress import visit_order
 
 
 def config(

@@ -14,8 +14,8 @@ from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal import comparable, fold
+from cerebro_hydra.plan.progress import TrialProgress, visit_order
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.plan.visits import TrialProgress, visit_order
 from tests.plan.world import World, score, val_loss
 
 METRICS = ("train_loss", "val_plain", "val_score")

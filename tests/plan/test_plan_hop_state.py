@@ -13,8 +13,8 @@ from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import StateSource
 from cerebro_hydra.plan.journal import comparable, fold, record
 from cerebro_hydra.plan.lookahead import snapshot
-from cerebro_hydra.plan.simulate import Loss, Simulation
-from cerebro_hydra.plan.visits import Agent, visit_order
+from cerebro_hydra.plan.progress import LiveAgent, visit_order
+from cerebro_hydra.plan.simulate import Simulation, WorkerCrash
 from tests.plan.driver import Driver, config, done, in_order, of
 
 
@@ -252,9 +252,9 @@ def test_seeded_visits_do_not_depend_on_timing() -> None:
     run = config(trials=5, partitions=4, epochs=3, order="seeded", seed=7)
     workers = [(p,) for p in range(4)]
     calm = Simulation(run, workers, lambda *_: 1.0).run()
-    losses = [Loss(0.9 + 1.7 * n, n % 4, 0.4) for n in range(12)]
+    losses = [WorkerCrash(0.9 + 1.7 * n, n % 4, 0.4) for n in range(12)]
     rough = Simulation(
-        run, workers, lambda k, t, p: 1 + (3 * t + 5 * p) % 7 / 3, losses=losses, hop_seconds=0.2
+        run, workers, lambda k, t, p: 1 + (3 * t + 5 * p) % 7 / 3, crashes=losses, hop_seconds=0.2
     ).run()
     assert any(isinstance(i, ins.Redo) for _, given in rough.records for i in given)
     assert calm.visit_logs == rough.visit_logs
@@ -319,10 +319,10 @@ def test_evaluations_of_a_void_state_are_done_again() -> None:
     run.train(run.running["a"], "a")
     run.train(run.running["b"], "b")
     run(evaluated(run.running["b"], "b", 5.0))
-    assert list(run.state.trials[0].sums) == [1]
+    assert list(run.state.trials[0].metric_sums) == [1]
     (redo,) = of(ins.Redo, run(ev.WorkerLost("b", "killed")))
     assert redo.visits == (2,)
-    assert not run.state.trials[0].sums
+    assert not run.state.trials[0].metric_sums
 
 
 def test_failed_transfers_count_only_in_a_row() -> None:
@@ -356,6 +356,6 @@ def test_a_repeated_done_changes_nothing_while_the_first_is_held_back() -> None:
 
 def test_nobody_waits_for_an_agent_that_may_never_come() -> None:
     state = HopState(config(partitions=2, evaluate=False))
-    state.agents[0] = Agent(0, "a", (0,))
-    _, steps = snapshot(state).rollout([[0.0, 9.0]], patience=0.9, horizon=9)  # prefers partition 1
-    assert [step.partition for step in steps] == [0, 1]
+    state.agents[0] = LiveAgent(0, "a", (0,))
+    _, tasks = snapshot(state).rollout([[0.0, 9.0]], max_wait=0.9, horizon=9)  # prefers partition 1
+    assert [task.partition for task in tasks] == [0, 1]

@@ -10,10 +10,10 @@ import pytest
 from cerebro_hydra.plan import policy
 from cerebro_hydra.plan.bound import lower_bound
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.simulate import Seconds, Simulation
-from cerebro_hydra.plan.visits import Kind
+from cerebro_hydra.plan.progress import TaskKind
+from cerebro_hydra.plan.simulate import Simulation, TaskSeconds
 
-Instance = tuple[HopConfig, list[tuple[int, ...]], Seconds]
+Instance = tuple[HopConfig, list[tuple[int, ...]], TaskSeconds]
 
 
 def instance(
@@ -30,7 +30,7 @@ def instance(
         for p in range(workers)
     }
 
-    def seconds(kind: Kind, trial: int, partition: int) -> float:
+    def seconds(kind: TaskKind, trial: int, partition: int) -> float:
         share = 1.0 if kind == "train" else 0.3
         return cost[trial] * pace[partition] * noise[kind, trial, partition] * share
 
@@ -53,13 +53,13 @@ def instances() -> list[Instance]:
     return found
 
 
-def cerebro(config: HopConfig, seconds: Seconds, random: Random) -> float:
-    """Seconds of Cerebro's rule: any idle model on any idle worker, a barrier per epoch.
+def cerebro(config: HopConfig, seconds: TaskSeconds, random: Random) -> float:
+    """TaskSeconds of Cerebro's rule: any idle model on any idle worker, a barrier per epoch.
 
     An epoch's evaluation is one more pass of every model over every worker, as it is there.
     """
     total = 0.0
-    passes: list[Kind] = ["train", "evaluate"] if config.evaluate else ["train"]
+    passes: list[TaskKind] = ["train", "evaluate"] if config.evaluate else ["train"]
     for kind in passes * config.epochs:
         left = {(t, p) for t in range(len(config.trials)) for p in range(config.partitions)}
         ready = [0.0] * len(config.trials)
@@ -172,6 +172,6 @@ def test_a_decision_looks_ahead_only_so_far(monkeypatch: pytest.MonkeyPatch) -> 
         return end, steps
 
     monkeypatch.setattr(policy.Policy, "choose", counted_choose)
-    monkeypatch.setattr(policy, "_imagine", counted_imagine)
+    monkeypatch.setattr(policy, "_rollout", counted_imagine)
     Simulation(config, workers, seconds).run()
     assert 300 < max(imagined) <= 800  # the case is hard enough to use what is allowed

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from cerebro_hydra.errors import InvalidSchedule
-from cerebro_hydra.plan.actions import Action, parse_program
+from cerebro_hydra.plan.actions import Action, parse_actions
 from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.plan.validate import validate
 
@@ -93,10 +93,10 @@ def test_tied_weights_wait_for_every_backward_of_their_group() -> None:
 
 
 def test_a_forward_after_an_update_is_a_mixed_weight_version() -> None:
-    program = parse_program("t0s0F0 t0s1F0 t0s1B0 t0s0B0 t0s0U0 t0s0F0")
+    program = parse_actions("t0s0F0 t0s1F0 t0s1B0 t0s0B0 t0s0U0 t0s0F0")
     with pytest.raises(InvalidSchedule, match=r"action 5, t0s0F0: was done before"):
         validate(program, shards=2, microbatches=1, barrier=False)
-    program = parse_program("t0s0F0 t0s1F0 t0s1B0 t0s0B0 t0s0U1 t0s0F1")
+    program = parse_actions("t0s0F0 t0s1F0 t0s1B0 t0s0B0 t0s0U1 t0s0F1")
     with pytest.raises(InvalidSchedule, match="t0s0B1 is missing"):
         validate(program, shards=2, microbatches=2, barrier=False)
 
@@ -118,7 +118,7 @@ SPILLED = "t0s0F0 t0s0SPILL t0s1LOAD t0s1F0 t0s1B0 t0s1U0 t0s1SPILL t0s0LOAD t0s
 def test_shards_are_loaded_before_use_and_bytes_stay_under_the_budget() -> None:
     def check(text: str, budget: int = 10) -> None:
         validate(
-            parse_program(text), shards=2, microbatches=1, barrier=False,
+            parse_actions(text), shards=2, microbatches=1, barrier=False,
             resident={(0, 0)}, budget=budget, shard_bytes={(0, 0): 10, (0, 1): 8},
         )  # fmt: skip
 
@@ -135,6 +135,6 @@ def test_shards_are_loaded_before_use_and_bytes_stay_under_the_budget() -> None:
 
 def test_numbers_beyond_the_shape_are_named() -> None:
     with pytest.raises(InvalidSchedule, match="only 1 shards"):
-        validate(parse_program("t0s1F0"), shards=1, microbatches=1, barrier=False)
+        validate(parse_actions("t0s1F0"), shards=1, microbatches=1, barrier=False)
     with pytest.raises(InvalidSchedule, match="only 1 microbatches"):
-        validate(parse_program("t0s0F1"), shards=1, microbatches=1, barrier=False)
+        validate(parse_actions("t0s0F1"), shards=1, microbatches=1, barrier=False)

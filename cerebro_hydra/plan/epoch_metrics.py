@@ -1,0 +1,32 @@
+"""The metrics of an epoch, merged in partition order so that they never depend on timing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import nan
+
+from cerebro_hydra.plan.progress import CommittedVisit, MetricSums
+
+
+def epoch_metrics(
+    visits: Iterable[CommittedVisit], sums: dict[int, MetricSums], custom: dict[str, float]
+) -> dict[str, float]:
+    """Return "train_loss" and a "val_<name>" for every evaluated metric, the custom ones last.
+
+    Sums are added as Python floats (float64) in partition order and then divided by the rows. The
+    mean over no rows is NaN.
+    """
+    trained = sorted(visits, key=lambda visit: visit.partition)
+    metrics = {"train_loss": _mean((visit.loss_sum, visit.rows) for visit in trained)}
+    evaluated = [sums[partition] for partition in sorted(sums)]
+    for name in evaluated[0] if evaluated else ():
+        metrics[f"val_{name}"] = _mean(by_name[name] for by_name in evaluated)
+    return metrics | {f"val_{name}": value for name, value in custom.items()}
+
+
+def _mean(sums: Iterable[tuple[float, int]]) -> float:
+    total, total_rows = 0.0, 0
+    for value, rows in sums:
+        total += value
+        total_rows += rows
+    return total / total_rows if total_rows else nan
