@@ -63,10 +63,10 @@ class Lookahead:
     ) -> tuple[float, list[PlannedTask]]:
         """Follow one rule for up to ``horizon`` tasks; return the end of the run and the tasks.
 
-        The rule takes pairs of a worker that is free and a trial that is ready, or that both will
-        be so within ``max_wait`` seconds. The pair with the most work left goes first: the trial's
-        work, the worker's load and the pair's preference, in seconds. If the horizon comes before
-        the end of the run, the end that is returned is a lower bound.
+        The rule considers a worker and a trial once both are free, or will be within ``max_wait``
+        seconds. The pair with the most work left goes first, counting the trial's work, the
+        worker's load and the pair's preference, all in seconds. If the horizon comes before the end
+        of the run, the returned end is a lower bound.
         """
         forecasts = {
             trial: replace(forecast, unassigned=list(forecast.unassigned))

@@ -1,7 +1,7 @@
 """Random numbers by key: every entry into a unit restarts the generator.
 
-The same hooks serve three readers: `torch.export`, for which an entry becomes a node of the graph;
-modules that run as they are; and admission's reference.
+The same hooks serve `torch.export`, for which an entry becomes a node of the graph, modules that
+run as they are, and the plain training that admission compares with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _library = torch.library.Library("cerebro_hydra", "DEF")
 _library.define("enter_unit(str unit) -> ()")
 _library.impl("enter_unit", lambda unit: None, "CompositeExplicitAutograd")
 
-# Stands for an entry in an exported graph, where it marks the place of a reseed and of a cut.
+# It stands for an entry in an exported graph, and marks the place of a reseed and of a cut.
 MARKER = torch.ops.cerebro_hydra.enter_unit.default
 torch.fx.node.has_side_effect(MARKER)
 
@@ -36,7 +36,7 @@ _current = _Current()
 
 @contextmanager
 def random_key(key: RandomKey) -> Iterator[None]:
-    """Within it, `enter_unit` on this thread reseeds by this key."""
+    """Let `enter_unit` reseed by this key, on this thread and within the context."""
     before, _current.key = _current.key, key
     try:
         yield
@@ -45,7 +45,7 @@ def random_key(key: RandomKey) -> Iterator[None]:
 
 
 def enter_unit(unit: str) -> None:
-    """Restart the random numbers for a unit call; without a key (evaluation) do nothing."""
+    """Restart the random numbers for a unit call, or do nothing without a key, as in evaluation."""
     key = _current.key
     if key is not None:
         key.reseed(unit)
@@ -56,7 +56,10 @@ torch.fx.node.has_side_effect(enter_unit)
 
 @contextmanager
 def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[None]:
-    """Within it, `entered` hears of the forward ("") and of every unit call ("module@call")."""
+    """Call `entered` at each forward, with "", and at each unit call, with "module@call".
+
+    The hooks are removed at the end of the context.
+    """
     handles = install_unit_hooks(model, entered)
     try:
         yield
@@ -68,6 +71,7 @@ def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[N
 def install_unit_hooks(
     model: nn.Module, entered: Callable[[str], object]
 ) -> list[torch.utils.hooks.RemovableHandle]:
+    """Install the hooks of `unit_hooks` for good, and return their handles."""
     calls: Counter[str] = Counter()
 
     def begin(module: nn.Module, args: object) -> None:

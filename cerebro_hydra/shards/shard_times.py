@@ -1,4 +1,4 @@
-"""How long each shard's tasks take, measured on the machine at hand."""
+"""Measured times of each shard's tasks, on the machine that asks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 2, 6, 0.2
 def measure_shards(
     recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
 ) -> list[float]:
-    """Seconds of forward, backward and update of every shard, the fastest of several rounds."""
+    """Return the seconds of a training step in each shard, the fastest of some rounds."""
     states = {
         k: ShardState.bind(shard, **segments)
         for k, (shard, segments) in enumerate(
@@ -65,9 +65,9 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def measure_layers(recipe: Recipe, starts: Sequence[str], sample: Sample) -> list[float]:
-    """Seconds of forward between the starts of a `Sequential`'s layers, the fastest of some rounds.
+    """Return the seconds of forward between a `Sequential`'s starts, the fastest of some rounds.
 
-    Without boundaries between them: a layer may write into what the one before it gave.
+    The layers run in one forward, because a layer may write into the output of the one before.
     """
     model = copy.deepcopy(recipe.model).train()
     heads = {unit.split("@")[0].split(".")[0] for unit in starts}

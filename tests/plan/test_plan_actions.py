@@ -16,7 +16,7 @@ from cerebro_hydra.plan.actions import (
 from cerebro_hydra.plan.schedules.sequential import sequential
 
 GOLDEN = Path(__file__).parent / "golden"
-PROGRAMS = {
+SCHEDULES = {
     "sequential_3x2": sequential(3, 3, 2, barrier=False),
     "sequential_3x2_barrier": sequential(3, 3, 2, barrier=True),
     "sequential_3x1_send": sequential(0, 3, 1, barrier=False, send=True),
@@ -34,8 +34,8 @@ moving = st.builds(
 
 
 @given(st.lists(computing | moving))
-def test_a_program_round_trips_through_text(program: list[Action]) -> None:
-    assert parse_actions(format_actions(program)) == program
+def test_a_list_of_actions_round_trips_through_text(actions: list[Action]) -> None:
+    assert parse_actions(format_actions(actions)) == actions
 
 
 @given(computing | moving)
@@ -69,8 +69,8 @@ def test_an_action_without_text_cannot_be_made(kind: ActionKind, microbatch: int
         Action(0, 0, kind, microbatch)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_schedules_write_their_golden_programs(name: str) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_give_their_golden_actions(name: str) -> None:
     text = (GOLDEN / f"{name}.txt").read_text()
-    assert format_actions(PROGRAMS[name]) == text
-    assert parse_actions(text) == PROGRAMS[name]
+    assert format_actions(SCHEDULES[name]) == text
+    assert parse_actions(text) == SCHEDULES[name]

@@ -54,7 +54,7 @@ def test_a_container_stands_for_its_first_unit():
 @pytest.mark.parametrize("name", ["0", "4"])
 def test_a_name_that_is_no_place_to_cut_is_refused_with_the_places(name):
     # 0 begins shard 0 anyway; 4 is a ReLU that writes over what came before.
-    with pytest.raises(ConfigurationError, match=rf"'{name}'.*places are \['1', '2', '3', '5'"):
+    with pytest.raises(ConfigurationError, match=rf"'{name}'.*places \['1', '2', '3', '5'"):
         start(mlp_recipe(shards=[name])(), two_sub_epochs()[0])
 
 
@@ -125,7 +125,7 @@ def test_values_of_inputs_alone_are_made_again_instead_of_shipped():
     make = seeded(Inputs, 4, loss=dict_loss)
     trial = assert_equal_to_plain(make, [zoo.singly(two_inputs(8, 5))] * 2, "recompute")
     for shard_graph in trial.cut_model.train[1:]:
-        assert len(shard_graph.reads) == 1, "only the activation crosses"
+        assert len(shard_graph.live_in) == 1, "only the activation crosses"
     frozen = {e.name for s in trial.layout.shards for e in s.frozen.entries}
     assert frozen == {"buffer:scale"}, "what no checkpoint holds, the factory makes again"
 

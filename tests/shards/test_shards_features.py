@@ -35,7 +35,7 @@ def test_mixed_precision(mode):
     full = assert_equal_to_plain(mlp_recipe(), two_sub_epochs(), mode)
     assert trial.shards[0][0] != full.shards[0][0], "it computes in another precision"
     (crossing,) = trial.cut_model.train[1].crossing
-    assert crossing[1] == "bfloat16", "what crosses has half the bytes"
+    assert crossing.dtype == "bfloat16", "what crosses has half the bytes"
 
 
 def test_mixed_precision_with_batch_norm_and_long_skips():

@@ -96,8 +96,8 @@ class AddsPassingGradientsLater(tasks.ShardTasks):
     """Adds the later gradient of a value that passes through after the shard's own."""
 
     def backward(self, k, batch):
-        passing = [n for n in self._cut_model.train[k].reads
-                   if n in self._cut_model.train[k].writes]  # fmt: skip
+        passing = [n for n in self._cut_model.train[k].live_in
+                   if n in self._cut_model.train[k].live_out]  # fmt: skip
         later = {n: batch.grads.pop(n) for n in passing if n in batch.grads}
         super().backward(k, batch)
         for name, grad in later.items():

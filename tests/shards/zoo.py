@@ -122,4 +122,4 @@ def singly(batches: list[Rows]) -> list[list[Rows]]:
 
 def sample(batch: Rows) -> Sample:
     """What a model is traced with."""
-    return Sample(batch.features, Call(), None, nullcontext, free_shapes=False)
+    return Sample(batch.features, Call(), None, nullcontext, dynamic_shapes=False)
