@@ -1,4 +1,4 @@
-"""The place where a model is cut, as data that travels."""
+"""Specs of a cut: where a model is cut, as data that travels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CutMode = Literal["export", "layers", "whole"]
 
 @dataclass(frozen=True)
 class CutSpec:
-    """How a model is cut into shards.
+    """A cut of a model: its mode, and where its shards begin.
 
     Args:
         mode: "export" cuts the flat graph of `torch.export`, "layers" cuts between the children of

@@ -78,8 +78,8 @@ class SegmentLayout:
         """Raise ValueError if the buffer is not a segment of this layout."""
         if buffer.nbytes != self.nbytes or bytes(buffer[: len(self.header)]) != self.header:
             raise ValueError(
-                f"the {what} segment has {buffer.nbytes} bytes or a header that its layout, of "
-                f"{self.nbytes} bytes, does not have; it belongs to another trial or cut"
+                f"the {what} segment of {buffer.nbytes} bytes does not fit its layout of "
+                f"{self.nbytes} bytes; it belongs to another trial or cut"
             )
 
 

@@ -1,7 +1,7 @@
 """Random numbers by key: every entry into a unit restarts the generator.
 
-The same hooks serve `torch.export`, for which an entry becomes a node of the graph, modules that
-run as they are, and the plain training that admission compares with.
+The same hooks serve three readers: `torch.export`, for which an entry becomes a node of the graph;
+modules that run as they are; and admission's reference.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ torch.fx.node.has_side_effect(enter_unit)
 
 @contextmanager
 def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[None]:
-    """Call `entered` at each forward, with "", and at each unit call, with "module@call".
-
-    The hooks are removed at the end of the context.
-    """
+    """Within it, `entered` hears of the forward ("") and of every unit call ("module@call")."""
     handles = install_unit_hooks(model, entered)
     try:
         yield
@@ -71,7 +68,6 @@ def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[N
 def install_unit_hooks(
     model: nn.Module, entered: Callable[[str], object]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Install the hooks of `unit_hooks` for good, and return their handles."""
     calls: Counter[str] = Counter()
 
     def begin(module: nn.Module, args: object) -> None:

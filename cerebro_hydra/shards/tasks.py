@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cerebro_hydra.recipe import RandomKey
 from cerebro_hydra.shards.cut_model import CutModel
-from cerebro_hydra.shards.reseed import FORWARD, random_key
+from cerebro_hydra.shards.reseed import random_key
 from cerebro_hydra.shards.shard_graph import ShardGraph
 from cerebro_hydra.shards.state import ShardState
 
@@ -156,7 +156,7 @@ class ShardTasks:
         inputs = [batch.inputs[i] for i in graph.inputs]
         with torch.enable_grad(), self._precision(), random_key(batch.key):
             if k == 0:
-                batch.key.reseed(FORWARD)
+                batch.key.reseed("")
             out = graph.run(*params, *(buffers[n] for n in graph.buffers), *live, *inputs)
             if k == self._last:
                 loss = batch.loss_of(self._cut_model.outputs(out, True))

@@ -1,4 +1,4 @@
-"""Where models are cut, what each shard holds, and what happens to models that can't be cut."""
+"""Cuts of models: where they lie, what each shard holds, and what becomes of other models."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_report_counts_what_each_shard_holds_and_receives():
 
 
 class Inputs(nn.Module):
-    """Two inputs, a mask from one of them, constants of every kind, and a dict as output."""
+    """It has two inputs, a mask from one of them, constants of every kind, and a dict as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_any_other_model_that_cannot_be_exported_stays_whole():
 
 
 class FixedRows(nn.Module):
-    """Exports, but counts rows in Python: its graph is right for one batch size only."""
+    """It counts rows in Python, so its exported graph is right for one batch size only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ def cached(*models):
     return [cache.get(m, CutSpec("export", ("3@0",)), sample) for m in models]
 
 
-def test_equal_models_share_a_structure_whatever_their_weights():
+def test_equal_models_share_a_cut_model_whatever_their_weights():
     torch.manual_seed(0)
     a, b = cached(zoo.mlp(), zoo.mlp())
     assert a is b

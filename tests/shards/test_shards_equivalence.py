@@ -15,7 +15,7 @@ MODES = ["keep", "recompute"]
 
 
 def mlp_recipe(optimizer=None, shards=3, model=None, **rules):
-    """A factory of equal recipes over the MLP; `optimizer` is a function of the model."""
+    """Return a factory of equal recipes over the MLP; `optimizer` is a function of the model."""
 
     def make() -> Recipe:
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Training features, cut into shards: the same bits as a plain loop that has them."""
+"""Training features give the same bits in shards as in a plain loop."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_length_that_the_graph_can_not_take_is_refused():
 
 
 def epochs(recipe: Recipe, metrics: list[dict[str, float]]) -> list[float]:
-    """Learning rates of the steps, with a sub-epoch per epoch."""
+    """Return the learning rate after each epoch, which is one sub-epoch here."""
     windows = zoo.singly(zoo.vectors(8, 8))
     trial = start(recipe, windows)
     rates = []

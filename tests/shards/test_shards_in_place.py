@@ -1,4 +1,4 @@
-"""Values that a forward writes into: which cuts they forbid, and when they are made again."""
+"""Values that a forward writes into: which cuts they forbid, and when they are recomputed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_no_cut_parts_a_value_from_a_write_into_its_view():
 
 
 class Shifts(nn.Module):
-    """Makes a value in place from its inputs alone, as T5 shifts its labels, and uses it late."""
+    """It makes a value in place from inputs alone, as T5 shifts its labels, and uses it late."""
 
     def __init__(self, spoil: bool) -> None:
         super().__init__()
