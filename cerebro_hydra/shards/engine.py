@@ -41,10 +41,8 @@ class UnfitShape(ConfigurationError):
 
 
 class BatchTensors(Protocol):
-    """The rows of one batch, which are the first dimension of every tensor.
-
-    `labels` ends with the rows' weights if the recipe's columns have them.
-    """
+    """Rows of one batch; tensors have them as first dimension. `labels` ends with a row's weight,
+    if the recipe's columns have one."""
 
     @property
     def features(self) -> tuple[Tensor, ...]: ...
@@ -56,10 +54,9 @@ class BatchTensors(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of evaluation on a partition's validation rows.
+    """What a partition's validation rows gave.
 
-    `sums` has the sum over rows and the number of rows for the loss and every metric. `states` has
-    the state of each custom metric.
+    `sums` has the loss and every metric times rows, with the rows; `states` the custom metrics'.
     """
 
     sums: dict[str, tuple[float, int]]
