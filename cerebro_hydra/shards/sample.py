@@ -39,7 +39,7 @@ class Sample:
     @classmethod
     def of(cls, recipe: Recipe, example: Example) -> Sample:
         """Return a training batch as the recipe's model takes it."""
-        features, targets = recipe.collated(*fresh(example), _ANY_KEY)
+        features, targets = recipe.collated(*copy_example(example), _ANY_KEY)
         return cls(
             recipe.inputs(features, targets),
             recipe.call,
@@ -49,7 +49,7 @@ class Sample:
         )
 
 
-def fresh(example: Example) -> Example:
+def copy_example(example: Example) -> Example:
     """Copy a batch, because a model may write into it and admission uses it more than once."""
     features, targets = example
     return tuple(t.clone() for t in features), tuple(t.clone() for t in targets)

@@ -12,7 +12,7 @@ from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.layout import TrialLayout, initial_segments
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
-from cerebro_hydra.shards.sample import Example, Sample, fresh
+from cerebro_hydra.shards.sample import Example, Sample, copy_example
 from cerebro_hydra.shards.state import ShardState
 from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
 
@@ -40,7 +40,7 @@ def measure_shards(
     for number in range(_MOST_ROUNDS):
         if number >= _LEAST_ROUNDS and time.perf_counter() - begun > _ENOUGH_SECONDS:
             break
-        features, targets = recipe.collated(*fresh(example), key := RandomKey(0, number, 0))
+        features, targets = recipe.collated(*copy_example(example), key := RandomKey(0, number, 0))
         batch = Microbatch(
             inputs=recipe.inputs(features, targets),
             loss_of=partial(recipe.compute_loss, targets=targets),
