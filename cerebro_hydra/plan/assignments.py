@@ -77,7 +77,7 @@ class Assignments:
             return []
         partitions = range(self.config.partitions)
         if trial.epoch_trained(len(partitions)):
-            evaluated = trial.evaluated()
+            evaluated = trial.evaluation_begun()
             return [("evaluate", p) for p in partitions if p not in evaluated]
         if len(trial.pending_visits) > 1 or (
             trial.pending_visits and not trial.pending_visits[0].ending

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import nan
 
-from cerebro_hydra.plan.progress import CommittedVisit, MetricSums
+from cerebro_hydra.plan.events import EvaluationDone
+from cerebro_hydra.plan.progress import CommittedVisit
 
 
 def epoch_metrics(
-    visits: Iterable[CommittedVisit], sums: dict[int, MetricSums], custom: dict[str, float]
+    visits: Iterable[CommittedVisit], evaluated: dict[int, EvaluationDone], custom: dict[str, float]
 ) -> dict[str, float]:
     """Return "train_loss" and a "val_<name>" for every evaluated metric, the custom ones last.
 
@@ -18,15 +19,15 @@ def epoch_metrics(
     """
     trained = sorted(visits, key=lambda visit: visit.partition)
     metrics = {"train_loss": _mean((visit.loss_sum, visit.rows) for visit in trained)}
-    evaluated = [sums[partition] for partition in sorted(sums)]
-    for name in evaluated[0] if evaluated else ():
-        metrics[f"val_{name}"] = _mean(by_name[name] for by_name in evaluated)
+    sums = [evaluated[partition].sums for partition in sorted(evaluated)]
+    for name in sums[0] if sums else ():
+        metrics[f"val_{name}"] = _mean(by_name[name] for by_name in sums)
     return metrics | {f"val_{name}": value for name, value in custom.items()}
 
 
-def _mean(sums: Iterable[tuple[float, int]]) -> float:
+def _mean(sums_and_rows: Iterable[tuple[float, int]]) -> float:
     total, total_rows = 0.0, 0
-    for value, rows in sums:
+    for value, rows in sums_and_rows:
         total += value
         total_rows += rows
     return total / total_rows if total_rows else nan

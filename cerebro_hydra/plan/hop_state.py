@@ -232,8 +232,7 @@ class HopState(Assignments):
             return
         trial = self.trials[attempt.trial]
         self._mark_received(attempt)
-        trial.metric_sums[attempt.partition] = event.sums
-        trial.metric_states[attempt.partition] = event.states
+        trial.evaluated[attempt.partition] = event
         trial.transfer_failures = 0
         self.estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
         self.estimates.advance_clock(attempt.started_at + event.seconds)
@@ -318,14 +317,14 @@ class HopState(Assignments):
     def _advance(self, index: int, trial: TrialProgress) -> None:
         """End the trial's epoch and the trial itself if they are over."""
         partitions = self.config.partitions
-        evaluated = len(trial.metric_sums) == partitions or not self.config.evaluate
+        evaluated = len(trial.evaluated) == partitions or not self.config.evaluate
         if trial.epoch_trained(partitions) and evaluated and trial.stop_reason is None:
-            if not (trial.metric_states and trial.config.custom_metrics):
+            if not (trial.evaluated and trial.config.custom_metrics):
                 self._end_epoch(index, {})
             elif trial.merge_attempt is None:
                 trial.merge_attempt = self._next_attempt
                 self._next_attempt += 1
-                states = tuple(trial.metric_states[partition] for partition in range(partitions))
+                states = tuple(trial.evaluated[p].states for p in range(partitions))
                 self._instructions.append(
                     MergeMetrics(trial.merge_attempt, index, len(trial.history), states)
                 )
@@ -342,7 +341,7 @@ class HopState(Assignments):
         trial = self.trials[index]
         epoch = len(trial.history)
         visits = trial.visits[epoch * self.config.partitions :]
-        metrics = epoch_metrics(visits, trial.metric_sums, custom)
+        metrics = epoch_metrics(visits, trial.evaluated, custom)
         trial.history.append(metrics)
         trial.forget_evaluation()
         self._log(index, f"epoch {epoch} ended: {metrics}")

@@ -59,12 +59,8 @@ def _check_visits(state: HopState, index: int, trial: TrialProgress) -> None:
     assert ended <= complete, f"trial {index} ended epoch {ended - 1} before training it"
     late = complete - ended
     assert late == 0 or (late == 1 and begun == 0), f"trial {index} goes on before its evaluation"
-    assert trial.metric_states.keys() == trial.metric_sums.keys(), (
-        f"trial {index} has metric sums of {trial.metric_sums.keys()}, but metric states of "
-        f"{trial.metric_states.keys()}"
-    )
     if trial.merge_attempt is not None:
-        whole = late == 1 and len(trial.metric_sums) == partitions
+        whole = late == 1 and len(trial.evaluated) == partitions
         assert whole, f"trial {index} merges its metrics before it is evaluated everywhere"
     visited = trial.visited(partitions)
     assert len(set(visited)) == len(visited), f"trial {index} would visit twice: {visited}"

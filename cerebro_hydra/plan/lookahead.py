@@ -209,7 +209,7 @@ def _forecast(
         assigned = set(trial.visited(config.partitions))
         order = visit_order(config, index, epoch)
     else:
-        assigned, order = trial.evaluated(), tuple(partitions)
+        assigned, order = trial.evaluation_begun(), tuple(partitions)
     training, evaluating = seconds["train"][index], seconds["evaluate"][index]
     later_epochs = config.epochs - epoch - 1
     work = later_epochs * sum(training)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
-from cerebro_hydra.plan.events import SubEpochDone
+from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import StateSource
 from cerebro_hydra.plan.seeds import seed_of
 
 TaskKind = Literal["train", "evaluate"]
-MetricSums = dict[str, tuple[float, int]]  # (sum, rows) by name of the metric
 
 
 @dataclass(slots=True)
@@ -82,9 +81,7 @@ class TrialProgress:
     history: list[dict[str, float]] = field(default_factory=list)  # metrics by epoch
     pending_visits: list[Attempt] = field(default_factory=list)  # at most two, in order
     evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
-    # What evaluation measured in this epoch, by partition: sums, and states of custom metrics.
-    metric_sums: dict[int, MetricSums] = field(default_factory=dict)
-    metric_states: dict[int, dict[str, Any]] = field(default_factory=dict)
+    evaluated: dict[int, EvaluationDone] = field(default_factory=dict)  # this epoch's, by partition
     merge_attempt: int | None = None  # the number of a ``MergeMetrics`` that has no answer yet
     transfer_failures: int = 0  # in a row, since the last task that succeeded
     # (visit, incarnation) of each cancelled fetch: its ``StateReceived`` may still arrive, late.
@@ -92,7 +89,7 @@ class TrialProgress:
     saving: tuple[int, str] | None = None  # (visit, incarnation) of the checkpoint under way
     stop_reason: str | None = None  # None until the trial is stopped
     status: str | None = None  # "finished", "failed" or "stopped"; None until it has ended
-    result: int | None = None  # the visit of its result; None until it has ended
+    result: int | None = None  # the visit of the trial's result; None until it has ended
     log: list[str] = field(default_factory=list)
 
     @property
@@ -107,16 +104,16 @@ class TrialProgress:
 
     def forget_evaluation(self) -> None:
         """Drop what was measured, because the epoch is over or void."""
-        self.metric_sums, self.metric_states, self.merge_attempt = {}, {}, None
+        self.evaluated, self.merge_attempt = {}, None
 
     def visited(self, partitions: int) -> list[int]:
         """Return this epoch's partitions that are trained or being trained, in visit order."""
         epoch = self.visits[len(self.history) * partitions :]
         return [visit.partition for visit in epoch] + [a.partition for a in self.pending_visits]
 
-    def evaluated(self) -> set[int]:
+    def evaluation_begun(self) -> set[int]:
         """Return this epoch's partitions that are evaluated or being evaluated."""
-        return self.metric_sums.keys() | self.evaluations.keys()
+        return self.evaluated.keys() | self.evaluations.keys()
 
     def epoch_trained(self, partitions: int) -> bool:
         """Whether the present epoch is trained on every partition and committed."""

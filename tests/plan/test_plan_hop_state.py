@@ -319,10 +319,10 @@ def test_evaluations_of_a_void_state_are_done_again() -> None:
     run.train(run.running["a"], "a")
     run.train(run.running["b"], "b")
     run(evaluated(run.running["b"], "b", 5.0))
-    assert list(run.state.trials[0].metric_sums) == [1]
+    assert list(run.state.trials[0].evaluated) == [1]
     (redo,) = of(ins.Redo, run(ev.WorkerLost("b", "killed")))
     assert redo.visits == (2,)
-    assert not run.state.trials[0].metric_sums
+    assert not run.state.trials[0].evaluated
 
 
 def test_failed_transfers_count_only_in_a_row() -> None:
