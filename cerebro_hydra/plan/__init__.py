@@ -1,1 +1,1 @@
-"""Decisions as pure Python: no torch, no clock, no thread, no socket, no file."""
+"""The decisions of a run, as pure Python: no torch, no clock, no thread, no socket, no file."""

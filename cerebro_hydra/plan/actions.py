@@ -1,13 +1,13 @@
-"""Shard tasks as a small language that round-trips through text.
+"""Actions are the tasks of a schedule, each of which has a short text.
 
-========== ==================================================================
-``t3s1F0`` trial 3, shard 1: forward of microbatch 0
-``t3s1B0`` its backward
-``t3s1U0`` its update; names the last microbatch of its window
-``t3s1LOAD`` bring the shard's state to the device (promote)
-``t3s1SPILL`` take it away from the device (demote)
-``t3s1SEND`` publish it: its last update of the sub-epoch is done
-========== ==================================================================
+============= ===============================================================
+``t3s1F0``    the forward of trial 3, shard 1, microbatch 0
+``t3s1B0``    its backward
+``t3s1U0``    the shard's update; it names the last microbatch of its window
+``t3s1LOAD``  the shard's state is brought to the device
+``t3s1SPILL`` the shard's state is taken off the device
+``t3s1SEND``  the shard is published after its last update of the sub-epoch
+============= ===============================================================
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEXT = re.compile(r"t(0|[1-9]\d*)s(0|[1-9]\d*)(?:([FBU])(0|[1-9]\d*)|(LOAD|SPIL
 
 
 class ActionKind(StrEnum):
-    """What is done with a shard."""
+    """The kinds of actions, named as in their text."""
 
     F = "F"
     B = "B"
@@ -32,16 +32,16 @@ class ActionKind(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """Whether it works on a microbatch, rather than moving the shard."""
+        """Whether the action works on a microbatch, rather than moving the shard."""
         return self in (ActionKind.F, ActionKind.B, ActionKind.U)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing done with one shard of one trial; movements have no microbatch.
+    """One task on one shard of one trial; only F, B and U have a microbatch.
 
     Raises:
-        ValueError: a number is negative, or the microbatch is missing or too much.
+        ValueError: a number is negative, or ``microbatch`` is missing or not allowed.
     """
 
     trial: int
@@ -50,24 +50,24 @@ class Action:
     microbatch: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what has no text."""
+        """Refuse an action that has no text."""
         if self.trial < 0 or self.shard < 0 or (self.microbatch or 0) < 0:
-            raise ValueError(f"numbers of an action must not be negative: {self!r}")
+            raise ValueError(f"{self!r} has a negative number; count from 0")
         if self.kind.computes != (self.microbatch is not None):
             need = "needs a" if self.kind.computes else "takes no"
-            raise ValueError(f"{self.kind} {need} microbatch: {self!r}")
+            raise ValueError(f"{self!r} can't be made: {self.kind} {need} microbatch")
 
     def __str__(self) -> str:
-        """Its text, such as ``t3s1F0``."""
+        """Return the action's text, such as ``t3s1F0``."""
         tail = "" if self.microbatch is None else self.microbatch
         return f"t{self.trial}s{self.shard}{self.kind}{tail}"
 
 
 def parse_action(text: str) -> Action:
-    """Read one action.
+    """Read one action from its text.
 
     Raises:
-        ValueError: the text is no action; shows it, and what one looks like.
+        ValueError: the text is no action; the message shows it and what an action looks like.
     """
     match = _TEXT.fullmatch(text)
     if match is None:
@@ -78,31 +78,33 @@ def parse_action(text: str) -> Action:
     return Action(int(trial), int(shard), ActionKind(kind), int(microbatch))
 
 
-def format_program(actions: Iterable[Action]) -> str:
-    """Write a list of actions as text; a new line starts where another F or B pass starts."""
+def format_actions(actions: Iterable[Action]) -> str:
+    """Write actions as text, with a line for each forward or backward pass."""
     lines: list[list[str]] = []
-    now: tuple[int, bool, int | None] | None = None
+    present: tuple[int, bool, int | None] | None = None
     for action in actions:
-        step = (action.trial, action.kind is ActionKind.F, action.microbatch)
-        if not lines or (action.kind.computes and step != now):
-            lines.append([])
         if action.kind.computes:
-            now = step
+            pass_of_action = (action.trial, action.kind is ActionKind.F, action.microbatch)
+            if pass_of_action != present:
+                lines.append([])
+            present = pass_of_action
+        elif not lines:
+            lines.append([])
         lines[-1].append(str(action))
     return "".join(" ".join(line) + "\n" for line in lines)
 
 
-def parse_program(text: str) -> list[Action]:
-    """Read a program: actions between white space; ``#`` starts a comment.
+def parse_actions(text: str) -> list[Action]:
+    """Read actions from text, where white space parts them and ``#`` starts a comment.
 
     Raises:
-        ValueError: a word is no action; names its line.
+        ValueError: a word is no action; the message names its line.
     """
-    program = []
+    actions = []
     for number, line in enumerate(text.splitlines(), start=1):
         for word in line.partition("#")[0].split():
             try:
-                program.append(parse_action(word))
+                actions.append(parse_action(word))
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
-    return program
+    return actions

@@ -1,4 +1,4 @@
-"""Who does what now, and from which source: giving tasks to agents, and taking them back."""
+"""Assignments of tasks to agents: who does what now, and from which source."""
 
 from __future__ import annotations
 
@@ -18,60 +18,67 @@ from cerebro_hydra.plan.instructions import (
     StateSource,
 )
 from cerebro_hydra.plan.outcome import outcome
-from cerebro_hydra.plan.visits import Agent, Attempt, Kind, TaskChoice, TrialProgress, visit_order
+from cerebro_hydra.plan.progress import (
+    Attempt,
+    LiveAgent,
+    TaskChoice,
+    TaskKind,
+    TrialProgress,
+    visit_order,
+)
 
 
 class Assignments:
-    """The part of the hop state machine that knows agents and attempts.
+    """The part of the hop state machine that assigns tasks to agents and takes them back.
 
-    It never decides which task comes next (``policy.py``) nor what an event means
-    (``hop_state.py``); it keeps both ends of every assignment in step.
+    It keeps each trial's attempts and each agent's attempts consistent. Which task comes next is
+    decided in ``policy.py``, and what an event means in ``hop_state.py``.
     """
 
     def __init__(self, config: HopConfig) -> None:
         self.config = config
         self.trials = [TrialProgress(trial) for trial in config.trials]
-        self.agents: dict[int, Agent] = {}  # live ones, by worker slot
+        self.agents: dict[int, LiveAgent] = {}  # live ones, by worker slot
         self.attempts: dict[int, Attempt] = {}  # live ones, by number
         self.holders = Holders()
         self.estimates = Estimates([trial.cost for trial in config.trials], config.partitions)
         self._next_attempt = 0
-        self._events = 0
-        self._out: list[Instruction] = []
+        self._event_count = 0
+        self._instructions: list[Instruction] = []
 
-    # ------------------------------------------------------------------ who is free, and for what
+    # ------------------------------------------------------------------ which tasks are possible
 
-    def agent(self, incarnation: str) -> Agent | None:
-        """The live agent with this incarnation."""
+    def agent(self, incarnation: str) -> LiveAgent | None:
+        """Return the live agent with this incarnation."""
         for agent in self.agents.values():
             if agent.incarnation == incarnation:
                 return agent
         return None
 
-    def agent_of(self, partition: int) -> Agent | None:
-        """The live agent that holds this partition."""
+    def agent_of(self, partition: int) -> LiveAgent | None:
+        """Return the live agent that holds this partition."""
         for agent in self.agents.values():
             if partition in agent.partitions:
                 return agent
         return None
 
     def choices(self) -> list[TaskChoice]:
-        """Every task that could be given to a worker now."""
-        found = []
+        """Return every task that could be given to a worker now."""
+        choices = []
         for index, trial in enumerate(self.trials):
             for kind, partition in self._open_tasks(index, trial):
                 agent = self.agent_of(partition)
                 if agent is not None and agent.open:
-                    found.append(TaskChoice(index, kind, partition, agent))
-        return found
+                    choices.append(TaskChoice(index, kind, partition, agent))
+        return choices
 
-    def _open_tasks(self, index: int, trial: TrialProgress) -> list[tuple[Kind, int]]:
+    def _open_tasks(self, index: int, trial: TrialProgress) -> list[tuple[TaskKind, int]]:
         if trial.status is not None or outcome(self.config, trial) is not None:
             return []
         partitions = range(self.config.partitions)
         if trial.epoch_trained(len(partitions)):
-            busy = trial.sums.keys() | trial.evaluations.keys()
-            return [("evaluate", partition) for partition in partitions if partition not in busy]
+            evaluated = trial.evaluation_begun()
+            return [("evaluate", p) for p in partitions if p not in evaluated]
         if len(trial.pending_visits) > 1 or (
             trial.pending_visits and not trial.pending_visits[0].ending
         ):
@@ -81,9 +88,9 @@ class Assignments:
             return [("train", visit_order(self.config, index, len(trial.history))[len(visited)])]
         return [("train", partition) for partition in partitions if partition not in visited]
 
-    # ------------------------------------------------------------------ giving out and taking back
+    # ------------------------------------------------------------------ assigning and taking back
 
-    def _give(self, choice: TaskChoice) -> None:
+    def _assign(self, choice: TaskChoice) -> None:
         trial, agent = self.trials[choice.trial], choice.agent
         before = trial.newest + len(trial.pending_visits)
         attempt = Attempt(
@@ -110,36 +117,40 @@ class Assignments:
         else:
             agent.reserved = attempt
             if not attempt.received:
-                self._out.append(
+                self._instructions.append(
                     FetchShards(attempt.trial, agent.worker, agent.incarnation, attempt.source)
                 )
 
     def _source(self, choice: TaskChoice, visit: int) -> StateSource:
-        """The agent itself, else another one (a different one after a failure), else the store."""
+        """Choose the agent itself, else another agent, else the store.
+
+        After a failed transfer the next of the other agents is taken.
+        """
         trial = self.trials[choice.trial]
         if choice.kind == "train" and trial.pending_visits:
             return StateSource(visit, trial.pending_visits[0].incarnation)
         if self.holders.holds(choice.trial, visit, choice.agent.incarnation):
             return StateSource(visit, choice.agent.incarnation)
-        agents = [place for place in self.holders.where(choice.trial, visit) if place != STORE]
-        if not agents:
+        owners = [place for place in self.holders.where(choice.trial, visit) if place != STORE]
+        if not owners:
             return StateSource(visit, None)
+        # Evaluations of one state start together, so they are spread over its owners.
         spread = choice.partition if choice.kind == "evaluate" else 0
-        return StateSource(visit, agents[(spread + trial.transfer_failures) % len(agents)])
+        return StateSource(visit, owners[(spread + trial.transfer_failures) % len(owners)])
 
     def _start(self, attempt: Attempt) -> None:
         attempt.started = True
         attempt.started_at = self.estimates.now
         pending_visits = self.trials[attempt.trial].pending_visits
-        if pending_visits[1:] == [attempt]:  # it waits for the end of the one before it
+        if pending_visits[1:] == [attempt]:  # it waits until the visit before it ends
             first = pending_visits[0]
             expected = self.estimates.seconds(first.kind, first.trial, first.partition)
             attempt.started_at = max(attempt.started_at, first.started_at + expected)
-        kind: Callable[..., Instruction] = Evaluate
+        instruction: Callable[..., Instruction] = Evaluate
         if attempt.kind == "train":
-            kind = partial(StartSubEpoch, metrics=self._metrics_before(attempt))
-        self._out.append(
-            kind(
+            instruction = partial(StartSubEpoch, metrics=self._metrics_before(attempt))
+        self._instructions.append(
+            instruction(
                 attempt=attempt.number,
                 trial=attempt.trial,
                 visit=attempt.visit,
@@ -152,14 +163,14 @@ class Assignments:
         )
 
     def _metrics_before(self, attempt: Attempt) -> dict[str, float]:
-        """The metrics of the epoch before, for the first visit of an epoch."""
+        """Return the metrics of the epoch before for the first visit of an epoch, else none."""
         first = attempt.visit == attempt.epoch * self.config.partitions + 1
         if not first or attempt.epoch == 0:
             return {}
         return dict(self.trials[attempt.trial].history[attempt.epoch - 1])
 
     def _running(self, number: int, incarnation: str) -> Attempt | None:
-        """The attempt that an event speaks of, unless it is over."""
+        """Return the attempt that an event names, or None if it is over."""
         attempt = self.attempts.get(number)
         if attempt is None or attempt.incarnation != incarnation:
             return None
@@ -177,34 +188,34 @@ class Assignments:
             self._abandon(attempt)
 
     def _abandon(self, attempt: Attempt) -> None:
-        """Take back an attempt, and those that were built on it."""
+        """Take back an attempt and the attempt that was built on it."""
         trial = self.trials[attempt.trial]
-        over = [attempt]
+        abandoned = [attempt]
         if attempt.kind == "evaluate":
             trial.evaluations.pop(attempt.partition, None)
         elif attempt in trial.pending_visits:
             at = trial.pending_visits.index(attempt)
-            over = trial.pending_visits[at:]
+            abandoned = trial.pending_visits[at:]
             del trial.pending_visits[at:]
-        for each in over:
+        for each in abandoned:
             if self.attempts.pop(each.number, None) is None:
                 continue
             self._release(each)
             if self.agent(each.incarnation) is None:
                 continue
             if each.started:
-                self._out.append(Cancel(each.number, each.incarnation))
+                self._instructions.append(Cancel(each.number, each.incarnation))
             source = (each.source.visit, each.incarnation)
             shared = any((a.source.visit, a.incarnation) == source for a in trial.attempts)
             if not shared and not self.holders.holds(each.trial, *source):
                 trial.abandoned_fetches.add(source)
-                self._out.append(Drop(each.trial, *source))
+                self._instructions.append(Drop(each.trial, *source))
 
-    def _has_source(self, attempt: Attempt) -> None:
-        """The state that the attempt starts from is whole at its worker."""
+    def _mark_received(self, attempt: Attempt) -> None:
+        """Note that the attempt's source state is whole at its worker."""
         attempt.received = True
         if attempt.source.visit <= self.trials[attempt.trial].newest:
             self.holders.add(attempt.trial, attempt.source.visit, attempt.incarnation)
 
     def _log(self, trial: int, line: str) -> None:
-        self.trials[trial].log.append(f"[{self._events}] {line}")
+        self.trials[trial].log.append(f"[{self._event_count}] {line}")

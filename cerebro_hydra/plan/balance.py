@@ -1,4 +1,4 @@
-"""Balanced cuts: contiguous groups of costs whose largest group is as small as possible."""
+"""Balanced splits of a list of costs into contiguous groups."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Sequence
 def balance(costs: Sequence[float], groups: int) -> list[range]:
     """Split ``costs`` into contiguous, non-empty ranges of indices, minimising the largest sum.
 
-    Among equally good splits the one with the earliest cuts is returned, so that the answer is
-    the same everywhere. Exact dynamic programme over (items, groups), O(groups * n**2).
+    Among equally good splits it returns the one with the earliest cuts, so that the answer is the
+    same everywhere. It is an exact dynamic programme over (items, groups), O(groups * n**2).
 
     Raises:
         ValueError: ``groups`` is not between 1 and ``len(costs)``, or a cost is negative or NaN.
     """
     if not 1 <= groups <= len(costs):
         raise ValueError(
-            f"can't split {len(costs)} costs into {groups} non-empty groups; "
+            f"{len(costs)} costs can't be split into {groups} non-empty groups; "
             f"choose between 1 and {len(costs)} groups"
         )
     for index, cost in enumerate(costs):
         if not cost >= 0:
-            raise ValueError(f"cost {index} is {cost!r}; costs must not be negative or NaN")
+            raise ValueError(f"cost {index} is {cost!r}; give a number that is not negative")
 
     n = len(costs)
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
 
-    # tail[i]: smallest possible largest sum when costs[i:] is split into the groups so far;
-    # cuts[g][i]: where its first group ends.
+    # tail[i] is the smallest possible largest sum when costs[i:] is split into the groups so far,
+    # and cuts[g][i] is where the first of these groups ends.
     tail = [prefix[n] - prefix[i] for i in range(n)]
     cuts = [[n] * n]
     for group in range(1, groups):

@@ -1,18 +1,21 @@
-"""What no schedule can beat."""
+"""A lower bound on how long a run takes, whatever the assignment rule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.simulate import Seconds
+from cerebro_hydra.plan.simulate import TaskSeconds
 
 
-def lower_bound(config: HopConfig, workers: Sequence[tuple[int, ...]], seconds: Seconds) -> float:
-    """Return max(longest trial, fullest worker), in seconds.
+def lower_bound(
+    config: HopConfig, workers: Sequence[tuple[int, ...]], seconds: TaskSeconds
+) -> float:
+    """Return the larger of the longest trial and the fullest worker, in seconds.
 
-    A trial trains on one partition at a time, then is evaluated on all workers at once; a worker
-    runs one task at a time. (The bound of an open shop, with evaluation between the epochs.)
+    A trial trains on one partition at a time and is then evaluated on all workers at once; a
+    worker runs one task at a time. It is the bound of an open shop, with evaluations between the
+    epochs.
     """
     trials = range(len(config.trials))
 

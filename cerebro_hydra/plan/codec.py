@@ -1,4 +1,7 @@
-"""JSON for events, instructions and configurations: ``{"type": name, field: value, ...}``."""
+"""The JSON form of events, instructions and configurations.
+
+Each is ``{"type": name, field: value, ...}``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,11 @@ _TYPES: dict[str, type] = {
 
 
 def to_json(obj: object) -> dict[str, Any]:
-    """Return a dict that ``json`` writes and :func:`from_json` turns back into an equal object."""
+    """Return a dict that ``json`` writes and :func:`from_json` turns back into an equal object.
+
+    Raises:
+        TypeError: the object is of another type.
+    """
     if type(obj) is not _TYPES.get(type(obj).__name__):
         raise TypeError(f"{obj!r} is neither an event, an instruction nor a configuration")
     encoded: dict[str, Any] = _encode(obj)
@@ -30,7 +37,7 @@ def from_json(doc: dict[str, Any]) -> Any:
     """Return the event, instruction or configuration that ``doc`` describes.
 
     Raises:
-        JournalError: the type is unknown, or a field is missing, unknown or of a wrong kind.
+        JournalError: the type is unknown, or a field is missing, unknown or of a wrong type.
     """
     name = doc.get("type")
     kind = _TYPES.get(name) if isinstance(name, str) else None

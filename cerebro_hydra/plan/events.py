@@ -1,7 +1,7 @@
-"""What the hopper tells the state machine: facts that happened, frozen and JSON-able.
+"""Events tell the state machine what happened; they are frozen and have a JSON form.
 
-Every event is idempotent: it names the attempt or the incarnation it speaks of, and is ignored
-when that is over. Seconds are measured by the shell, because the core knows no clock.
+Every event is idempotent: it names its attempt or incarnation and is ignored once that is over.
+Seconds are measured outside of the state machine, which has no clock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What it took to bring a trial's shards to its worker."""
+    """The cost of bringing a trial's shards to its worker."""
 
     bytes_moved: int
     bytes_saved: int
@@ -21,7 +21,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """An agent is ready; an older incarnation in the same worker slot is thereby lost."""
+    """An agent is ready, so an older incarnation in the same worker slot is lost."""
 
     worker: int
     incarnation: str
@@ -30,7 +30,7 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """An agent ended or fell silent; what it held in memory is gone."""
+    """An agent ended or stopped answering, so what it held in memory is gone."""
 
     incarnation: str
     reason: str
@@ -38,7 +38,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class SubEpochEnding:
-    """The last window of a sub-epoch starts: its shards are about to be published."""
+    """The last window of a sub-epoch starts, so its shards will soon be published."""
 
     attempt: int
     incarnation: str
@@ -46,10 +46,10 @@ class SubEpochEnding:
 
 @dataclass(frozen=True, slots=True)
 class SubEpochDone:
-    """A sub-epoch is trained and its shards are published whole.
+    """A sub-epoch is trained and all its shards are published.
 
-    ``digests`` has one (frozen, trainable) pair per shard. ``seconds`` is the time from the
-    first forward to the last update; the transfer before it is in ``hop``.
+    ``digests`` has one (frozen, trainable) pair per shard. ``seconds`` is the time from the first
+    forward to the last update; ``hop`` has the transfer before it.
     """
 
     attempt: int
@@ -64,7 +64,7 @@ class SubEpochDone:
 
 @dataclass(frozen=True, slots=True)
 class StateReceived:
-    """This agent now holds the trial's state after ``visit`` whole."""
+    """The agent now holds every shard of the trial's state after ``visit``."""
 
     trial: int
     visit: int
@@ -73,7 +73,7 @@ class StateReceived:
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed:
-    """The user's code failed: the trial fails with this traceback."""
+    """The user's code failed, so the trial fails with this traceback."""
 
     attempt: int
     incarnation: str
@@ -82,10 +82,10 @@ class TaskFailed:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """Shards could not be fetched: not the trial's fault.
+    """Shards could not be fetched, which is not the trial's fault.
 
-    An agent reports it after its own retries, which outlast the time in which a dead owner is
-    noticed; otherwise one slow ``WorkerLost`` would use up the trial's chances.
+    An agent reports it after its own retries, which last longer than it takes to notice a dead
+    owner. Otherwise one slow ``WorkerLost`` would use up the trial's chances.
     """
 
     attempt: int
@@ -97,8 +97,8 @@ class TransferFailed:
 class EvaluationDone:
     """One validation partition is evaluated.
 
-    ``sums`` has (sum, rows) for "loss" and for every metric that is a mean over rows; ``states``
-    the JSON value that each custom metric made of the partition, by name.
+    ``sums`` has (sum, rows) for "loss" and for every metric that is a mean over rows. ``states``
+    has the JSON value that each custom metric computed on the partition, by name.
     """
 
     attempt: int
@@ -111,7 +111,10 @@ class EvaluationDone:
 
 @dataclass(frozen=True, slots=True)
 class MetricsMerged:
-    """The custom metrics of an epoch, by name; answers the ``MergeMetrics`` of the same attempt."""
+    """The custom metrics of an epoch are merged; ``values`` has them by name.
+
+    It answers the ``MergeMetrics`` with the same ``attempt``.
+    """
 
     attempt: int
     trial: int
@@ -121,7 +124,7 @@ class MetricsMerged:
 
 @dataclass(frozen=True, slots=True)
 class MetricsMergeFailed:
-    """The user's code that merges custom metrics failed: the trial fails with this traceback."""
+    """The user's code that merges custom metrics failed, so the trial fails with this traceback."""
 
     attempt: int
     trial: int
@@ -131,7 +134,7 @@ class MetricsMergeFailed:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """The trial's state after ``visit`` is whole in the store."""
+    """Every shard of the trial's state after ``visit`` is in the store."""
 
     trial: int
     visit: int
@@ -140,7 +143,7 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class TrialStopped:
-    """The search (or the user) gives this trial up before its last epoch."""
+    """The search or the user gives this trial up before its last epoch."""
 
     trial: int
     reason: str

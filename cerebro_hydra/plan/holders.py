@@ -1,4 +1,7 @@
-"""Who holds what: the one table behind hops, redo, bytes already there and garbage collection."""
+"""The table of which place holds which segment.
+
+Hops, redo, the count of bytes already there and garbage collection all read this table.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ STORE = "store"
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One segment in one place: a worker's incarnation in "dram", or the "store"."""
+    """One segment in one place: in the "dram" of a worker's incarnation, or in the "store"."""
 
     digest: str
     where: str
@@ -18,10 +21,10 @@ class Holder:
 
 
 class Holders:
-    """The table of :class:`Holder` rows, asked by state.
+    """A table of :class:`Holder` rows that answers questions about states.
 
-    A state is whole where all its segments are, and its cursor, which counts as one more segment
-    with a name of its own: two states with equal bytes are still two states.
+    A place holds a state whole if it has all its segments and its cursor. The cursor counts as one
+    more segment with a name of its own, so two states with equal bytes are still two states.
     """
 
     def __init__(self) -> None:
@@ -30,55 +33,58 @@ class Holders:
         self._at: dict[str, set[str]] = {STORE: set()}
 
     def __iter__(self) -> Iterator[Holder]:
-        """All rows, sorted."""
+        """Iterate over all rows, sorted by place and digest."""
         for where in sorted(self._at):
             for digest in sorted(self._at[where]):
                 yield Holder(digest, where, STORE if where == STORE else "dram")
 
     def define(self, trial: int, visit: int, digests: Iterable[tuple[str, str]]) -> None:
-        """Say what the state after ``visit`` consists of: (frozen, trainable) per shard."""
+        """Define the state after ``visit`` by its (frozen, trainable) digests per shard."""
         pairs = tuple(digests)
         self._frozen.update(frozen for frozen, _ in pairs)
         segments = (digest for pair in pairs for digest in pair)
         self._segments[trial, visit] = (_cursor(trial, visit), *dict.fromkeys(segments))
 
     def add(self, trial: int, visit: int, where: str) -> None:
-        """The state is whole there now."""
+        """Note that this place holds the state whole."""
         self._at.setdefault(where, set()).update(self._segments[trial, visit])
 
     def drop(self, trial: int, visit: int, where: str) -> None:
-        """Take the state away; its frozen segments stay, and segments that others there name."""
+        """Take the state away from this place.
+
+        Its frozen segments stay, and so do segments that other states there share.
+        """
         there = self._at[where]
         there.discard(_cursor(trial, visit))
-        named: set[str] = set()
-        for (other, at), segments in self._segments.items():
-            if _cursor(other, at) in there:
-                named.update(segments)
-        there.difference_update(set(self._segments[trial, visit]) - named - self._frozen)
+        shared: set[str] = set()
+        for other, segments in self._segments.items():
+            if _cursor(*other) in there:
+                shared.update(segments)
+        there.difference_update(set(self._segments[trial, visit]) - shared - self._frozen)
 
     def forget_worker(self, incarnation: str) -> None:
-        """All that this incarnation held is gone."""
+        """Remove everything that this incarnation held."""
         self._at.pop(incarnation, None)
 
     def forget_state(self, trial: int, visit: int) -> None:
-        """The state is void or dropped everywhere; nothing may refer to it again."""
+        """Remove a state that is void or dropped everywhere; it must not be named again."""
         self._segments.pop((trial, visit), None)
 
     def holds(self, trial: int, visit: int, where: str) -> bool:
-        """Whether the state is known and whole there."""
+        """Return whether the state is known and this place holds it whole."""
         segments = self._segments.get((trial, visit))
         return segments is not None and self._at.get(where, frozenset()).issuperset(segments)
 
     def where(self, trial: int, visit: int) -> list[str]:
-        """Every place that holds the state whole, in the order in which the places joined."""
+        """Return every place that holds the state whole, in the order in which places joined."""
         return [place for place in self._at if self.holds(trial, visit, place)]
 
     def visits(self, trial: int) -> list[int]:
-        """The known states of a trial, oldest first."""
+        """Return the visits of a trial's known states, oldest first."""
         return sorted(visit for other, visit in self._segments if other == trial)
 
     def share(self, trial: int, visit: int, where: str) -> float:
-        """How much of the state is already there, as a share of its segments."""
+        """Return the share of the state's segments that this place already has."""
         segments = self._segments[trial, visit]
         there = self._at.get(where, set())
         return sum(segment in there for segment in segments) / len(segments)

@@ -1,4 +1,4 @@
-"""What a run is, before its first event: the first record of its journal."""
+"""The configuration of a run, which is the first record of its journal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ DIRECTIONS = ("min", "max")
 
 @dataclass(frozen=True, slots=True)
 class TrialConfig:
-    """One trial as the decisions see it.
+    """The facts about one trial that decisions depend on.
 
-    ``cost`` is the relative work of one sub-epoch (any positive unit, the same for all trials);
-    ``nbytes`` the size of its state; ``initial_digests`` one (frozen, trainable) pair per shard;
-    ``custom_metrics`` names what the user's code merges after every epoch (``MergeMetrics``). With
-    a ``patience``, the trial ends when so many epochs in a row were not better, and its result is
-    the state after its best epoch; with None it trains all epochs, and its result is the newest.
+    ``cost`` is the relative work of one sub-epoch, in any positive unit that all trials share.
+    ``nbytes`` is the size of its state. ``initial_digests`` has one (frozen, trainable) pair per
+    shard. ``custom_metrics`` names the metrics that the user's code merges after every epoch
+    (``MergeMetrics``). A trial with a ``patience`` ends when that many epochs in a row were not
+    better, and its result is the state after its best epoch. With None it trains all epochs, and
+    its result is the newest state.
     """
 
     trial: int
@@ -32,13 +33,13 @@ class TrialConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopConfig:
-    """All trials of a run, and the data they visit.
+    """All trials of a run, and the partitions and epochs they train.
 
-    ``metric``, a name in the metrics of an epoch such as "val_loss", and ``direction``, "min" or
-    "max", say which epoch of a trial with patience is its best.
+    ``metric`` is a name in the metrics of an epoch, such as "val_loss", and ``direction`` is "min"
+    or "max"; together they define which epoch of a trial with patience is its best.
 
     Raises:
-        ConfigurationError: a number or name can't be used.
+        ConfigurationError: a number or a name can't be used.
     """
 
     trials: tuple[TrialConfig, ...]
@@ -51,7 +52,7 @@ class HopConfig:
     direction: str = "min"
 
     def __post_init__(self) -> None:
-        """Refuse what no run can start with."""
+        """Refuse a configuration that no run can start with."""
         if self.order not in ORDERS:
             raise ConfigurationError(f"order={self.order!r} is unknown; choose one of {ORDERS}")
         if self.direction not in DIRECTIONS:
@@ -62,12 +63,16 @@ class HopConfig:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be at least 1")
         if not self.trials:
-            raise ConfigurationError("a run needs at least one trial")
+            raise ConfigurationError("there are no trials; a run needs at least one trial")
         for index, trial in enumerate(self.trials):
             if trial.trial != index:
-                raise ConfigurationError(f"trial {trial.trial} stands at index {index}")
+                raise ConfigurationError(
+                    f"trial {trial.trial} stands at index {index}; number the trials from 0"
+                )
             if not (isfinite(trial.cost) and trial.cost > 0):
-                raise ConfigurationError(f"cost={trial.cost} of trial {index} must be positive")
+                raise ConfigurationError(
+                    f"cost={trial.cost} of trial {index} must be finite and positive"
+                )
             if trial.patience is not None:
                 self._check_patience(index, trial.patience)
 
@@ -79,5 +84,5 @@ class HopConfig:
         if not self.evaluate and self.metric != "train_loss":
             raise ConfigurationError(
                 f"trial {index} has patience with metric={self.metric!r}, which needs validation "
-                "data; add some, or use metric='train_loss'"
+                "data; add validation data, or use metric='train_loss'"
             )

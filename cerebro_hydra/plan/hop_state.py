@@ -1,4 +1,4 @@
-"""Which trial trains where, next: events in, instructions out.
+"""The state machine that decides which trial trains where next: events in, instructions out.
 
 ::
 
@@ -8,19 +8,20 @@
     WorkerLost ───┤   └─────────────┘    └─► FinishTrial, FinishRun
     TaskFailed ───┘  the coordinator, the in-process driver and the simulator all drive this
 
-A trial is a chain of states: state v is made by its v-th sub-epoch from state v - 1. A commit is
+A trial is a chain of states: its v-th sub-epoch makes state v from state v - 1. A commit is
 provisional: state v - 1 is kept until state v survives the loss of any one worker. When a loss
-makes states unreachable, the trial goes back to its newest reachable one (``Redo``), and every
-attempt that was built on the void states is cancelled. The best state of a trial with patience is
-kept alike until it is in the store, to which it is written while training goes on. Events of
-attempts and incarnations that are over are ignored, so duplicates and late messages do no harm.
+makes states unreachable, the trial rolls back to its newest reachable state (``Redo``), and every
+attempt that was built on a void state is cancelled. The best state of a trial with patience is
+kept in the same way until it is in the store, to which it is written while training goes on.
+Events of attempts and incarnations that are over are ignored, so duplicates and late messages do
+no harm.
 """
 
 from __future__ import annotations
 
 from cerebro_hydra.plan import invariants
 from cerebro_hydra.plan.assignments import Assignments
-from cerebro_hydra.plan.evaluation import epoch_metrics
+from cerebro_hydra.plan.epoch_metrics import epoch_metrics
 from cerebro_hydra.plan.events import (
     Checkpointed,
     EvaluationDone,
@@ -49,52 +50,55 @@ from cerebro_hydra.plan.instructions import (
     MergeMetrics,
     Redo,
 )
-from cerebro_hydra.plan.outcome import best_visit, outcome, result
+from cerebro_hydra.plan.outcome import best_visit, outcome, result_visit
 from cerebro_hydra.plan.policy import Policy
+from cerebro_hydra.plan.progress import Attempt, CommittedVisit, LiveAgent, TrialProgress
 from cerebro_hydra.plan.retention import Retention
-from cerebro_hydra.plan.visits import Agent, Attempt, TrialProgress, Visit
 
 MAX_TRANSFER_FAILURES = 3
 
 
 class HopState(Assignments):
-    """The decisions of one run. Not thread-safe: one writer, one event at a time."""
+    """The state of one run and its decisions.
+
+    It is not thread-safe: one writer hands in one event at a time.
+    """
 
     def __init__(self, config: HopConfig) -> None:
         super().__init__(config)
-        self.keeping = Retention(config, self.holders)
+        self.retention = Retention(config, self.holders)
         self.policy = Policy(config)
         self.finished = False
-        self._fenced: set[str] = set()  # incarnations that are over
+        self._fenced: set[str] = set()  # lost incarnations, which may not join again
         for trial in config.trials:
             self.holders.define(trial.trial, 0, trial.initial_digests)
             self.holders.add(trial.trial, 0, STORE)
 
-    # ------------------------------------------------------------------ the three public verbs
+    # ------------------------------------------------------------------ the public interface
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take in one event; return what has to be done, in this order."""
-        self._events += 1
-        self._out = []
+        """Handle one event and return the instructions to carry out, in this order."""
+        self._event_count += 1
+        self._instructions = []
         match event:
             case WorkerJoined():
                 self._join(event)
             case WorkerLost():
                 self._lose(event.incarnation, event.reason)
             case SubEpochEnding():
-                self._ending(event)
+                self._sub_epoch_ending(event)
             case SubEpochDone():
-                self._done(event)
+                self._sub_epoch_done(event)
             case EvaluationDone():
-                self._evaluated(event)
+                self._evaluation_done(event)
             case MetricsMerged():
-                if self._measuring(event):
+                if self._is_merging(event):
                     self._end_epoch(event.trial, event.values)
             case MetricsMergeFailed():
-                if self._measuring(event):
+                if self._is_merging(event):
                     self._end(event.trial, "failed", event.error)
             case StateReceived():
-                self._received(event)
+                self._state_received(event)
             case TaskFailed():
                 if attempt := self._running(event.attempt, event.incarnation):
                     where = f"partition {attempt.partition} on worker {attempt.worker}"
@@ -106,19 +110,19 @@ class HopState(Assignments):
                 self._checkpointed(event)
             case TrialStopped():
                 self._stop(event)
-        self._settle()
-        return self._out
+        self._draw_consequences()
+        return self._instructions
 
     def validate(self) -> None:
         """Check every invariant.
 
         Raises:
-            AssertionError: one is broken; says which, of what.
+            AssertionError: an invariant is broken; the message names it and the object.
         """
         invariants.check(self)
 
     def story(self, trial: int) -> str:
-        """What happened to a trial, one line per event that concerned it."""
+        """Return what happened to a trial, one line per event that concerned it."""
         return "\n".join(self.trials[trial].log)
 
     # ------------------------------------------------------------------ workers
@@ -131,10 +135,10 @@ class HopState(Assignments):
         for agent in self.agents.values():
             if shared := set(agent.partitions) & set(event.partitions):
                 raise ValueError(
-                    f"worker {event.worker} joined with partitions {sorted(shared)}, "
-                    f"which the live worker {agent.worker} holds"
+                    f"worker {event.worker} joined with partitions {sorted(shared)}, which the "
+                    f"live worker {agent.worker} holds; give each partition to one worker"
                 )
-        self.agents[event.worker] = Agent(event.worker, event.incarnation, event.partitions)
+        self.agents[event.worker] = LiveAgent(event.worker, event.incarnation, event.partitions)
         self.agents = dict(sorted(self.agents.items()))
 
     def _lose(self, incarnation: str, reason: str) -> None:
@@ -155,43 +159,44 @@ class HopState(Assignments):
                 self._recover(index, trial, incarnation, reason)
 
     def _recover(self, index: int, trial: TrialProgress, lost: str, reason: str) -> None:
-        """Go back if a state that the trial needs is gone, and leave sources that are."""
-        if not self.keeping.intact(index, trial):
-            self._go_back(index, trial, self.keeping.fallback(index, trial), reason)
+        """Roll back if a state that the trial needs is gone, and abandon fetches from ``lost``."""
+        if not self.retention.intact(index, trial):
+            self._roll_back(index, trial, self.retention.fallback(index, trial), reason)
         for attempt in trial.attempts:
             if attempt.source.incarnation == lost and not attempt.received:
                 self._abandon(attempt)
 
-    def _go_back(self, index: int, trial: TrialProgress, left: int, reason: str) -> None:
-        void = tuple(range(left + 1, trial.newest + 1))
+    def _roll_back(self, index: int, trial: TrialProgress, visit: int, reason: str) -> None:
+        """Make ``visit`` the newest state of the trial again."""
+        void = tuple(range(visit + 1, trial.newest + 1))
         self._abandon_all(trial)
-        for visit in void:
-            for place in self.holders.where(index, visit):
-                self._drop(index, visit, place)
-            self.holders.forget_state(index, visit)
-        del trial.visits[left:]
-        del trial.history[left // self.config.partitions :]
+        for each in void:
+            for place in self.holders.where(index, each):
+                self._drop(index, each, place)
+            self.holders.forget_state(index, each)
+        del trial.visits[visit:]
+        del trial.history[visit // self.config.partitions :]
         trial.forget_evaluation()
         self._log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
-        self._out.append(Redo(index, void, reason))
+        self._instructions.append(Redo(index, void, reason))
 
     # ------------------------------------------------------------------ tasks
 
-    def _ending(self, event: SubEpochEnding) -> None:
+    def _sub_epoch_ending(self, event: SubEpochEnding) -> None:
         attempt = self._running(event.attempt, event.incarnation)
         if attempt is not None and attempt.kind == "train":
             attempt.ending = True
-            self._has_source(attempt)
+            self._mark_received(attempt)
 
-    def _done(self, event: SubEpochDone) -> None:
+    def _sub_epoch_done(self, event: SubEpochDone) -> None:
         attempt = self._running(event.attempt, event.incarnation)
         if attempt is None or attempt.kind != "train":
             return
         attempt.done = event
-        self._has_source(attempt)
+        self._mark_received(attempt)
         self._release(attempt)
         self.estimates.learn("train", attempt.trial, attempt.partition, event.seconds)
-        self.estimates.reach(attempt.started_at + event.hop.seconds + event.seconds)
+        self.estimates.advance_clock(attempt.started_at + event.hop.seconds + event.seconds)
         trial = self.trials[attempt.trial]
         while trial.pending_visits and trial.pending_visits[0].done is not None:
             self._commit(trial, trial.pending_visits.pop(0))
@@ -202,49 +207,51 @@ class HopState(Assignments):
         del self.attempts[attempt.number]
         where, visit = attempt.incarnation, attempt.visit
         trial.visits.append(
-            Visit(attempt.number, attempt.epoch, attempt.partition, done.rows, done.loss_sum)
+            CommittedVisit(
+                attempt.number, attempt.epoch, attempt.partition, done.rows, done.loss_sum
+            )
         )
         trial.transfer_failures = 0
         self.holders.define(attempt.trial, visit, done.digests)
         self.holders.add(attempt.trial, visit, where)
-        for successor in trial.pending_visits:  # it may have the state before the commit is known
+        for successor in trial.pending_visits:  # its source may have arrived before this commit
             if successor.received:
-                self._has_source(successor)
+                self._mark_received(successor)
         self._log(
             attempt.trial,
             f"visit {visit}: epoch {attempt.epoch}, partition {attempt.partition} "
             f"on worker {attempt.worker}, attempt {attempt.number}",
         )
-        self._out.append(
+        self._instructions.append(
             Commit(attempt.number, attempt.trial, visit, attempt.epoch, attempt.partition)
         )
 
-    def _evaluated(self, event: EvaluationDone) -> None:
+    def _evaluation_done(self, event: EvaluationDone) -> None:
         attempt = self._running(event.attempt, event.incarnation)
         if attempt is None or attempt.kind != "evaluate":
             return
         trial = self.trials[attempt.trial]
-        self._has_source(attempt)
-        trial.sums[attempt.partition] = event.sums
-        trial.states[attempt.partition] = event.states
+        self._mark_received(attempt)
+        trial.evaluated[attempt.partition] = event
         trial.transfer_failures = 0
         self.estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
-        self.estimates.reach(attempt.started_at + event.seconds)
+        self.estimates.advance_clock(attempt.started_at + event.seconds)
         self._release(attempt)
         del trial.evaluations[attempt.partition]
         del self.attempts[attempt.number]
 
-    def _measuring(self, event: MetricsMerged | MetricsMergeFailed) -> bool:
-        return self.trials[event.trial].measuring == event.attempt
+    def _is_merging(self, event: MetricsMerged | MetricsMergeFailed) -> bool:
+        """Return whether the event answers the trial's open ``MergeMetrics``."""
+        return self.trials[event.trial].merge_attempt == event.attempt
 
-    def _received(self, event: StateReceived) -> None:
+    def _state_received(self, event: StateReceived) -> None:
         trial, held = self.trials[event.trial], (event.visit, event.incarnation)
         if self.agent(event.incarnation) is None or self.holders.holds(event.trial, *held):
             return
         if held not in trial.abandoned_fetches:
             for attempt in trial.attempts:
                 if (attempt.source.visit, attempt.incarnation) == held:
-                    self._has_source(attempt)
+                    self._mark_received(attempt)
 
     def _transfer_failed(self, event: TransferFailed) -> None:
         attempt = self._running(event.attempt, event.incarnation)
@@ -258,7 +265,7 @@ class HopState(Assignments):
             reason = f"{trial.transfer_failures} transfers in a row failed; its story:\n"
             self._end(attempt.trial, "failed", reason + self.story(attempt.trial))
 
-    # ------------------------------------------------------------------ ends
+    # ------------------------------------------------------------------ the end of a trial
 
     def _checkpointed(self, event: Checkpointed) -> None:
         trial = self.trials[event.trial]
@@ -272,9 +279,9 @@ class HopState(Assignments):
 
     def _stop(self, event: TrialStopped) -> None:
         trial = self.trials[event.trial]
-        if trial.status is None and trial.stop is None:
+        if trial.status is None and trial.stop_reason is None:
             if outcome(self.config, trial) is None:
-                trial.stop = event.reason
+                trial.stop_reason = event.reason
                 trial.forget_evaluation()
             self._log(event.trial, f"stopped: {event.reason}")
 
@@ -283,14 +290,14 @@ class HopState(Assignments):
         self._abandon_all(trial)
         trial.forget_evaluation()
         trial.status = status
-        trial.result = 0 if status == "failed" else result(self.config, trial)
+        trial.result = 0 if status == "failed" else result_visit(self.config, trial)
         self._log(index, f"{status} with state {trial.result}")
-        self._out.append(FinishTrial(index, status, reason, trial.result))
+        self._instructions.append(FinishTrial(index, status, reason, trial.result))
 
     # ------------------------------------------------------------------ after every event
 
-    def _settle(self) -> None:
-        """Draw all consequences: end epochs and trials, start tasks, drop what is not needed."""
+    def _draw_consequences(self) -> None:
+        """End epochs and trials, start and assign tasks, and drop copies that nobody needs."""
         for index, trial in enumerate(self.trials):
             if trial.status is None:
                 self._advance(index, trial)
@@ -300,42 +307,45 @@ class HopState(Assignments):
                 self._start(agent.running)
         if choices := self.choices():
             for choice in self.policy.choose(self, choices):
-                self._give(choice)
+                self._assign(choice)
         for index, trial in enumerate(self.trials):
-            self._collect(index, trial)
+            self._drop_unneeded(index, trial)
         if not self.finished and all(trial.status is not None for trial in self.trials):
             self.finished = True
-            self._out.append(FinishRun())
+            self._instructions.append(FinishRun())
 
     def _advance(self, index: int, trial: TrialProgress) -> None:
+        """End the trial's epoch and the trial itself if they are over."""
         partitions = self.config.partitions
-        evaluated = len(trial.sums) == partitions or not self.config.evaluate
-        if trial.epoch_trained(partitions) and evaluated and trial.stop is None:
-            if not (trial.states and trial.config.custom_metrics):
+        evaluated = len(trial.evaluated) == partitions or not self.config.evaluate
+        if trial.epoch_trained(partitions) and evaluated and trial.stop_reason is None:
+            if not (trial.evaluated and trial.config.custom_metrics):
                 self._end_epoch(index, {})
-            elif trial.measuring is None:
-                trial.measuring = self._next_attempt
+            elif trial.merge_attempt is None:
+                trial.merge_attempt = self._next_attempt
                 self._next_attempt += 1
-                states = tuple(trial.states[partition] for partition in range(partitions))
-                self._out.append(MergeMetrics(trial.measuring, index, len(trial.history), states))
+                states = tuple(trial.evaluated[p].states for p in range(partitions))
+                self._instructions.append(
+                    MergeMetrics(trial.merge_attempt, index, len(trial.history), states)
+                )
         if trial.status is not None:
             return
         if over := outcome(self.config, trial):
             self._abandon_all(trial)
-            if self._saved(index, trial, result(self.config, trial)):
+            if self._ensure_saved(index, trial, result_visit(self.config, trial)):
                 self._end(index, *over)
         elif (best := best_visit(self.config, trial, trial.newest)) is not None:
-            self._saved(index, trial, best)
+            self._ensure_saved(index, trial, best)
 
     def _end_epoch(self, index: int, custom: dict[str, float]) -> None:
         trial = self.trials[index]
         epoch = len(trial.history)
         visits = trial.visits[epoch * self.config.partitions :]
-        metrics = epoch_metrics(visits, trial.sums, custom)
+        metrics = epoch_metrics(visits, trial.evaluated, custom)
         trial.history.append(metrics)
         trial.forget_evaluation()
         self._log(index, f"epoch {epoch} ended: {metrics}")
-        self._out.append(EndEpoch(index, epoch, metrics))
+        self._instructions.append(EndEpoch(index, epoch, metrics))
         if trial.config.patience is not None and self.config.metric not in metrics:
             reason = (
                 f"patience needs {self.config.metric!r}, which no epoch has; "
@@ -343,26 +353,26 @@ class HopState(Assignments):
             )
             self._end(index, "failed", reason)
 
-    def _saved(self, index: int, trial: TrialProgress, visit: int) -> bool:
-        """Whether the state is in the store; has it written if nothing else is being written."""
+    def _ensure_saved(self, index: int, trial: TrialProgress, visit: int) -> bool:
+        """Return whether the state is in the store; start to write it if no other is written."""
         places = self.holders.where(index, visit)
         if STORE in places:
             return True
         if trial.saving is None:
             trial.saving = (visit, places[0])
-            self._out.append(Checkpoint(index, visit, places[0]))
+            self._instructions.append(Checkpoint(index, visit, places[0]))
         return False
 
-    def _collect(self, index: int, trial: TrialProgress) -> None:
-        """Drop every copy that need not be kept."""
-        kept = self.keeping.kept(index, trial)
+    def _drop_unneeded(self, index: int, trial: TrialProgress) -> None:
+        """Drop every copy that the trial need not keep."""
+        needed = self.retention.copies_to_keep(index, trial)
         for visit in self.holders.visits(index):
             for place in self.holders.where(index, visit):
-                if place != STORE and (visit, place) not in kept:
+                if place != STORE and (visit, place) not in needed:
                     self._drop(index, visit, place)
             if not self.holders.where(index, visit):
                 self.holders.forget_state(index, visit)
 
     def _drop(self, index: int, visit: int, place: str) -> None:
         self.holders.drop(index, visit, place)
-        self._out.append(Drop(index, visit, place))
+        self._instructions.append(Drop(index, visit, place))

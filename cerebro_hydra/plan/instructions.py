@@ -1,4 +1,4 @@
-"""What the state machine tells the shell to do, frozen and JSON-able."""
+"""Instructions are the state machine's answers to events; they are frozen and have a JSON form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
-    """Where a state can be fetched: an agent's incarnation, or the store (``None``)."""
+    """A state and where to fetch it: from an agent's incarnation, or from the store (``None``)."""
 
     visit: int
     incarnation: str | None
@@ -18,9 +18,9 @@ class StateSource:
 class StartSubEpoch:
     """Train the trial over one partition, from state ``source.visit`` to state ``visit``.
 
-    The source may still be ending its own sub-epoch: the agent then waits for the shards there.
-    ``metrics`` is what ``EndEpoch`` said of the epoch before, on the first visit of an epoch;
-    empty on all others and in epoch 0. A repeated visit is given the same again.
+    The source may still be ending its own sub-epoch; then the agent waits for its shards. On the
+    first visit of an epoch ``metrics`` has what ``EndEpoch`` said of the epoch before; it is empty
+    on all other visits and in epoch 0. A repeated visit has the same metrics again.
     """
 
     attempt: int
@@ -36,7 +36,7 @@ class StartSubEpoch:
 
 @dataclass(frozen=True, slots=True)
 class FetchShards:
-    """A reservation: start waiting for the shards of that state now, the task follows."""
+    """Start to fetch the shards of this state now, because a task that needs them will follow."""
 
     trial: int
     worker: int
@@ -60,10 +60,10 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class MergeMetrics:
-    """Let the user's code merge an epoch's custom metrics: it is evaluated on every partition.
+    """Let the user's code merge an epoch's custom metrics after all its evaluations.
 
-    ``states`` has what the metrics made of each partition, in partition order. ``attempt`` is a
-    number that no other task has, so that the answer to a void epoch is not taken for this one's.
+    ``states`` has what the metrics computed on each partition, in partition order. No other task
+    has the number ``attempt``, so an answer that belongs to a void epoch is recognised.
     """
 
     attempt: int
@@ -74,7 +74,7 @@ class MergeMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End this attempt and withdraw whatever it published; nothing more is expected of it."""
+    """End this attempt and withdraw what it published; no answer is expected."""
 
     attempt: int
     incarnation: str
@@ -82,7 +82,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Write the state after ``visit`` to the store; this incarnation holds it whole."""
+    """Write the state after ``visit``, which this incarnation holds whole, to the store."""
 
     trial: int
     visit: int
@@ -91,10 +91,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget this state and end a fetch of it.
+    """Forget this state and end any fetch of it.
 
-    Trainable segments that no other held state names go; frozen segments stay for the run, so
-    that a frozen backbone is never sent twice.
+    Trainable segments that no other held state names are freed. Frozen segments stay for the run,
+    so that a frozen backbone is never sent twice.
     """
 
     trial: int
@@ -104,7 +104,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """This sub-epoch counts, provisionally: a ``Redo`` may still take it back."""
+    """Count this sub-epoch provisionally: a ``Redo`` may still take it back."""
 
     attempt: int
     trial: int
@@ -115,7 +115,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Redo:
-    """These visits are void, because no live worker nor the store holds their states."""
+    """Treat these visits as void, because neither a live worker nor the store has their states."""
 
     trial: int
     visits: tuple[int, ...]
@@ -124,7 +124,7 @@ class Redo:
 
 @dataclass(frozen=True, slots=True)
 class EndEpoch:
-    """The trial ended an epoch: "train_loss" and, with validation data, "val_*"."""
+    """End an epoch of the trial with "train_loss" and, if there is validation data, "val_*"."""
 
     trial: int
     epoch: int
@@ -133,10 +133,11 @@ class EndEpoch:
 
 @dataclass(frozen=True, slots=True)
 class FinishTrial:
-    """The trial is over: "finished", "failed" or "stopped", with the reason if there is one.
+    """End the trial as "finished", "failed" or "stopped", with the reason if there is one.
 
-    Its result, which is in the store, is the state after ``visit``: the best one of a trial with
-    patience, if an epoch was finite, else the newest. A failed trial has none: ``visit`` is 0.
+    Its result is in the store and is the state after ``visit``. With a patience that is the best
+    state if any epoch was finite; otherwise it is the newest. A failed trial has no result, and
+    its ``visit`` is 0.
     """
 
     trial: int
@@ -147,7 +148,7 @@ class FinishTrial:
 
 @dataclass(frozen=True, slots=True)
 class FinishRun:
-    """Every trial is over; comes once."""
+    """End the run, because every trial is over; it comes once."""
 
 
 Instruction = (

@@ -1,4 +1,4 @@
-"""What must hold of a :class:`HopState` after every event."""
+"""The invariants of a :class:`HopState`, which hold after every event."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from cerebro_hydra.plan.holders import STORE
-from cerebro_hydra.plan.outcome import best_visit, needed, result
-from cerebro_hydra.plan.visits import Attempt, TrialProgress
+from cerebro_hydra.plan.outcome import best_visit, needed_visits, result_visit
+from cerebro_hydra.plan.progress import Attempt, TrialProgress
 
 if TYPE_CHECKING:
     from cerebro_hydra.plan.hop_state import HopState
 
 
 def check(state: HopState) -> None:
-    """Raise AssertionError for the first broken invariant, saying which and of what."""
+    """Raise AssertionError for the first broken invariant, naming it and its object."""
     _check_agents(state)
     for index, trial in enumerate(state.trials):
         _check_visits(state, index, trial)
-        _check_chain(index, trial)
+        _check_pending_visits(index, trial)
         _check_states(state, index, trial)
         for attempt in trial.attempts:
             _check_attempt(state, trial, attempt)
@@ -59,19 +59,17 @@ def _check_visits(state: HopState, index: int, trial: TrialProgress) -> None:
     assert ended <= complete, f"trial {index} ended epoch {ended - 1} before training it"
     late = complete - ended
     assert late == 0 or (late == 1 and begun == 0), f"trial {index} goes on before its evaluation"
-    assert trial.states.keys() == trial.sums.keys(), f"trial {index}: sums without states"
-    if trial.measuring is not None:
-        whole = late == 1 and len(trial.sums) == partitions
-        assert whole, f"trial {index} is measured before it is evaluated whole"
+    if trial.merge_attempt is not None:
+        whole = late == 1 and len(trial.evaluated) == partitions
+        assert whole, f"trial {index} merges its metrics before it is evaluated everywhere"
     visited = trial.visited(partitions)
     assert len(set(visited)) == len(visited), f"trial {index} would visit twice: {visited}"
 
 
-def _check_chain(index: int, trial: TrialProgress) -> None:
-    """Check that a trial has one writer, and at most one that waits for it."""
-    assert len(trial.pending_visits) <= 2, (
-        f"trial {index} has {len(trial.pending_visits)} attempts at once"
-    )
+def _check_pending_visits(index: int, trial: TrialProgress) -> None:
+    """Check that a trial has one writer, and at most one successor that waits for it."""
+    count = len(trial.pending_visits)
+    assert count <= 2, f"trial {index} has {count} pending visits at once"
     for ahead, attempt in enumerate(trial.pending_visits, start=1):
         assert attempt.visit == trial.newest + ahead == attempt.source.visit + 1, f"{attempt}"
     if trial.pending_visits:
@@ -96,20 +94,22 @@ def _check_states(state: HopState, index: int, trial: TrialProgress) -> None:
         for visit in visits:
             copies = {(visit, place) for place in state.holders.where(index, visit)}
             extra = copies - {(visit, STORE), trial.saving}
-            assert not extra, f"trial {index} is over and held by {extra}"
+            assert not extra, f"trial {index} is over and still has the copies {extra}"
         if trial.status != "failed":
-            assert trial.result == result(state.config, trial), f"trial {index}: another result"
+            assert trial.result == result_visit(state.config, trial), (
+                f"trial {index}: another result"
+            )
             saved = state.holders.holds(index, trial.result, STORE)
             assert saved, f"trial {index}: its result, state {trial.result}, is not in the store"
         return
     assert max(visits) <= trial.newest, f"trial {index}: states {visits} of {trial.newest} visits"
-    for visit in needed(state.config, trial):
+    for visit in needed_visits(state.config, trial):
         assert state.holders.where(index, visit), f"trial {index}: state {visit} is nowhere"
     best = best_visit(state.config, trial, trial.newest)
     if best is not None and not state.holders.holds(index, best, STORE):
         assert trial.saving, f"trial {index}: state {best} is its best, and nothing is saved"
     for lost in state.agents.values():
-        back = state.keeping.fallback(index, trial, lost.incarnation)
+        back = state.retention.fallback(index, trial, lost.incarnation)
         assert back <= trial.newest, f"trial {index} would not outlive worker {lost.worker}"
 
 
@@ -123,6 +123,6 @@ def _check_attempt(state: HopState, trial: TrialProgress, attempt: Attempt) -> N
     if not attempt.received and not waits_for_writer:
         place = attempt.source.incarnation or STORE
         held = state.holders.holds(attempt.trial, attempt.source.visit, place)
-        assert held, f"the input of {attempt} is held by nobody"
+        assert held, f"{attempt} starts from a state that {place} does not hold"
     if attempt.kind == "evaluate":
         assert attempt.visit == attempt.source.visit == trial.newest, f"{attempt} looks elsewhere"

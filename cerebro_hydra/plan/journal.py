@@ -1,4 +1,4 @@
-"""The run as a fold of its decisions: every event with the instructions that it led to."""
+"""The journal's records, each an event with its instructions, and their fold into a state."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def fold(config: HopConfig, records: Iterable[dict[str, Any]]) -> HopState:
     """Rebuild the state by handling every event again.
 
     Raises:
-        JournalError: a record is missing, can't be read, or today's decisions differ from the
-            journalled ones; names its ``seq``.
+        JournalError: a record is missing or can't be read, or this version decides otherwise than
+            the journal says; the message names the record's ``seq``.
     """
     state = HopState(config)
     for seq, entry in enumerate(records):
@@ -62,7 +62,7 @@ def comparable(state: HopState) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> Any:
-    """The same with words for NaN, which else would not equal itself after a journal was read."""
+    """Replace NaN by a word, because NaN does not equal itself."""
     if isinstance(value, dict):
         return {key: _comparable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

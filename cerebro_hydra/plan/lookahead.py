@@ -1,4 +1,4 @@
-"""A look ahead: what would happen from here on if idle workers always took the best trial."""
+"""A look ahead: which tasks would follow if idle workers always took the best trial."""
 
 from __future__ import annotations
 
@@ -7,123 +7,132 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from cerebro_hydra.plan.outcome import outcome
-from cerebro_hydra.plan.visits import Kind, visit_order
+from cerebro_hydra.plan.progress import TaskKind, TrialProgress, visit_order
 
 if TYPE_CHECKING:
     from cerebro_hydra.plan.hop_state import HopState
 
-Bias = list[list[float]]  # seconds by trial and partition
-Seconds = dict[Kind, list[list[float]]]  # by trial and partition
+PairValues = list[list[float]]  # by trial and partition
+SecondsTable = dict[TaskKind, PairValues]  # expected seconds of every task
 
-SOON = 0.05  # of a task's time: how long whatever should be over or there already will take
+# An overdue task, or an agent that has yet to join, is expected after this share of a task's time.
+OVERDUE_SHARE = 0.05
 
 
-class Step(NamedTuple):
-    """A task in an imagined future."""
+class PlannedTask(NamedTuple):
+    """A task in the simulated future."""
 
     trial: int
-    kind: Kind
+    kind: TaskKind
     partition: int
 
 
 @dataclass(slots=True)
 class Forecast:
-    """A trial in an imagined future."""
+    """A trial in the simulated future; times are seconds by the clock of the estimates."""
 
     epoch: int
-    kind: Kind  # what it does now
-    left: list[int]  # the partitions still to be given out for that
-    ready: float  # when its state is there
-    work: float  # seconds that are left on its own path, evaluations of an epoch counted once
+    kind: TaskKind  # what it does now
+    unassigned: list[int]  # the partitions that are still to be assigned for that
+    ready: float  # when its newest state is there
+    work: float  # seconds left if it never waits; an epoch's evaluations count once
     evaluated: float = 0.0  # when the last of its evaluations ends
 
 
 @dataclass(slots=True)
 class Lookahead:
-    """The present, by the state's own estimates; taken once per decision."""
+    """A snapshot of the present by the state's own estimates, from which futures are rolled out."""
 
     state: HopState
-    workers: list[int]  # of each partition; a negative number where an agent has yet to join
-    seconds: Seconds
-    mean: float  # seconds of a sub-epoch
-    forecasts: dict[int, Forecast]  # of the trials that still have tasks to give out
-    free: dict[int, float]  # when each worker is
-    load: dict[int, float]  # work that a worker has not been given yet
+    workers: list[int]  # by partition; a negative number where an agent has yet to join
+    seconds: SecondsTable
+    mean: float  # seconds of a mean sub-epoch
+    forecasts: dict[int, Forecast]  # by trial, of those that have not ended
+    free_at: dict[int, float]  # by worker
+    load: dict[int, float]  # by worker, the seconds of work that is not assigned yet
 
     @property
     def bound(self) -> float:
-        """No future ends before this: the longest trial, the fullest worker."""
-        trials = [max(p.ready, p.evaluated) + p.work for p in self.forecasts.values()]
-        workers = [until + self.load[worker] for worker, until in self.free.items()]
+        """The time before which no future ends: by the longest trial and the fullest worker."""
+        trials = [max(f.ready, f.evaluated) + f.work for f in self.forecasts.values()]
+        workers = [until + self.load[worker] for worker, until in self.free_at.items()]
         return max(0.0, *trials, *workers)
 
-    def rollout(self, bias: Bias, patience: float, horizon: int) -> tuple[float, list[Step]]:
-        """Follow one rule for up to ``horizon`` tasks; return (end of the run, the tasks).
+    def rollout(
+        self, preferences: PairValues, max_wait: float, horizon: int
+    ) -> tuple[float, list[PlannedTask]]:
+        """Follow one rule for up to ``horizon`` tasks; return the end of the run and the tasks.
 
-        The rule: whenever a worker is free and a trial is ready, or both will be within
-        ``patience`` seconds, the pair with the most work left, the trial's plus the worker's plus
-        ``bias``, goes first. If the horizon comes before the end, that end is a lower bound.
+        The rule considers a worker and a trial once both are free, or will be within ``max_wait``
+        seconds. The pair with the most work left goes first, counting the trial's work, the
+        worker's load and the pair's preference, all in seconds. If the horizon comes before the end
+        of the run, the returned end is a lower bound.
         """
         forecasts = {
-            trial: replace(forecast, left=list(forecast.left))
+            trial: replace(forecast, unassigned=list(forecast.unassigned))
             for trial, forecast in self.forecasts.items()
         }
-        future = replace(self, forecasts=forecasts, free=dict(self.free), load=dict(self.load))
-        busy = {trial for trial, forecast in forecasts.items() if forecast.left}
-        moments = sorted({*future.free.values(), *(forecasts[trial].ready for trial in busy)})
-        steps: list[Step] = []
+        future = replace(
+            self, forecasts=forecasts, free_at=dict(self.free_at), load=dict(self.load)
+        )
+        open_trials = {trial for trial, forecast in forecasts.items() if forecast.unassigned}
+        ready = (forecasts[trial].ready for trial in open_trials)
+        moments = sorted({*future.free_at.values(), *ready})
+        tasks: list[PlannedTask] = []
         end = 0.0
-        while moments and busy and len(steps) < horizon:
+        while moments and open_trials and len(tasks) < horizon:
             now = heapq.heappop(moments)
-            soon = now + patience
-            # Nobody waits for an agent that may never come: patience is for what runs.
-            idle = {w for w, until in future.free.items() if until <= (soon if w >= 0 else now)}
-            while idle and (step := future._best(soon, idle, busy, bias)):
-                worker, until = future._take(step)
-                steps.append(step)
+            soon = now + max_wait
+            # Nobody waits for an agent that may never join, only for one that is there.
+            idle = {w for w, until in future.free_at.items() if until <= (soon if w >= 0 else now)}
+            while idle and (task := future._best_task(soon, idle, open_trials, preferences)):
+                worker, until = future._run_task(task)
+                tasks.append(task)
                 idle.discard(worker)
                 end = max(end, until)
                 heapq.heappush(moments, until)
-                if not forecasts[step.trial].left:
-                    busy.discard(step.trial)
-        return max(end, future.bound), steps
+                if not forecasts[task.trial].unassigned:
+                    open_trials.discard(task.trial)
+        return max(end, future.bound), tasks
 
-    def _best(self, soon: float, idle: set[int], busy: set[int], bias: Bias) -> Step | None:
-        best, found = float("-inf"), None
+    def _best_task(
+        self, soon: float, idle: set[int], open_trials: set[int], preferences: PairValues
+    ) -> PlannedTask | None:
+        best_score, best = float("-inf"), None
         seeded = self.state.config.order == "seeded"
-        for trial in busy:
+        for trial in open_trials:
             forecast = self.forecasts[trial]
             if forecast.ready > soon:
                 continue
             only_next = seeded and forecast.kind == "train"
-            for partition in forecast.left[:1] if only_next else forecast.left:
+            for partition in forecast.unassigned[:1] if only_next else forecast.unassigned:
                 worker = self.workers[partition]
                 if worker in idle:
-                    score = forecast.work + self.load[worker] + bias[trial][partition]
-                    if score > best:
-                        best, found = score, Step(trial, forecast.kind, partition)
-        return found
+                    score = forecast.work + self.load[worker] + preferences[trial][partition]
+                    if score > best_score:
+                        best_score, best = score, PlannedTask(trial, forecast.kind, partition)
+        return best
 
-    def _take(self, step: Step) -> tuple[int, float]:
-        """Do the step; return its worker and when it ends."""
-        trial, kind, partition = step
+    def _run_task(self, task: PlannedTask) -> tuple[int, float]:
+        """Run the task in this future; return its worker and the time at which it ends."""
+        trial, kind, partition = task
         forecast, seconds = self.forecasts[trial], self.seconds[kind][trial][partition]
         worker = self.workers[partition]
-        until = max(self.free[worker], forecast.ready) + seconds
-        self.free[worker] = until
+        until = max(self.free_at[worker], forecast.ready) + seconds
+        self.free_at[worker] = until
         self.load[worker] -= seconds
-        forecast.left.remove(partition)
+        forecast.unassigned.remove(partition)
         config = self.state.config
         if kind == "train":
             forecast.ready = until
             forecast.work -= seconds
         else:
             forecast.evaluated = max(forecast.evaluated, until)
-        if forecast.left:
+        if forecast.unassigned:
             return worker, until
         if kind == "train" and config.evaluate:
             forecast.kind = "evaluate"
-            forecast.left = list(range(config.partitions))
+            forecast.unassigned = list(range(config.partitions))
             return worker, until
         if kind == "evaluate":
             forecast.ready = forecast.evaluated
@@ -131,68 +140,87 @@ class Lookahead:
         forecast.epoch += 1
         forecast.kind = "train"
         if forecast.epoch < config.epochs:
-            forecast.left = list(visit_order(config, trial, forecast.epoch))
+            forecast.unassigned = list(visit_order(config, trial, forecast.epoch))
         return worker, until
 
 
 def snapshot(state: HopState) -> Lookahead:
-    """Take the outlook from the state as it is."""
+    """Return the present of a state, by its own estimates."""
     config, estimates = state.config, state.estimates
-    everywhere = range(config.partitions)
-    seconds: Seconds = {
+    partitions = range(config.partitions)
+    seconds: SecondsTable = {
         kind: [
-            [estimates.seconds(kind, trial, partition) for partition in everywhere]
+            [estimates.seconds(kind, trial, partition) for partition in partitions]
             for trial in range(len(state.trials))
         ]
         for kind in ("train", "evaluate")
     }
-    workers = [agent.worker if (agent := state.agent_of(p)) else -1 - p for p in everywhere]
     mean = sum(map(sum, seconds["train"])) / (len(state.trials) * config.partitions)
+    workers = [agent.worker if (agent := state.agent_of(p)) else -1 - p for p in partitions]
+    free_at, ends = _running_tasks(state, seconds)
+    # Agents join one by one and come back, so an absent one is expected soon.
+    absent = {worker: estimates.now + OVERDUE_SHARE * mean for worker in workers if worker < 0}
+    free_at = absent | free_at
 
-    ends: dict[int, float] = {}  # by attempt
-    # Who has yet to join is thought to do so soon: agents join one by one, and come back.
-    free = {worker: estimates.now + SOON * mean for worker in workers if worker < 0}
-    for worker, agent in state.agents.items():
-        free[worker] = estimates.now
-        for attempt in (agent.running, agent.reserved):
-            if attempt is not None:
-                expected = seconds[attempt.kind][attempt.trial][attempt.partition]
-                start = attempt.started_at if attempt.started else free[worker]
-                # An overdue task is not over yet: whoever is idle should not wait for it.
-                soonest = estimates.now + (0.0 if attempt.ending else SOON * expected)
-                free[worker] = ends[attempt.number] = max(soonest, start + expected)
-
-    load = dict.fromkeys(free, 0.0)
+    load = dict.fromkeys(free_at, 0.0)
     forecasts = {}
     for index, trial in enumerate(state.trials):
         if trial.status is not None or outcome(config, trial) is not None:
             continue
-        epoch = len(trial.history)
-        kind: Kind = "evaluate" if trial.epoch_trained(config.partitions) else "train"
-        if kind == "evaluate":
-            given = trial.sums.keys() | trial.evaluations.keys()
-        else:
-            given = set(trial.visited(config.partitions))
-        later = config.epochs - epoch - 1  # epochs after this one
-        training, evaluating = seconds["train"][index], seconds["evaluate"][index]
+        forecast = _forecast(state, index, trial, seconds, ends)
+        forecasts[index] = forecast
+        later_epochs = config.epochs - forecast.epoch - 1
         for partition, worker in enumerate(workers):
-            to_train = later + (kind == "train" and partition not in given)
-            load[worker] += to_train * training[partition]
+            training, unassigned = forecast.kind == "train", partition in forecast.unassigned
+            trainings = later_epochs + (training and unassigned)
+            load[worker] += trainings * seconds["train"][index][partition]
             if config.evaluate:
-                to_evaluate = later + (kind == "train" or partition not in given)
-                load[worker] += to_evaluate * evaluating[partition]
-        work = later * sum(training)
-        work += sum(training[p] for p in everywhere if kind == "train" and p not in given)
-        work += (later + 1) * max(evaluating) if config.evaluate else 0.0
-        order = visit_order(config, index, epoch) if kind == "train" else tuple(everywhere)
-        forecasts[index] = Forecast(
-            epoch,
-            kind,
-            left=[p for p in order if p not in given],
-            ready=max(
-                (ends[a.number] for a in trial.pending_visits if a.number in ends), default=0.0
-            ),
-            work=work,
-            evaluated=max((ends[a.number] for a in trial.evaluations.values()), default=0.0),
-        )
-    return Lookahead(state, workers, seconds, mean, forecasts, free, load)
+                evaluations = later_epochs + (training or unassigned)
+                load[worker] += evaluations * seconds["evaluate"][index][partition]
+    return Lookahead(state, workers, seconds, mean, forecasts, free_at, load)
+
+
+def _running_tasks(
+    state: HopState, seconds: SecondsTable
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return when each live worker is free, and when each attempt ends."""
+    now = state.estimates.now
+    free_at: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for worker, agent in state.agents.items():
+        free_at[worker] = now
+        for attempt in (agent.running, agent.reserved):
+            if attempt is not None:
+                expected = seconds[attempt.kind][attempt.trial][attempt.partition]
+                start = attempt.started_at if attempt.started else free_at[worker]
+                # An overdue task is not over yet, and idle workers should not wait for it.
+                soonest = now + (0.0 if attempt.ending else OVERDUE_SHARE * expected)
+                free_at[worker] = ends[attempt.number] = max(soonest, start + expected)
+    return free_at, ends
+
+
+def _forecast(
+    state: HopState, index: int, trial: TrialProgress, seconds: SecondsTable, ends: dict[int, float]
+) -> Forecast:
+    config, epoch = state.config, len(trial.history)
+    partitions = range(config.partitions)
+    kind: TaskKind = "evaluate" if trial.epoch_trained(config.partitions) else "train"
+    if kind == "train":
+        assigned = set(trial.visited(config.partitions))
+        order = visit_order(config, index, epoch)
+    else:
+        assigned, order = trial.evaluation_begun(), tuple(partitions)
+    training, evaluating = seconds["train"][index], seconds["evaluate"][index]
+    later_epochs = config.epochs - epoch - 1
+    work = later_epochs * sum(training)
+    work += sum(training[p] for p in partitions if kind == "train" and p not in assigned)
+    work += (later_epochs + 1) * max(evaluating) if config.evaluate else 0.0
+    pending = [ends[a.number] for a in trial.pending_visits if a.number in ends]
+    return Forecast(
+        epoch,
+        kind,
+        unassigned=[p for p in order if p not in assigned],
+        ready=max(pending, default=0.0),
+        work=work,
+        evaluated=max((ends[a.number] for a in trial.evaluations.values()), default=0.0),
+    )

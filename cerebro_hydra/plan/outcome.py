@@ -1,4 +1,4 @@
-"""How a trial ends, and which of its states is its result: pure functions of its history."""
+"""The outcome of a trial: how it ends and which state is its result, from its history alone."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from math import inf, isfinite
 from typing import NamedTuple
 
 from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.visits import TrialProgress
+from cerebro_hydra.plan.progress import TrialProgress
 
 
 class Outcome(NamedTuple):
-    """What a trial is to end as, once its result is in the store."""
+    """The status and reason with which a trial ends once its result is in the store."""
 
     status: str
     reason: str
 
 
 def outcome(config: HopConfig, trial: TrialProgress) -> Outcome | None:
-    """Return how the trial ends, or None while it has epochs to train."""
-    if trial.stop is not None:
-        return Outcome("stopped", trial.stop)
+    """Return the trial's outcome, or None while it has epochs to train."""
+    if trial.stop_reason is not None:
+        return Outcome("stopped", trial.stop_reason)
     if len(trial.history) == config.epochs:
         return Outcome("finished", "")
     patience = trial.config.patience
@@ -54,9 +54,9 @@ def best_epoch(values: Iterable[float], direction: str) -> int | None:
 
 
 def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
-    """Return the state after the best of the epochs that ended within the first ``visits``.
+    """Return the visit of the best state among the epochs that the first ``visits`` complete.
 
-    None if the trial has no patience, or no such epoch was finite.
+    It is None if the trial has no patience, or if no such epoch was finite.
     """
     if trial.config.patience is None:
         return None
@@ -65,17 +65,17 @@ def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | No
     return None if best is None else (best + 1) * config.partitions
 
 
-def result(config: HopConfig, trial: TrialProgress) -> int:
-    """Return the state that is the trial's result as things stand: its best, else its newest."""
+def result_visit(config: HopConfig, trial: TrialProgress) -> int:
+    """Return the visit of the trial's result so far: its best state, else its newest."""
     best = best_visit(config, trial, trial.newest)
     return trial.newest if best is None else best
 
 
-def needed(config: HopConfig, trial: TrialProgress) -> set[int]:
-    """Return the states that a trial can't do without: its result, and what it goes on from."""
+def needed_visits(config: HopConfig, trial: TrialProgress) -> set[int]:
+    """Return the visits of the states that a trial needs: its result and, to go on, its newest."""
     if outcome(config, trial) is not None:
-        return {result(config, trial)}
-    return {result(config, trial), trial.newest}
+        return {result_visit(config, trial)}
+    return {result_visit(config, trial), trial.newest}
 
 
 def _values(config: HopConfig, trial: TrialProgress) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""Seeds derived from names, so that a random number never depends on what ran before it."""
+"""Seeds that derive from names, so that a random number never depends on what ran before it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from hashlib import blake2b
 def seed_of(*parts: int | str) -> int:
     """Return a seed in [0, 2**63) that depends on every part, its type and its position.
 
-    Parts are encoded as type, length and text, so ``("ab", "c")``, ``("a", "bc")`` and
-    ``(1,)``, ``("1",)`` all differ. The value never changes between versions: replays of old
-    runs depend on it (golden test).
+    Parts are encoded as type, length and text, so ``("ab", "c")`` differs from ``("a", "bc")``,
+    and ``(1,)`` from ``("1",)``. The value never changes between versions, because replays of old
+    runs depend on it.
 
     Raises:
         TypeError: a part is neither an int nor a str (a bool counts as neither).

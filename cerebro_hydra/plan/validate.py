@@ -1,4 +1,4 @@
-"""Checks any list of actions against the rules of synchronous training."""
+"""The rules of synchronous training, checked on any list of actions."""
 
 from __future__ import annotations
 
@@ -25,29 +25,36 @@ def validate(
 ) -> None:
     """Check one window (one optimizer step) of every trial that occurs in ``actions``.
 
-    With ``resident``, the (trial, shard) pairs that are on the device beforehand, shards must
-    be loaded before use; with ``budget`` the bytes of resident shards, given by
-    ``shard_bytes`` per (trial, shard), may never pass it.
+    Args:
+        shards: number of shards of a trial.
+        microbatches: number of microbatches of the window.
+        barrier: whether no update may come before every backward is done.
+        tied: groups of shards that share a parameter; the first of a group updates it.
+        resident: the (trial, shard) pairs that are on the device beforehand. If given, a shard
+            must be loaded before use.
+        budget: the bytes that the resident shards may have at any time.
+        shard_bytes: bytes by (trial, shard); a budget needs them.
 
     Raises:
-        InvalidSchedule: names the first action that breaks a rule, and the rule.
-        ValueError: a budget without the sizes, or without what is resident.
+        InvalidSchedule: an action breaks a rule; the message names the first such action and
+            the rule.
+        ValueError: a budget comes without `shard_bytes` or without `resident`.
     """
-    place: dict[Action, int] = {}
+    done: dict[Action, int] = {}
     for index, action in enumerate(actions):
         _check_shape(index, action, shards, microbatches)
         if action.kind in (LOAD, SPILL):
             continue
-        if action in place:
-            _refuse(index, action, f"was done before, as action {place[action]}")
-        _check_order(index, action, place, shards, microbatches, barrier, tied)
-        place[action] = index
+        if action in done:
+            _refuse(index, action, f"was done before, as action {done[action]}")
+        _check_order(index, action, done, shards, microbatches, barrier, tied)
+        done[action] = index
     for trial in sorted({action.trial for action in actions}):
-        _check_whole(trial, place, shards, microbatches)
+        _check_complete(trial, done, shards, microbatches)
     if resident is not None:
         _check_memory(actions, set(resident), budget, shard_bytes)
     elif budget is not None:
-        raise ValueError("a budget needs resident=, the shards on the device beforehand")
+        raise ValueError("budget is given without resident; pass the shards that are on the device")
 
 
 def _refuse(index: int, action: Action, rule: str) -> None:
@@ -72,7 +79,7 @@ def _check_order(
     barrier: bool,
     tied: Sequence[tuple[int, ...]],
 ) -> None:
-    """Check that all that must come before the action did, and nothing that must follow it."""
+    """Check that everything that must precede the action is done, and nothing that must follow."""
     trial, shard, microbatch = action.trial, action.shard, action.microbatch
     last = microbatches - 1
     needs: list[tuple[Action, str]] = []
@@ -84,8 +91,8 @@ def _check_order(
         group = set(range(shards)) if barrier else {shard}
         group.update(*(members for members in tied if members[0] == shard))
         why = "every backward comes before the update (barrier, tied weights)"
-        every = product(sorted(group), range(microbatches))
-        needs.extend((Action(trial, other, B, m), why) for other, m in every)
+        backwards = product(sorted(group), range(microbatches))
+        needs.extend((Action(trial, other, B, m), why) for other, m in backwards)
     elif microbatch is not None:
         if action.kind is F:
             owners = {shard, *(members[0] for members in tied if shard in members)}
@@ -108,7 +115,7 @@ def _check_order(
             _refuse(index, action, f"{need} is missing before it: {why}")
 
 
-def _check_whole(trial: int, done: Mapping[Action, int], shards: int, microbatches: int) -> None:
+def _check_complete(trial: int, done: Mapping[Action, int], shards: int, microbatches: int) -> None:
     expected = [
         Action(trial, shard, kind, microbatch)
         for kind, shard, microbatch in product((F, B), range(shards), range(microbatches))
@@ -129,13 +136,13 @@ def _check_memory(
     shard_bytes: Mapping[tuple[int, int], int] | None,
 ) -> None:
     if budget is not None and shard_bytes is None:
-        raise ValueError("a budget needs shard_bytes=, the size of every (trial, shard)")
+        raise ValueError("budget is given without shard_bytes; pass the bytes by (trial, shard)")
 
     def used() -> int:
         return 0 if shard_bytes is None else sum(shard_bytes[each] for each in resident)
 
     if budget is not None and used() > budget:
-        raise InvalidSchedule(f"{used()} bytes are resident at first, the budget is {budget}")
+        raise InvalidSchedule(f"{used()} bytes are resident at first, but the budget is {budget}")
     for index, action in enumerate(actions):
         shard = (action.trial, action.shard)
         if action.kind is LOAD:
@@ -143,7 +150,7 @@ def _check_memory(
                 _refuse(index, action, "the shard is on the device already")
             resident.add(shard)
             if budget is not None and used() > budget:
-                _refuse(index, action, f"{used()} bytes are resident, the budget is {budget}")
+                _refuse(index, action, f"{used()} bytes are resident, but the budget is {budget}")
         elif shard not in resident:
             _refuse(index, action, "the shard is not on the device; LOAD comes before use")
         elif action.kind is SPILL:

@@ -1,1 +1,1 @@
-"""WHAT MOVES: a model's cut, its flat state, and the engine that runs shard tasks."""
+"""The shards of a model: its cut, its flat state, and the engine that runs shard tasks."""

@@ -1,4 +1,4 @@
-"""Before a trial trains: cut its model, and prove on real batches that the cut keeps every bit."""
+"""Admission of a trial: its model is cut, and real batches prove that the cut keeps every bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from functools import partial
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe, units
 from cerebro_hydra.shards.cut_check import CutCheck
-from cerebro_hydra.shards.cut_choice import CutChoice, Places, by_blocks, by_name, by_time, whole
+from cerebro_hydra.shards.cut_choice import (
+    CutChoice,
+    CutPoints,
+    choose_by_blocks,
+    choose_by_name,
+    choose_by_time,
+    choose_whole,
+)
 from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import UnfitShape
@@ -26,7 +33,7 @@ __all__ = ["AdmittedCut", "CutReport", "StateTemplate", "admit"]
 
 @dataclass(frozen=True)
 class AdmittedCut:
-    """An admitted trial: its cut, what that gives, its optimizer state, where all of it lies."""
+    """An admitted trial's cut, the report of it, its optimizer state and its layout in memory."""
 
     spec: CutSpec
     report: CutReport
@@ -40,21 +47,21 @@ def admit(
     trial_seed: int,
     cache: CutModelCache | None = None,
 ) -> AdmittedCut:
-    """Choose a cut and hold it against plain training: two steps at every batch size.
+    """Choose a cut and compare it with plain training, two steps at every batch size.
 
     Loss, parameters, buffers and optimizer state must agree in every bit, with graphs kept and
-    recomputed, and through a hop. Where a cut fails, coarser ones follow: the layers of a
-    `Sequential`, then one shard; the report says why. The recipe is not changed.
+    recomputed, and through a hop. Where a cut fails, coarser ones are tried: the layers of a
+    `Sequential`, then one shard. The report says why. The recipe is not changed.
 
     Args:
         examples: real batches (features, targets), one for each batch size that will occur.
 
     Raises:
-        ConfigurationError: model, loss or optimizer don't work on the batches, `shards` names a
+        ConfigurationError: the model, loss or optimizer fails on the batches, `shards` names a
             place where no cut is possible, or training differs even uncut.
     """
     if not examples:
-        raise ConfigurationError("admission needs a batch to try the model on; there are no rows")
+        raise ConfigurationError("there are no rows; admission needs a batch to try the model on")
     cache = cache or CutModelCache()
     run = CutCheck.plain(recipe, examples, trial_seed)
     template = StateTemplate.learn(run.reference.model, run.reference.optimizer)
@@ -66,9 +73,9 @@ def admit(
         try:
             cut_model = cache.get(recipe.model, choice.spec, sample)
             layout = TrialLayout.make(recipe, cut_model, template)
-            # Modules run as they are may keep something to themselves, which would not hop.
-            hop = partial(CutModel.build, recipe.model, choice.spec, sample)
-            again = None if choice.spec.mode == "export" else hop
+            # Modules that run as they are may keep a state to themselves, which would not hop.
+            rebuild = partial(CutModel.build, recipe.model, choice.spec, sample)
+            again = None if choice.spec.mode == "export" else rebuild
             difference = run.difference(cut_model, layout, again)
         except UnfitShape as error:
             difference = str(error)
@@ -93,24 +100,24 @@ def _candidates(
     recipe: Recipe, sample: Sample, example: Example, template: StateTemplate,
     cache: CutModelCache, reasons: list[str],
 ) -> Iterator[CutChoice]:  # fmt: skip
-    """Cuts to try, the finest first; why one can't be tried goes into `reasons`."""
+    """Yield the cuts to try, the finest first, and add to `reasons` why one can't be tried."""
     if recipe.shards == 1 or recipe.shards == [] or recipe.shards == [[]]:
-        yield whole()
+        yield choose_whole()
         return
 
-    def choose(places: Places) -> CutChoice:
+    def choose(points: CutPoints) -> CutChoice:
         if isinstance(recipe.shards, int):
-            return by_time(places, times(places), recipe.shards)
+            return choose_by_time(points, times(points), recipe.shards)
         if isinstance(recipe.shards[0], str):
-            return by_name(places, recipe.shards)
-        return by_blocks(places, recipe.shards)
+            return choose_by_name(points, recipe.shards)
+        return choose_by_blocks(points, recipe.shards)
 
-    def times(places: Places) -> Sequence[float]:
-        spec = CutSpec(places.mode, places.legal)
+    def times(points: CutPoints) -> Sequence[float]:
+        spec = CutSpec(points.mode, points.allowed)
 
         def measure() -> list[float]:
-            if places.mode == "layers":
-                return measure_layers(recipe, places.legal, sample)
+            if points.mode == "layers":
+                return measure_layers(recipe, points.allowed, sample)
             cut_model = cache.get(recipe.model, spec, sample)
             layout = TrialLayout.make(recipe, cut_model, template)
             return measure_shards(recipe, cut_model, layout, example)
@@ -120,14 +127,14 @@ def _candidates(
     try:
         traced = cache.trace(recipe.model, sample)
         by_number = isinstance(recipe.shards, int)
-        legal = traced.worthwhile if by_number else traced.legal
-        yield choose(Places("export", legal, tuple(traced.train.markers)))
+        allowed = traced.cut_points_with_params if by_number else traced.cut_points
+        yield choose(CutPoints("export", allowed, tuple(traced.train.markers)))
     except CutFailed as error:
         reasons.append(str(error))
     try:
         starts = layer_starts(recipe.model)
-        order = tuple(f"{unit}@0" for unit in units(recipe.model))
-        yield choose(Places("layers", starts, order))
+        calls = tuple(f"{unit}@0" for unit in units(recipe.model))
+        yield choose(CutPoints("layers", starts, calls))
     except CutFailed as error:
         reasons.append(f"{error}, so it is one shard")
-    yield whole()
+    yield choose_whole()

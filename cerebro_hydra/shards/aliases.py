@@ -1,4 +1,4 @@
-"""Which values of a graph share memory, and who writes to it."""
+"""Groups of a graph's values that share memory, and the operations that write to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 
 class AliasGroups:
-    """Which values may share memory, and where each group is written to."""
+    """The groups of values that may share memory, and where each group is written to."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._leader: dict[fx.Node, fx.Node] = {}
@@ -36,19 +36,21 @@ class AliasGroups:
                     self._touched.setdefault(leader, []).append(self._position[node])
 
     def is_mutated(self, node: fx.Node) -> bool:
+        """Return whether an operation writes to the node's memory."""
         return self._find(node) in self._writes
 
-    def written_with(self, node: fx.Node) -> list[fx.Node]:
-        """All that touches a mutated node's memory up to the last write, in order."""
+    def in_place_nodes(self, node: fx.Node) -> list[fx.Node]:
+        """Return all nodes that touch a mutated node's memory up to its last write, in order."""
         leader = self._find(node)
         last = max(self._writes[leader])
         return [self._nodes[i] for i in self._touched[leader] if i <= last]
 
-    def reaches_across(self, marker: fx.Node, recomputed: Set[fx.Node]) -> bool:
-        """Whether a group is touched before the marker and written after it, or for a buffer,
-        used on both sides of it at all: its new value would have to travel.
+    def blocks_cut(self, marker: fx.Node, recomputed: Set[fx.Node]) -> bool:
+        """Return whether a cut at the marker would part a write from other uses of its memory.
 
-        Groups that every shard makes for itself don't count.
+        That is so for a group that is touched before the marker and written after it. It is also
+        so for a buffer that is written and used on both sides, because its new value would have to
+        travel. Groups that every shard recomputes don't count.
         """
         at = self._position[marker]
         return any(
@@ -67,17 +69,17 @@ class AliasGroups:
         a, b = self._find(a), self._find(b)
         if self._position[a] < self._position[b]:
             a, b = b, a
-        self._leader[a] = b  # the earliest leads: a placeholder leads its group
+        self._leader[a] = b  # the earliest node leads, so a placeholder leads its group
 
 
 def _memory_use(node: fx.Node) -> list[tuple[fx.Node, bool, bool]]:
-    """Inputs of a node: whether its outputs may share their memory, whether it writes to them."""
+    """Return (input, whether outputs may share its memory, whether it is written) per input."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return [(n, node.target is operator.getitem, False) for n in node.all_input_nodes]
     statistics = {a.name for a in schema.arguments} & {"running_mean", "running_var"}
     if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()) and not statistics:
-        # Dropout gives its input back at p = 0.
+        # Dropout returns its own input at p = 0.
         return [(n, True, False) for n in node.all_input_nodes]
     returned = {s for r in schema.returns if r.alias_info for s in r.alias_info.before_set}
     uses = []

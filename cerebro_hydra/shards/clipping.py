@@ -1,4 +1,4 @@
-"""Clipping shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_value_`."""
+"""Gradient clipping shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_value_`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
 def grad_norms(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The 2-norm of each gradient that exists."""
+    """Return the 2-norm of each gradient that exists."""
     with_grad = {name: p.grad for name, p in params.items() if p.grad is not None}
     norms: dict[str, Tensor] = {}
     for names in _by_dtype(with_grad).values():
@@ -19,19 +19,19 @@ def grad_norms(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def clip_coefficient(norms: Mapping[str, Tensor], order: Sequence[str], limit: float) -> Tensor:
-    """What every gradient is multiplied by.
+    """Return the factor for every gradient that brings the total norm down to `limit`.
 
     Args:
-        norms: of all shards together.
-        order: every parameter's name in `model.parameters()` order: the sum depends on it.
+        norms: the norms of all shards together.
+        order: every parameter's name in `model.parameters()` order, on which the sum depends.
     """
     present = [norms[name] for name in order if name in norms]
     if not present:
         return torch.tensor(1.0)
-    # Gradients of several types are summed type by type, in an order that torch alone knows.
+    # Gradients of several dtypes are summed dtype by dtype, in an order that only torch defines.
     groups = _group_tensors_by_device_and_dtype([present])  # type: ignore[list-item]
     ordered = [
-        norm for (of_one_type, *_), _ in groups.values() for norm in of_one_type if norm is not None
+        norm for (of_a_dtype, *_), _ in groups.values() for norm in of_a_dtype if norm is not None
     ]
     device = present[0].device
     total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in ordered]), 2.0)
@@ -39,6 +39,7 @@ def clip_coefficient(norms: Mapping[str, Tensor], order: Sequence[str], limit: f
 
 
 def scale_grads(params: Mapping[str, Tensor], coefficient: Tensor) -> None:
+    """Multiply every gradient by the coefficient."""
     grads = {name: p.grad for name, p in params.items() if p.grad is not None}
     for names in _by_dtype(grads).values():
         torch._foreach_mul_([grads[n] for n in names], coefficient)

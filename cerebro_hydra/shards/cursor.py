@@ -1,4 +1,7 @@
-"""The little JSON that travels with a shard: step, options of its param groups, LR scheduler."""
+"""Cursors: the small JSON that travels with a shard's segments.
+
+A cursor has the step, the options of the param groups and the state of the LR scheduler.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import torch
 
 from cerebro_hydra.errors import ConfigurationError
 
-_TAG = "!"
+_TAG = "!"  # the key that marks a value which JSON lacks
 
 
 def make_cursor(step: int, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> dict:
-    """What a shard needs beside its segments to go on at `step`.
+    """Return what a shard needs beside its segments to go on at `step`.
 
     Raises:
-        ConfigurationError: an option or the scheduler's state is no plain value.
+        ConfigurationError: an option or the scheduler's state has a value that is not plain.
     """
     groups = [
         {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -34,16 +37,21 @@ def make_cursor(step: int, optimizer: torch.optim.Optimizer, scheduler: Any | No
 def restore_cursor(
     cursor: dict[str, Any], optimizer: torch.optim.Optimizer, scheduler: Any | None
 ) -> None:
-    """Bring a fresh optimizer and scheduler to where a cursor was made."""
+    """Bring a new optimizer and scheduler to the point at which the cursor was made."""
     for group, options in zip(optimizer.param_groups, cursor["groups"], strict=True):
         group.update(decode(options))
     if scheduler is not None:
         scheduler.load_state_dict(decode(cursor["scheduler"]))
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # elsewhere, or torch would warn
+        # The optimizer stepped on another worker; without this mark torch would warn.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def encode(value: Any, where: str) -> Any:
-    """Plain Python values as JSON that `decode` turns back into equal values."""
+    """Return a plain Python value as JSON that `decode` turns back into an equal value.
+
+    Raises:
+        ConfigurationError: the value is not plain; the message says `where` it is.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -65,6 +73,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
+    """Return the value that `encode` was given."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):

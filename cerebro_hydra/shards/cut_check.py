@@ -23,7 +23,7 @@ from cerebro_hydra.shards.engine import Engine, Evaluation, Mode
 from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
 from cerebro_hydra.shards.reference_steps import Evaluated, ReferenceSteps
 from cerebro_hydra.shards.reseed import unit_hooks
-from cerebro_hydra.shards.sample import Example, fresh
+from cerebro_hydra.shards.sample import Example, copy_example
 
 STEPS_PER_BATCH_SIZE = 2
 STEPS_PER_EPOCH = 1000
@@ -152,7 +152,7 @@ class _Shards:
     def step(self, number: int) -> float:
         """Train one step; gives the sum of its loss over rows."""
         example, microbatches = self._run.windows[number]
-        window = [_Batch(*fresh(example), _rows(example)) for _ in range(microbatches)]
+        window = [_Batch(*copy_example(example), _rows(example)) for _ in range(microbatches)]
 
         def publish(k: int, segments: Segments, cursor: dict[str, Any]) -> None:
             self._cursors[k] = json.loads(json.dumps(cursor))
@@ -173,7 +173,7 @@ class _Shards:
         """Measure one example."""
         run = self._run
         engine = Engine(self._cut_model, self._layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH)
-        batch = _Batch(*fresh(example), _rows(example))
+        batch = _Batch(*copy_example(example), _rows(example))
         return engine.evaluate([batch], lambda k: (self.segments[k], self._cursors[k]), on_outputs)
 
 

@@ -1,4 +1,4 @@
-"""Where to cut: from what `shards=` asks for to unit calls, each with its reason."""
+"""The choice of a cut: it turns what `shards=` asks for into unit calls, each with its reason."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from cerebro_hydra.shards.cut_spec import CutMode, CutSpec
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where a model may be cut.
+class CutPoints:
+    """The places where a model may be cut.
 
     Args:
-        mode: how it would be.
-        legal: the unit calls at which a shard may begin, in order.
-        order: every unit call, in order.
+        mode: how the model would be cut.
+        allowed: the unit calls at which a shard may begin, in order.
+        units: every unit call of the model, in order.
     """
 
     mode: CutMode
-    legal: tuple[str, ...]
-    order: tuple[str, ...]
+    allowed: tuple[str, ...]
+    units: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class CutChoice:
-    """A cut, why each shard begins where it does, and what could not be had as asked."""
+    """A cut, the reason for the start of each shard, and a note on what was asked in vain."""
 
     spec: CutSpec
     why: tuple[str, ...]
     note: str | None = None
 
 
-def whole() -> CutChoice:
-    """The model as one shard."""
+def choose_whole() -> CutChoice:
+    """Keep the model as one shard."""
     return CutChoice(CutSpec("whole"), ("it is the whole model",))
 
 
-def by_time(places: Places, seconds: Sequence[float], number: int) -> CutChoice:
-    """As many shards of as equal time as can be.
+def choose_by_time(points: CutPoints, seconds: Sequence[float], number: int) -> CutChoice:
+    """Choose shards that take times as equal as possible.
 
     Args:
-        seconds: measured between legal cuts, one more than there are.
-        number: of shards; fewer where the model has fewer places.
+        seconds: measured times between the allowed cuts, one more than there are cuts.
+        number: how many shards were asked for. There are fewer if the model has fewer places.
     """
     count = min(number, len(seconds))
     groups = balance(seconds, count)
-    at = tuple(places.legal[group.start - 1] for group in groups[1:])
+    at = tuple(points.allowed[group.start - 1] for group in groups[1:])
     total = sum(seconds) or 1.0
     parts = [sum(seconds[i] for i in group) for group in groups]
     why = tuple(
@@ -58,50 +58,50 @@ def by_time(places: Places, seconds: Sequence[float], number: int) -> CutChoice:
     note = None
     if count < number:
         note = f"{number} shards were asked for, the model has blocks with parameters for {count}"
-    return CutChoice(CutSpec(places.mode, at), why, note)
+    return CutChoice(CutSpec(points.mode, at), why, note)
 
 
-def by_name(places: Places, names: Sequence[str]) -> CutChoice:
-    """A shard begins at each module named.
+def choose_by_name(points: CutPoints, names: Sequence[str]) -> CutChoice:
+    """Let a shard begin at each named module.
 
     Raises:
-        ConfigurationError: a model can't be cut there.
+        ConfigurationError: the model can't be cut at one of them.
     """
-    starts = {_start(name, places): name for name in reversed(names)}
-    at = tuple(unit for unit in places.legal if unit in starts)
+    starts = {_start(name, points): name for name in reversed(names)}
+    at = tuple(unit for unit in points.allowed if unit in starts)
     why = ["it begins the model"]
     why += [_named(starts[unit], unit) for unit in at]
-    return CutChoice(CutSpec(places.mode, at), tuple(why))
+    return CutChoice(CutSpec(points.mode, at), tuple(why))
 
 
-def by_blocks(places: Places, blocks: Sequence[Sequence[str]]) -> CutChoice:
-    """Each shard holds the blocks listed for it, and begins with the first of them.
+def choose_by_blocks(points: CutPoints, blocks: Sequence[Sequence[str]]) -> CutChoice:
+    """Let each shard hold the blocks listed for it and begin with the first of them.
 
     Raises:
-        ConfigurationError: a model can't be cut there, or runs its blocks in another order.
+        ConfigurationError: the model can't be cut there, or runs its blocks in another order.
     """
-    at = tuple(_start(shard[0], places) for shard in blocks[1:])
-    bounds = [-1, *(places.order.index(unit) for unit in at), len(places.order)]
+    at = tuple(_start(shard[0], points) for shard in blocks[1:])
+    bounds = [-1, *(points.units.index(unit) for unit in at), len(points.units)]
     for number, shard in enumerate(blocks):
         for name in shard:
-            inside = [i for i, unit in enumerate(places.order) if _belongs(unit, name)]
+            inside = [i for i, unit in enumerate(points.units) if _belongs(unit, name)]
             if inside and not bounds[number] <= inside[0] < bounds[number + 1]:
                 raise ConfigurationError(
                     f"shards puts {name!r} into shard {number}, but the model runs it elsewhere; "
-                    f"it runs in this order: {[_plain(unit) for unit in places.order]}"
+                    f"it runs in this order: {[_plain(unit) for unit in points.units]}"
                 )
     why = ["it begins the model"]
     why += [_named(shard[0], unit) for shard, unit in zip(blocks[1:], at, strict=True)]
-    return CutChoice(CutSpec(places.mode, at), tuple(why))
+    return CutChoice(CutSpec(points.mode, at), tuple(why))
 
 
-def _start(name: str, places: Places) -> str:
-    """The legal cut that a module name means: its own, or that of its first unit."""
-    inside = [unit for unit in places.legal if _belongs(unit, name)]
+def _start(name: str, points: CutPoints) -> str:
+    """Return the cut that a module name means: at the module itself or at its first unit."""
+    inside = [unit for unit in points.allowed if _belongs(unit, name)]
     if not inside:
         raise ConfigurationError(
-            f"shards names {name!r}, where this model can't be cut; places are "
-            f"{[_plain(unit) for unit in places.legal]}"
+            f"shards names {name!r}, where this model can't be cut; choose among the places "
+            f"{[_plain(unit) for unit in points.allowed]}"
         )
     return inside[0]
 

@@ -1,10 +1,13 @@
-"""What trials of equal structure share: the programs of every shard, and who owns what."""
+"""Cut models: the graph of every shard and the owner of every tensor, without a trial's values.
+
+Trials whose models have equal structure share one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +21,28 @@ from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.shard_graph import ShardGraph, cut_graph
 from cerebro_hydra.shards.trace import CutFailed, TracedModel, trace
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A parameter or buffer: its first name, form, and the shard whose segments hold it."""
+    """A parameter or buffer: its first name, its form, and the shard whose segments hold it."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     owner: int
-    frozen: bool  # no gradient, or nobody writes to it
+    frozen: bool  # a parameter without gradient, or a buffer that training does not write to
 
 
 @dataclass(frozen=True)
 class CutModel:
     """A model cut into shards, without the values of any trial.
 
-    `params` are in `named_parameters()` order, `buffers` in `named_buffers()` order; tied tensors
-    occur once, under their first name. `tied` maps a trainable parameter that several shards
-    train to those shards; its owner is the first of them.
+    `params` are in `named_parameters()` order and `buffers` in `named_buffers()` order. Tied
+    tensors occur once, under their first name. `tied` maps each trainable parameter that several
+    shards use to these shards; the first of them owns it.
     """
 
     spec: CutSpec
@@ -47,9 +52,9 @@ class CutModel:
     buffers: tuple[TensorInfo, ...]
     tied: dict[str, tuple[int, ...]]
     outputs: Callable[[Sequence[Any], bool], Any]
-    """What the last shard gave, and whether in training, as the model's own output."""
+    """Turns the last shard's outputs into the model's own output; the flag says if in training."""
     guards: tuple[Guards, ...] = ()
-    """What a batch of another shape than the sample's has to meet."""
+    """The conditions on batches whose shape is not the sample's."""
 
     @property
     def num_shards(self) -> int:
@@ -57,21 +62,23 @@ class CutModel:
 
     @property
     def tied_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Shards that share a parameter, the owner first, as schedules want them."""
+        """The groups of shards that share a parameter, each with its owner first."""
         return tuple(sorted(set(self.tied.values())))
 
     def param_names(self, shard: int) -> tuple[str, ...]:
+        """Return the names of the parameters that a shard owns."""
         return tuple(p.name for p in self.params if p.owner == shard)
 
     def buffer_names(self, shard: int) -> tuple[str, ...]:
+        """Return the names of the buffers that a shard owns."""
         return tuple(b.name for b in self.buffers if b.owner == shard)
 
     @classmethod
     def build(cls, model: nn.Module, spec: CutSpec, sample: Sample) -> CutModel:
-        """Cut a model as a spec says; the model itself is not changed.
+        """Cut a model as a spec says, without changing the model.
 
         Raises:
-            CutFailed: the spec does not fit this model.
+            CutFailed: the model can't be cut that way.
         """
         if spec.mode == "export":
             return cls.cut(model, spec, trace(model, sample))
@@ -83,10 +90,16 @@ class CutModel:
 
     @classmethod
     def cut(cls, model: nn.Module, spec: CutSpec, traced: TracedModel) -> CutModel:
-        """Cut a model that was traced before."""
+        """Cut a model that was traced before.
+
+        Raises:
+            CutFailed: the spec names a place where the model can't be cut.
+        """
         for unit in spec.at:
-            if unit not in traced.legal:
-                raise CutFailed(f"{unit!r} is no place to cut; places are {list(traced.legal)}")
+            if unit not in traced.cut_points:
+                raise CutFailed(
+                    f"the model can't be cut at {unit!r}; choose among {list(traced.cut_points)}"
+                )
         train = cut_graph(traced.train, spec.at, train=True)
         evaluation = cut_graph(traced.eval, spec.at, train=False)
         specs = (traced.eval.out_spec, traced.train.out_spec)
@@ -105,14 +118,14 @@ class CutModel:
     ) -> CutModel:  # fmt: skip
         param_owner: dict[str, int] = {}
         buffer_owner: dict[str, int] = {}
-        for shard, programs in enumerate(zip(train, evaluation, strict=True)):
-            for program in programs:
-                for name in program.params:
+        for shard, graphs in enumerate(zip(train, evaluation, strict=True)):
+            for graph in graphs:
+                for name in graph.params:
                     param_owner.setdefault(name, shard)
-                for name in program.buffers:
+                for name in graph.buffers:
                     buffer_owner.setdefault(name, shard)
         persistent = set(model.state_dict(keep_vars=True))
-        mutated = {name for program in train for name in program.mutates}
+        mutated = {name for graph in train for name in graph.mutates}
         params = tuple(
             _info(name, p, param_owner.get(name, 0), not p.requires_grad)
             for name, p in model.named_parameters()
@@ -124,7 +137,7 @@ class CutModel:
         )
         tied: dict[str, tuple[int, ...]] = {}
         for info in params:
-            users = {k for k, program in enumerate(train) if info.name in program.params}
+            users = {k for k, graph in enumerate(train) if info.name in graph.params}
             users.add(info.owner)
             if len(users) > 1 and not info.frozen:
                 tied[info.name] = tuple(sorted(users))
@@ -139,7 +152,7 @@ def _info(name: str, tensor: Tensor, owner: int, frozen: bool) -> TensorInfo:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory without holes, in whatever order of dimensions."""
+    """Return whether the tensor fills its memory without holes, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -150,43 +163,40 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class CutModelCache:
-    """Exports and cuts once for all models of equal structure. Not thread-safe.
+    """Exports, measures and cuts once for all models of equal structure.
 
-    Models with anything inside whose equality can't be told are not shared.
+    A model is not shared if it holds anything whose equality can't be told. The cache is not
+    thread-safe.
     """
 
     def __init__(self) -> None:
-        self._cut_models: dict[Any, CutModel] = {}
-        self._traces: dict[Any, TracedModel | CutFailed] = {}
-        self._times: dict[Any, list[float]] = {}
+        self._cut_models: dict[Hashable, CutModel] = {}
+        self._traces: dict[Hashable, TracedModel | CutFailed] = {}
+        self._times: dict[Hashable, list[float]] = {}
 
     def get(self, model: nn.Module, spec: CutSpec, sample: Sample) -> CutModel:
-        """The structure of a model, built at the first call for it; see `CutModel.build`."""
-        key = model_key(model, sample)
-        if key is None:
-            return CutModel.build(model, spec, sample)
-        if (key, spec) not in self._cut_models:
+        """Return the cut model, built at the first call; see `CutModel.build`."""
+
+        def build() -> CutModel:
             if spec.mode == "export":
-                cut_model = CutModel.cut(model, spec, self.trace(model, sample))
-            else:
-                cut_model = CutModel.build(model, spec, sample)
-            self._cut_models[key, spec] = cut_model
-        return self._cut_models[key, spec]
+                return CutModel.cut(model, spec, self.trace(model, sample))
+            return CutModel.build(model, spec, sample)
+
+        return _once(self._cut_models, model_key(model, sample), spec, build)
 
     def trace(self, model: nn.Module, sample: Sample) -> TracedModel:
-        """The graphs of a model, exported at the first call for it; see `trace.trace`."""
-        key = model_key(model, sample)
-        found = None if key is None else self._traces.get(key)
-        if found is None:
+        """Return the graphs of a model, exported at the first call; see `trace.trace`."""
+
+        def attempt() -> TracedModel | CutFailed:
             try:
-                found = trace(model, sample)
+                return trace(model, sample)
             except CutFailed as error:
-                found = error
-            if key is not None:
-                self._traces[key] = found
-        if isinstance(found, CutFailed):
-            raise found
-        return found
+                return error
+
+        traced = _once(self._traces, model_key(model, sample), None, attempt)
+        if isinstance(traced, CutFailed):
+            raise traced
+        return traced
 
     def times(
         self,
@@ -195,10 +205,19 @@ class CutModelCache:
         sample: Sample,
         measure: Callable[[], list[float]],
     ) -> list[float]:
-        """Seconds of each shard, measured at the first call: equal models get equal cuts."""
-        key = model_key(model, sample)
-        if key is None:
-            return measure()
-        if (key, spec) not in self._times:
-            self._times[key, spec] = measure()
-        return self._times[key, spec]
+        """Return the seconds of each shard, measured at the first call.
+
+        Measuring once gives equal models equal cuts.
+        """
+        return _once(self._times, model_key(model, sample), spec, measure)
+
+
+def _once(
+    made: dict[Hashable, T], key: Hashable | None, spec: CutSpec | None, make: Callable[[], T]
+) -> T:
+    """Return what was made for this key and spec before, or make it; None is no key."""
+    if key is None:
+        return make()
+    if (key, spec) not in made:
+        made[key, spec] = make()
+    return made[key, spec]

@@ -1,4 +1,4 @@
-"""Where a model is cut, as data that travels."""
+"""Specs of a cut: where a model is cut, as data that travels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ CutMode = Literal["export", "layers", "whole"]
 
 @dataclass(frozen=True)
 class CutSpec:
-    """How a model is cut into shards.
+    """A cut of a model: its mode, and where its shards begin.
 
     Args:
-        mode: "export" cuts the flat graph of `torch.export`, "layers" the children of a
-            `Sequential`, "whole" keeps the model as one shard.
+        mode: "export" cuts the flat graph of `torch.export`, "layers" cuts between the children of
+            a `Sequential`, and "whole" keeps the model as one shard.
         at: the unit calls, `module@call`, at which shards 1, 2, ... begin.
     """
 

@@ -1,4 +1,4 @@
-"""Runs one trial's shards: an interpreter of the actions that a schedule lists."""
+"""The engine runs one trial's shards: it interprets the actions that a schedule lists."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TRIAL = 0  # an engine runs one trial, so the trial of its actions is always th
 
 
 class UnfitShape(ConfigurationError):
-    """A batch has a shape that the cut model can't take; uncut it may."""
+    """A batch has a shape that the cut model can't take, though the uncut model may."""
 
 
 class BatchTensors(Protocol):
@@ -65,7 +65,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainTotals:
-    """Sums over the batches of a sub-epoch: loss times rows, rows, optimizer steps."""
+    """Totals of a sub-epoch: the sum of its loss over rows, its rows, and its optimizer steps."""
 
     loss_sum: float
     rows: int
@@ -73,15 +73,16 @@ class TrainTotals:
 
 
 class Engine:
-    """Trains and evaluates one trial, cut as its structure says.
+    """Trains and evaluates one trial in the shards of its cut model.
 
     Args:
-        structure: may be shared between trials of equal structure, one at a time per thread.
-        recipe: the trial; its model and optimizer are read, never changed.
-        trial_seed: what its random numbers depend on, beside step, microbatch and unit.
-        steps_per_epoch: for LR schedulers that ask.
-        mode: "keep" keeps autograd's graphs from F to B, "recompute" makes them again in B; the
-            bits are the same.
+        cut_model: trials of equal structure may share one, one trial at a time per thread.
+        layout: where each tensor lies in the trial's segments.
+        recipe: the trial; its model and optimizer are read but never changed.
+        trial_seed: random numbers depend on it, the step, the microbatch and the unit.
+        steps_per_epoch: is given to LR schedulers that take it.
+        mode: "keep" keeps autograd's graphs from F to B, and "recompute" makes them again in B;
+            the bits are the same.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class Engine:
         mode: Mode = "keep",
     ) -> None:
         if mode not in ("keep", "recompute"):
-            raise ValueError(f"mode is {mode!r}; it is 'keep' or 'recompute'")
+            raise ValueError(f"mode is {mode!r}; choose 'keep' or 'recompute'")
         self._cut_model = cut_model
         self._layout = layout
         self._recipe = recipe
         self._trial_seed = trial_seed
         self._steps_per_epoch = steps_per_epoch
         self._keep = mode == "keep"
-        self._programs: dict[tuple[int, bool], list[Action]] = {}
+        self._schedules: dict[tuple[int, bool], list[Action]] = {}
         self._owner = {t.name: t.owner for t in (*cut_model.params, *cut_model.buffers)}
         self._shapes_seen: set[tuple[torch.Size, ...]] = set()
 
@@ -118,18 +119,18 @@ class Engine:
 
         Args:
             windows: the batches of each optimizer step.
-            start_step: optimizer steps that the trial has done before.
-            need: gives shard k's segments and cursor (None: state 0) right before its first task;
-                it may block until they have arrived. The trainable segment is the engine's to
-                write to, the frozen one is only read.
-            publish: takes shard k's segments and cursor right after its last update; from then on
+            start_step: the number of optimizer steps that the trial has done before.
+            need: returns shard k's segments and cursor, None for state 0, right before its first
+                task. It may block until they have arrived. The engine writes to the trainable
+                segment and only reads the frozen one.
+            publish: takes shard k's segments and cursor right after its last update. From then on
                 the engine does not touch them.
-            on_step: hears of each step and its mean loss.
-            epoch_metrics: what the epoch before measured, if this sub-epoch begins one but the
-                first: LR schedulers may step on it.
+            on_step: is called with each step and its mean loss.
+            epoch_metrics: the metrics of the epoch before, if this sub-epoch begins an epoch other
+                than the first. LR schedulers may step on them.
 
         Raises:
-            NonFiniteLoss: a batch's loss is NaN or infinite; nothing was published.
+            NonFiniteLoss: a batch's loss is NaN or infinite. Nothing was published.
             UnfitShape: a batch has a shape that the cut model can't take.
         """
         run = _SubEpoch(self._cut_model, self._layout, self._recipe, self._steps_per_epoch,
@@ -154,10 +155,12 @@ class Engine:
         need: Need,
         on_outputs: Callable[[Any], object] | None = None,
     ) -> Evaluation:
-        """Measure on one partition's validation rows; segments are only read.
+        """Evaluate on one partition's validation rows, only reading the segments.
 
         Args:
-            on_outputs: hears of what the model gives for each batch.
+            batches: the validation rows.
+            need: returns shard k's segments and cursor right before its first forward.
+            on_outputs: is called with the model's outputs for each batch.
 
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite.
@@ -173,11 +176,11 @@ class Engine:
             inputs = recipe.inputs(features, targets)
             self._check_shapes(inputs)
             with torch.no_grad(), recipe.precision():
-                for k, program in enumerate(cut_model.eval):
+                for k, graph in enumerate(cut_model.eval):
                     if k not in shards:
                         segments, _ = need(k)
                         shards[k] = ShardState.bind(self._layout.shards[k], **segments)
-                        for name in program.mutates:
+                        for name in graph.mutates:
                             scratch[name] = shards[self._owner[name]].buffers[name].clone()
                 outputs = self._forward(shards, scratch, inputs)
                 if on_outputs is not None:
@@ -198,12 +201,12 @@ class Engine:
     ) -> Any:  # fmt: skip
         values: dict[str, Any] = {}
         out: Sequence[Any] = ()
-        for program in self._cut_model.eval:
-            tensors = [shards[self._owner[n]].evaluated[n] for n in program.params]
-            tensors += [scratch.get(n, shards[self._owner[n]].buffers[n]) for n in program.buffers]
-            live = [values[n] for n in program.reads]
-            out = program.run(*tensors, *live, *(inputs[i] for i in program.inputs))
-            values = dict(zip(program.writes, out, strict=False))
+        for graph in self._cut_model.eval:
+            tensors = [shards[self._owner[n]].evaluated[n] for n in graph.params]
+            tensors += [scratch.get(n, shards[self._owner[n]].buffers[n]) for n in graph.buffers]
+            live = [values[n] for n in graph.live_in]
+            out = graph.run(*tensors, *live, *(inputs[i] for i in graph.inputs))
+            values = dict(zip(graph.live_out, out, strict=False))
         return self._cut_model.outputs(out, False)
 
     def _microbatches(self, window: Sequence[BatchTensors], step: int) -> list[Microbatch]:
@@ -225,33 +228,33 @@ class Engine:
         return Microbatch(inputs=inputs, loss_of=loss_of, weight=weight, key=key)
 
     def _check_shapes(self, inputs: Sequence[Tensor]) -> None:
-        """A graph may take for granted what only some shapes meet; each is checked once."""
+        """Refuse shapes that break an assumption of an exported graph; each is checked once."""
         if self._recipe.collate is None:
             return  # prepared columns have one shape
         shapes = tuple(x.shape for x in inputs)
         if shapes in self._shapes_seen:
             return
         for guards in self._cut_model.guards:
-            if (broken := guards.broken(inputs)) is not None:
+            if (condition := guards.violated(inputs)) is not None:
                 raise UnfitShape(
                     f"collate gave a batch of shapes {[tuple(s) for s in shapes]}, which the cut "
-                    f"model can't take: {broken}; give such batches another shape, or shards=1"
+                    f"model can't take: {condition}; give such batches another shape, or shards=1"
                 )
         self._shapes_seen.add(shapes)
 
     def _actions(self, microbatches: int, send: bool) -> list[Action]:
-        if (microbatches, send) not in self._programs:
+        if (microbatches, send) not in self._schedules:
             shards = self._cut_model.num_shards
             tied = self._cut_model.tied_groups
             barrier = self._recipe.clip_grad_norm is not None
             actions = sequential(_TRIAL, shards, microbatches, barrier, send, tied)
             validate(actions, shards=shards, microbatches=microbatches, barrier=barrier, tied=tied)
-            self._programs[microbatches, send] = actions
-        return self._programs[microbatches, send]
+            self._schedules[microbatches, send] = actions
+        return self._schedules[microbatches, send]
 
 
 class _SubEpoch:
-    """The shards of one call of `train`, and what each action does to them."""
+    """One call of `train`: its shards, and what each action does to them."""
 
     def __init__(
         self, cut_model: CutModel, layout: TrialLayout, recipe: Recipe, steps_per_epoch: int,
@@ -293,7 +296,7 @@ class _SubEpoch:
                 case ActionKind.SEND:
                     self._send(k, step + 1)
                 case _:
-                    raise AssertionError(f"{action} needs a device budget, which is later work")
+                    raise AssertionError(f"{action} moves a shard, but this schedule moves none")
 
     def _receive(self, k: int, step: int) -> None:
         segments, cursor = self._need(k)
@@ -341,7 +344,7 @@ class _SubEpoch:
 def _with_last(
     windows: Iterable[Sequence[BatchTensors]],
 ) -> Iterable[tuple[Sequence[BatchTensors], bool]]:
-    """Each window, and whether none follows; looks ahead by one."""
+    """Yield each window and whether it is the last, looking ahead by one."""
     end = object()
     for window, following in itertools.pairwise(itertools.chain(windows, [end])):
         yield window, following is end  # type: ignore[misc]

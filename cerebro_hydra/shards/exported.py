@@ -1,7 +1,7 @@
-"""A trained model that loads without its source: its evaluation graph, and its weights beside it.
+"""Exported models, which load without their source, as a graph and a file of weights.
 
-The graph is torch.export's archive: JSON and raw tensors, without sample inputs. The weights are a
-safetensors file under the model's own names. Neither holds a pickle, and loading refuses one.
+The graph is the archive of torch.export: JSON and raw tensors, without sample inputs. The weights
+are a safetensors file under the model's own names. Neither holds a pickle, and loading refuses one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.export.passes import move_to_device_pass
 
@@ -26,19 +26,21 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.autocast import autocasting
 from cerebro_hydra.shards.differences import same_bits
+from cerebro_hydra.shards.trace import dynamic_dims
 
 GRAPH_FILE = "graph.pt2"
 WEIGHTS_FILE = "weights.safetensors"
 
-_AUTOCAST = "autocast"  # its name in the archive: a graph has none of the casts it was traced with
-_MODEL = "model"  # where the wrapper keeps the model, so the first part of every name in the graph
+_AUTOCAST = "autocast"  # an extra file of the archive, because the graph itself has no autocast
+_MODEL = "model"  # the wrapper's attribute, which begins every name in the graph
 
 
 class ExportedModel(nn.Module):
-    """What `load_exported` gives: `forward(*features)` returns the tuple of predictions.
+    """A loaded model, whose `forward(*features)` returns the tuple of predictions.
 
-    Features are tensors, rows first, in the order of the feature columns; any number of rows from
-    1. It knows no training: `train` and `eval` change nothing, and gradients are not recorded.
+    Features are tensors with rows first, in the order of the feature columns, with any number of
+    rows from 1. The model can't be trained: `train` and `eval` change nothing, and gradients are
+    not recorded.
     """
 
     def __init__(self, program: ExportedProgram, autocast: str | None, device: str) -> None:
@@ -57,7 +59,7 @@ class ExportedModel(nn.Module):
 
 
 class _EvaluationModule(nn.Module):
-    """Features in, plain tensors out: no class of the user's is part of what is exported."""
+    """Takes features and returns plain tensors, so that no class of the user is exported."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -72,15 +74,15 @@ class _EvaluationModule(nn.Module):
 def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path) -> None:
     """Write a recipe's model, as it evaluates, to `graph.pt2` and `weights.safetensors`.
 
-    What was written is loaded again and must give the bits of the model itself, on this batch and
-    on one of another size. The model is not changed.
+    The written files are loaded again and must give the same bits as the model, on this batch and
+    on one with another number of rows. The model is not changed.
 
     Args:
-        features: one batch of every feature column, rows first, as the model's forward takes it
-            (after `collate`); at least 2 rows. Other numbers of rows run on the same graph, and
-            other shapes too if the recipe collates and the model's operations let them: the graph
-            of a recurrent layer holds for one length.
-        folder: is made if it does not exist; files of a former call are overwritten.
+        features: one batch of every feature column with at least 2 rows, rows first, as the
+            model's forward takes it, after `collate`. Other numbers of rows run on the same graph.
+            So do other shapes if the recipe collates and the model's operations allow it; the
+            graph of a recurrent layer holds for one length.
+        folder: is made if it does not exist. Files of an earlier call are overwritten.
 
     Raises:
         ConfigurationError: the model can't be exported; the message says why.
@@ -88,27 +90,27 @@ def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path
     if any(x.dim() == 0 or x.shape[0] < 2 for x in features):
         raise ConfigurationError(
             f"features have shapes {[tuple(x.shape) for x in features]}; give at least 2 rows, or "
-            "torch.export takes the number of rows for fixed"
+            "torch.export fixes the number of rows"
         )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    predictor = _EvaluationModule(recipe)
-    with _evaluating(predictor), torch.no_grad():
+    module = _EvaluationModule(recipe)
+    with _evaluating(module), torch.no_grad():
         with recipe.precision():
-            program = _export(recipe, predictor, features)
+            program = _export(recipe, module, features)
         _write_weights(program, target / WEIGHTS_FILE)
         _write_graph(recipe, program, target / GRAPH_FILE)
         loaded = load_exported(target)
         for batch in (features, [x[:-1] for x in features]):
-            _check(recipe, predictor, loaded, batch)
+            _check(recipe, module, loaded, batch)
 
 
 def load_exported(folder: str | Path, device: str | torch.device = "cpu") -> ExportedModel:
-    """Load what `save_exported` wrote, with neither the model's source nor its libraries.
+    """Load an exported model, without the model's source and its libraries.
 
     Args:
-        folder: of `save_exported`.
-        device: where it computes, and takes its features.
+        folder: the folder that `save_exported` wrote to.
+        device: the device that computes and on which features are given.
 
     Raises:
         ConfigurationError: a file is missing, belongs to another model or holds a pickle.
@@ -129,7 +131,10 @@ def load_exported(folder: str | Path, device: str | torch.device = "cpu") -> Exp
             stored = name.removeprefix(f"{_MODEL}.")
             stored = shared.get(stored, stored)
             if stored not in names:
-                raise ConfigurationError(f"{str(weights)!r} has no {stored!r}, which {graph} needs")
+                raise ConfigurationError(
+                    f"{str(weights)!r} has no {stored!r}, which {str(graph)!r} needs; give two "
+                    "files of one export"
+                )
             if stored not in loaded:
                 loaded[stored] = _with_strides(file.get_tensor(stored), strides[name])
             tensor = loaded[stored]
@@ -138,14 +143,14 @@ def load_exported(folder: str | Path, device: str | torch.device = "cpu") -> Exp
             program.state_dict[name] = tensor
     device = torch.device(device)
     if device.type != "cpu":
-        # Not `Module.to`: the graph itself names the device of what it creates.
+        # `Module.to` would not do, because the graph names the device of each tensor it creates.
         program = move_to_device_pass(program, device)
     return ExportedModel(program, extra[_AUTOCAST] or None, device.type)
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it the model is in eval mode; afterwards every module is in the mode it was in."""
+    """Keep the model in eval mode, then put every module back into its mode."""
     before = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -156,15 +161,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _export(
-    recipe: Recipe, predictor: _EvaluationModule, features: Sequence[Tensor]
+    recipe: Recipe, module: _EvaluationModule, features: Sequence[Tensor]
 ) -> ExportedProgram:
-    all_free = recipe.collate is not None
-    shapes = tuple(
-        {dim: Dim.AUTO for dim in range(x.dim()) if dim == 0 or all_free} for x in features
-    )
+    shapes = tuple(dynamic_dims(x, recipe.collate is not None) for x in features)
     try:
         program = torch.export.export(
-            predictor, tuple(x.clone() for x in features), dynamic_shapes=(shapes,), strict=False
+            module, tuple(x.clone() for x in features), dynamic_shapes=(shapes,), strict=False
         )
     except ConfigurationError:
         raise
@@ -173,26 +175,31 @@ def _export(
         raise _failed(recipe, f"{type(error).__name__}: {lines[0] if lines else ''}") from error
     for name, constant in program.constants.items():
         if type(constant) is not Tensor:
-            raise _failed(recipe, f"{name} is a {type(constant).__name__}, which only pickles")
+            raise _failed(
+                recipe, f"{name} is a {type(constant).__name__}, which only a pickle can hold"
+            )
     return program
 
 
 def _check(
-    recipe: Recipe, predictor: _EvaluationModule, loaded: ExportedModel, batch: Sequence[Tensor]
+    recipe: Recipe, module: _EvaluationModule, loaded: ExportedModel, batch: Sequence[Tensor]
 ) -> None:
-    """A forward may read values or sizes in Python, where the graph keeps those of one batch."""
+    """Refuse a graph that gives other bits than its model.
+
+    A forward may read values or sizes in Python, where the graph keeps those of one batch.
+    """
     with recipe.precision():
-        expected = predictor(*[x.clone() for x in batch])
+        expected = module(*[x.clone() for x in batch])
     try:
-        given = loaded(*[x.clone() for x in batch])
+        predictions = loaded(*[x.clone() for x in batch])
     except Exception as error:
         reason = f"its graph does not run on {len(batch[0])} rows ({error})"
         raise _failed(recipe, reason) from error
-    if not all(map(same_bits, given, expected)):
+    if not all(map(same_bits, predictions, expected)):
         raise _failed(
             recipe,
-            f"its graph gives other bits than itself for {len(batch[0])} rows; look for values or "
-            "sizes that its forward reads in Python",
+            f"its graph gives other bits than the model for {len(batch[0])} rows; look for values "
+            "or sizes that its forward reads in Python",
         )
 
 
@@ -211,7 +218,7 @@ def _write_weights(program: ExportedProgram, path: Path) -> None:
 
 
 def _write_graph(recipe: Recipe, program: ExportedProgram, path: Path) -> None:
-    """With one element in place of each weight, and nothing in place of the sample inputs."""
+    """Write the graph with one element in place of each weight, and without sample inputs."""
     program.example_inputs = None
     for name, tensor in program.state_dict.items():
         stand_in: Tensor = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
@@ -220,14 +227,14 @@ def _write_graph(recipe: Recipe, program: ExportedProgram, path: Path) -> None:
         program.state_dict[name] = stand_in
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the stand-ins are one element each
+            warnings.simplefilter("ignore", UserWarning)  # each stand-in has one element
             torch.export.save(program, path, extra_files={_AUTOCAST: recipe.autocast or ""})
     except Exception as error:
         raise _failed(recipe, f"{type(error).__name__}: {error}") from error
 
 
 def _refuse_pickles(path: Path) -> None:
-    """torch.export.load would unpickle sample inputs and some constants; ours has none."""
+    """Refuse an archive with pickled sample inputs or constants, which torch would unpickle."""
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             name = info.filename
@@ -240,12 +247,12 @@ def _refuse_pickles(path: Path) -> None:
             if pickled:
                 raise ConfigurationError(
                     f"{name} in {str(path)!r} is a pickle, which save_exported never writes; "
-                    "don't load this file"
+                    "do not load this file"
                 )
 
 
 def _strides(program: ExportedProgram) -> dict[str, tuple[int, ...]]:
-    """How each weight lies in memory: kernels may round otherwise on another order."""
+    """Return the strides of each weight, because kernels may round otherwise on other strides."""
     placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     return {
         str(spec.target): placeholders[spec.arg.name].meta["val"].stride()

@@ -1,4 +1,4 @@
-"""What an exported graph takes for granted about the shapes of its inputs."""
+"""Guards: the conditions on input shapes under which an exported graph is its model's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 
 @dataclass(frozen=True)
 class Guards:
-    """Conditions on the arguments of a forward.
+    """The conditions on the arguments of a forward.
 
-    `conditions` are those of `torch.export`; `shapes` has each input's sizes, None where free.
+    `conditions` come from `torch.export`. `shapes` has the sizes of each input, with None where a
+    size may differ between batches.
     """
 
     conditions: tuple[str, ...]
@@ -33,7 +34,7 @@ class Guards:
 
     @classmethod
     def of(cls, model: nn.Module, call: Call, program: ExportedProgram) -> Guards:
-        """The conditions under which a program is the model's."""
+        """Return the conditions under which an exported program equals its model."""
         placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
         inputs = [
             placeholders[spec.arg.name].meta["val"]
@@ -48,13 +49,13 @@ class Guards:
         conditions = tuple(program._guards_code or ())
         return cls(conditions, shapes, inspect.signature(model.forward), call)
 
-    def broken(self, inputs: Sequence[Tensor]) -> str | None:
-        """The first condition that a batch does not meet, or None."""
+    def violated(self, inputs: Sequence[Tensor]) -> str | None:
+        """Return the first condition that a batch does not meet, or None."""
         for number, (tensor, sizes) in enumerate(zip(inputs, self.shapes, strict=True)):
             for dim, (size, fixed) in enumerate(zip(tensor.shape, sizes, strict=True)):
                 if dim and fixed is not None and size != fixed:
                     return f"dimension {dim} of input {number} is {fixed}"
-                if dim and fixed is None and size < 2:  # one entry would broadcast
+                if dim and fixed is None and size < 2:  # a size of one would broadcast
                     return f"dimension {dim} of input {number} is at least 2"
         args, kwargs = self.call.arguments(inputs)
         bound = self.signature.bind(*args, **kwargs).arguments
@@ -66,16 +67,17 @@ class Guards:
 
 
 def length_held_fixed(model: nn.Module, sample: Sample, guards: Guards) -> int | None:
-    """A size beyond rows that the graph demands and the model itself does not, or None.
+    """Return a size other than the rows that the graph demands and the model does not, or None.
 
-    A recurrent layer's graph holds for one length of sequences, a linear layer has one width.
+    The graph of a recurrent layer holds for one length of sequences, though the layer takes any.
+    The one width of a linear layer is demanded by the layer itself.
     """
     sizes = {size for tensor in sample.inputs for size in tensor.shape[1:]}
     for size in sorted(sizes, reverse=True):
         if size < 3:
             continue
         shorter = [_shortened(tensor, size) for tensor in sample.inputs]
-        if guards.broken(shorter) is None:
+        if guards.violated(shorter) is None:
             continue
         try:
             with torch.no_grad(), sample.precision():

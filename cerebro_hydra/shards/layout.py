@@ -1,10 +1,10 @@
-"""Where each tensor of a shard lies: segments that are valid safetensors files as they are.
+"""The layout of segments: where each tensor of a shard lies. A segment is a safetensors file.
 
     8 bytes     length of the header
     header      JSON, padded with spaces
-    data        every tensor 64-byte aligned, the padding between named `pad:N`
+    data        every tensor 64-byte aligned, with padding named `pad:N` between them
 
-Nothing in it says whose it is, so equal layers of different trials are equal bytes.
+A segment does not name its trial, so equal layers of different trials have equal bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """One tensor: its form and where it lies, in bytes from the start of the segment."""
+    """One tensor: its form, and where it lies in bytes from the start of the segment."""
 
     name: str
     dtype: torch.dtype
@@ -54,38 +54,38 @@ class LayoutEntry:
     nbytes: int
 
     def view(self, buffer: Bytes) -> Tensor:
-        """The tensor itself, in the segment's memory but with a version counter of its own."""
+        """Return the tensor in the segment's memory, with a version counter of its own."""
         part = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes])
         return part.view(self.dtype).as_strided(self.shape, self.strides)
 
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """One segment: entries in file order, its size, and its first bytes, which never change."""
+    """One segment: its entries in file order, its size, and its header, which never changes."""
 
     entries: tuple[LayoutEntry, ...]
     nbytes: int
     header: bytes = field(repr=False)
 
     def allocate(self) -> Bytes:
-        """Zeroed memory, 64-byte aligned, with the header written."""
+        """Return zeroed, 64-byte aligned memory that begins with the header."""
         buffer = aligned(self.nbytes)
         buffer[:] = 0
         buffer[: len(self.header)] = np.frombuffer(self.header, np.uint8)
         return buffer
 
     def check(self, buffer: Bytes, what: str) -> None:
-        """Raise ValueError if a buffer is not a segment of this layout."""
+        """Raise ValueError if the buffer is not a segment of this layout."""
         if buffer.nbytes != self.nbytes or bytes(buffer[: len(self.header)]) != self.header:
             raise ValueError(
-                f"the {what} segment has {buffer.nbytes} bytes or a header that its layout, of "
-                f"{self.nbytes} bytes, does not have; it belongs to another trial or cut"
+                f"the {what} segment of {buffer.nbytes} bytes does not fit its layout of "
+                f"{self.nbytes} bytes; it belongs to another trial or cut"
             )
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Both segments of a shard; either may be empty, which is a header alone."""
+    """Both segments of a shard; an empty one is a header alone."""
 
     frozen: SegmentLayout
     trainable: SegmentLayout
@@ -123,7 +123,7 @@ class TrialLayout:
 
 
 def initial_segments(recipe: Recipe, layout: TrialLayout) -> list[Segments]:
-    """State 0 of a trial: parameters, buffers, and what state the optimizer's constructor made."""
+    """Return state 0 of a trial: parameters, buffers, and the optimizer's initial state."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in recipe.model.named_parameters():
         tensors[f"param:{name}"] = tensors[f"ema:{name}"] = parameter
@@ -147,19 +147,22 @@ def initial_segments(recipe: Recipe, layout: TrialLayout) -> list[Segments]:
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Whether a tensor of this name in a segment has a mark in `exists`."""
+    """Return whether a tensor of this name in a segment has a mark in `exists`."""
     return name.startswith("optim:")
 
 
 def aligned(nbytes: int) -> Bytes:
-    """Memory that starts at a multiple of 64 bytes, as torch's own does: kernels may care."""
+    """Return memory that starts at a multiple of 64 bytes, as torch's own does.
+
+    Kernels may round otherwise on other addresses.
+    """
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 
 
 def read_tensors(buffer: Bytes) -> dict[str, Tensor]:
-    """Every named tensor of a segment, in the shape that the model knows; padding left out."""
+    """Return every tensor of a segment by name, in the model's shape and without the padding."""
     data = np.frombuffer(buffer, np.uint8)
     start = 8 + struct.unpack("<Q", data[:8].tobytes())[0]
     header = json.loads(data[8:start].tobytes())
@@ -230,9 +233,11 @@ def _segment(
     at = 0
     for name, dtype, shape, strides in tensors:
         if dtype not in DTYPE_NAMES:
-            raise ConfigurationError(f"{name} has dtype {dtype}, which safetensors lacks")
+            raise ConfigurationError(
+                f"{name} has dtype {dtype}, which safetensors lacks; convert it to another dtype"
+            )
         nbytes = math.prod(shape) * dtype.itemsize
-        # A tensor that lies in memory in another order of dimensions is written in that order.
+        # A tensor whose dimensions lie in memory in another order is written in that order.
         order = sorted(range(len(shape)), key=lambda d: -strides[d])
         if strides == _contiguous(shape) or torch.Size(shape).numel() == 0:
             order = list(range(len(shape)))

@@ -1,4 +1,4 @@
-"""When two models have equal structure: same code, same attributes, same tensor forms."""
+"""Keys of models: equal structure means the same code, attributes and tensor forms."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _NOT_STRUCTURE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffer
 
 
 class _Unknown(Exception):
-    """A value whose equality can't be told."""
+    """A value can't be compared with others."""
 
 
 def model_key(model: nn.Module, sample: Sample) -> Hashable | None:
-    """Equal for models whose exported graphs are equal; None if that can't be told.
+    """Return a key that is equal for models with equal exported graphs, or None if unknown.
 
-    Values of parameters and persistent buffers don't matter, nor does the number of rows.
+    The key does not depend on the values of parameters and persistent buffers, nor on the number
+    of rows.
     """
     try:
         seen: dict[int, int] = {}
@@ -39,9 +40,9 @@ def model_key(model: nn.Module, sample: Sample) -> Hashable | None:
     except (_Unknown, RecursionError):
         return None
     forms = tuple(
-        (x.dtype, x.dim() if sample.free_shapes else tuple(x.shape[1:])) for x in sample.inputs
+        (x.dtype, x.dim() if sample.dynamic_shapes else tuple(x.shape[1:])) for x in sample.inputs
     )
-    return modules, forms, sample.call, sample.autocast, sample.free_shapes
+    return modules, forms, sample.call, sample.autocast, sample.dynamic_shapes
 
 
 def _module(module: nn.Module, seen: dict[int, int]) -> Hashable:
@@ -74,8 +75,7 @@ def _form(tensor: Tensor | None, seen: dict[int, int]) -> Hashable:
 
 
 def _content(tensor: Tensor) -> Hashable:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), digest(flat))
+    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), digest(tensor))
 
 
 def _value(value: Any, seen: dict[int, int]) -> Hashable:
@@ -107,7 +107,7 @@ def _value(value: Any, seen: dict[int, int]) -> Hashable:
 
 
 def _is_plain(cls: type) -> bool:
-    """Whether all that its instances hold is in their `__dict__`."""
+    """Return whether the instances of a class hold everything in their `__dict__`."""
     heap = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by a class statement
     ancestors = [c for c in cls.__mro__ if c is not object]
     return cls.__dictoffset__ != 0 and all(

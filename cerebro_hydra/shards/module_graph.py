@@ -1,4 +1,4 @@
-"""Programs that run modules as they are, for models that can't be exported."""
+"""Shard graphs that run modules as they are, for models that can't be exported."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cerebro_hydra.recipe import Call, units
 from cerebro_hydra.shards.reseed import FORWARD, enter_unit, install_unit_hooks
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.shard_graph import ShardGraph
-from cerebro_hydra.shards.trace import CutFailed
+from cerebro_hydra.shards.trace import CutFailed, first_names
 
-LIVE = "x{}"  # the one value that enters the shard of this number
+LIVE = "x{}"  # the name of the one value that enters the shard of this number
 
 
 def layer_starts(model: nn.Module) -> tuple[str, ...]:
-    """The unit calls at which the children of a plain `Sequential` begin, the first left out.
+    """Return the unit calls at which the children of a plain `Sequential` begin, but the first.
 
     Raises:
         CutFailed: the model is no plain `Sequential`, or its children share modules.
@@ -42,18 +42,18 @@ def layer_starts(model: nn.Module) -> tuple[str, ...]:
 
 
 def layer_graphs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[ShardGraph, ...]:
-    """One program for each run of a `Sequential`'s children that begins at a unit named."""
+    """Return one graph for each group of a `Sequential`'s children that begins at a named unit."""
     skeleton = _skeleton(model, train)
     children = [name for name, _ in model.named_children()]
     heads = [children.index(unit.split("@")[0].split(".")[0]) for unit in at]
     ranges = itertools.pairwise([0, *heads, len(children)])
     last = len(at)
     return tuple(
-        _program(
+        _shard_graph(
             model,
             nn.Sequential(OrderedDict((n, getattr(skeleton, n)) for n in children[start:end])),
-            reads=(LIVE.format(k),) if k else (),
-            writes=(LIVE.format(k + 1),) if k < last else (),
+            live_in=(LIVE.format(k),) if k else (),
+            live_out=(LIVE.format(k + 1),) if k < last else (),
             inputs=() if k else (0,),
             call=Call(),
             train=train,
@@ -63,13 +63,13 @@ def layer_graphs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[Shar
 
 
 def whole_graph(model: nn.Module, sample: Sample, train: bool) -> ShardGraph:
-    """The model as one shard."""
+    """Return the graph of a model that is one shard."""
     inputs = tuple(range(len(sample.inputs)))
-    return _program(model, _skeleton(model, train), (), (), inputs, sample.call, train=train)
+    return _shard_graph(model, _skeleton(model, train), (), (), inputs, sample.call, train=train)
 
 
 def _skeleton(model: nn.Module, train: bool) -> nn.Module:
-    """A copy of the model's code and constants, without storage for what a trial brings."""
+    """Copy the model's code and constants, without memory for its parameters."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -77,28 +77,31 @@ def _skeleton(model: nn.Module, train: bool) -> nn.Module:
     return copy.deepcopy(model, memo).train(train)
 
 
-def _program(
-    model: nn.Module, part: nn.Module, reads: tuple[str, ...], writes: tuple[str, ...],
+def _shard_graph(
+    model: nn.Module, part: nn.Module, live_in: tuple[str, ...], live_out: tuple[str, ...],
     inputs: tuple[int, ...], call: Call, train: bool,
 ) -> ShardGraph:  # fmt: skip
-    params = _names(model.named_parameters(remove_duplicate=False), part.named_parameters())
-    buffers = _names(model.named_buffers(remove_duplicate=False), part.named_buffers())
+    # A part keeps the names of its model, where a tied tensor goes by its first name.
+    param_names = first_names(model.named_parameters(remove_duplicate=False))
+    buffer_names = first_names(model.named_buffers(remove_duplicate=False))
+    params = {name: param_names[name] for name, _ in part.named_parameters()}
+    buffers = {name: buffer_names[name] for name, _ in part.named_buffers()}
     if train:
-        install_unit_hooks(part, _entered(first=not reads))
+        install_unit_hooks(part, _entered(first=not live_in))
     return ShardGraph(
-        run=_runner(part, tuple(params), tuple(buffers), call, bool(writes)),
+        run=_runner(part, tuple(params), tuple(buffers), call, bool(live_out)),
         params=tuple(params.values()),
         buffers=tuple(buffers.values()),
-        mutates=frozenset(buffers.values()),  # which ones it writes to is not known beforehand
-        reads=reads,
-        writes=writes,
+        mutates=frozenset(buffers.values()),  # any of them, since nobody knows beforehand
+        live_in=live_in,
+        live_out=live_out,
         inputs=inputs,
         units=tuple(f"{name}@0" for name in units(part)),
     )
 
 
 def _entered(first: bool) -> Callable[[str], None]:
-    """Only shard 0's run starts a forward pass; the other shards' runs go on in it."""
+    """Return a hook for unit calls; only shard 0 may begin a forward, which the others continue."""
 
     def entered(unit: str) -> None:
         if unit != FORWARD or first:
@@ -107,30 +110,21 @@ def _entered(first: bool) -> Callable[[str], None]:
     return entered
 
 
-def _names(every: Any, local: Any) -> dict[str, str]:
-    """Names inside a part → first names in the model. A `Sequential`'s part keeps its names."""
-    first: dict[int, str] = {}
-    canonical = {name: first.setdefault(id(tensor), name) for name, tensor in every}
-    return {name: canonical[name] for name, _ in local}
-
-
 def _runner(
-    part: nn.Module, params: tuple[str, ...], buffers: tuple[str, ...], call: Call, ships: bool
+    part: nn.Module, params: tuple[str, ...], buffers: tuple[str, ...], call: Call, sends: bool
 ) -> Callable[..., Sequence[Any]]:
     count = len(params) + len(buffers)
 
     def run(*arguments: Tensor) -> Sequence[Any]:
-        given = dict(zip((*params, *buffers), arguments, strict=False))
-        state = dict(given)
+        bound = dict(zip((*params, *buffers), arguments, strict=False))
+        state = dict(bound)
         args, kwargs = call.arguments(arguments[count:])
         out = functional_call(part, state, args, kwargs)
         for name in buffers:
-            if state[name] is not given[name]:  # assigned anew instead of written in place
-                given[name].copy_(state[name].detach())
-        if not ships:
-            return (out,)
-        if not isinstance(out, Tensor):
-            raise CutFailed(f"a layer gives a {type(out).__name__}, not one tensor")
+            if state[name] is not bound[name]:  # the forward assigned it anew
+                bound[name].copy_(state[name].detach())
+        if sends and not isinstance(out, Tensor):
+            raise CutFailed(f"a layer returns a {type(out).__name__}, not one tensor")
         return (out,)
 
     return run

@@ -1,4 +1,4 @@
-"""An optimizer over other parameters, cloned without calling its constructor."""
+"""Clones of an optimizer over other parameters, made without calling its constructor."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-# `step` is wrapped by LR schedulers, in a way that leads back to the original.
+# LR schedulers wrap `step` in a function that refers to the original optimizer.
 _NOT_CLONED = ("param_groups", "state", "step", "_opt_called")
 
 
 def clone_optimizer(
     optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]
 ) -> torch.optim.Optimizer:
-    """The same optimizer over the parameters given, with a copy of their state if they have any.
+    """Return the same optimizer over the given parameters, with a copy of their state.
 
-    Groups stay, even empty ones, so that their indices mean the same in every shard.
+    Param groups stay even if they are empty, so that their indices mean the same in every shard.
 
     Args:
-        params: id of an original parameter → what stands for it; others are left out.
+        params: the new parameter by the id of the original one. Other parameters are left out.
     """
     clone = object.__new__(type(optimizer))
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CLONED}
     clone.__dict__.update(attributes)
     clone.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
-        # Adagrad makes state for whatever it is given; what is frozen keeps none.
+        # Adagrad makes state for every parameter it is given, but a frozen one needs none.
         if parameter.requires_grad and id(parameter) in params:
             clone.state[params[id(parameter)]] = copy.deepcopy(state)
     clone.param_groups = []
     for group in optimizer.param_groups:
-        kept = [i for i, p in enumerate(group["params"]) if id(p) in params]
+        indices = [i for i, p in enumerate(group["params"]) if id(p) in params]
         options = {
             name: copy.deepcopy(value)
             for name, value in group.items()
@@ -41,7 +41,7 @@ def clone_optimizer(
         }
         named = {}
         if "param_names" in group:
-            named["param_names"] = [group["param_names"][i] for i in kept]
-        chosen = [params[id(group["params"][i])] for i in kept]
+            named["param_names"] = [group["param_names"][i] for i in indices]
+        chosen = [params[id(group["params"][i])] for i in indices]
         clone.param_groups.append({"params": chosen, **named, **options})
     return clone

@@ -16,7 +16,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, RandomKey, Recipe
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.reseed import enter_unit, random_key, unit_hooks
-from cerebro_hydra.shards.sample import Example, fresh
+from cerebro_hydra.shards.sample import Example, copy_example
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class ReferenceSteps:
             for number in range(microbatches):
                 key = RandomKey(self._seed, self._step, number)
                 features, targets = _attempt(
-                    "collate", columns, batch, recipe.collated, *fresh(batch), key
+                    "collate", columns, batch, recipe.collated, *copy_example(batch), key
                 )
                 inputs = recipe.inputs(features, targets)
                 with random_key(key), recipe.precision():
@@ -102,7 +102,7 @@ class ReferenceSteps:
         columns = recipe.columns
         model = (self.model if self.ema is None else self.ema.module).eval()
         given = _attempt(
-            "collate in evaluation", columns, batch, recipe.collated, *fresh(batch), None
+            "collate in evaluation", columns, batch, recipe.collated, *copy_example(batch), None
         )
         features, targets = given
         inputs = recipe.inputs(features, targets)

@@ -1,4 +1,4 @@
-"""What a cut made of a model, shard by shard, for people and as JSON."""
+"""Reports of a cut, shard by shard, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,23 +10,12 @@ from typing import Any
 
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.layout import TrialLayout
-
-
-@dataclass(frozen=True)
-class CrossingValue:
-    """A value that goes from one shard to the next."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | None, ...]
-    """None stands for the rows of a batch, or another size that differs between batches."""
-    nbytes: int
-    """For one batch of the largest size."""
+from cerebro_hydra.shards.shard_graph import CrossingValue
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """One shard: where it begins and ends and why, what it holds, what comes in from before."""
+    """One shard: its first and last unit, why it begins there, what it holds and receives."""
 
     first_unit: str
     last_unit: str
@@ -39,17 +28,18 @@ class ShardReport:
 
 @dataclass(frozen=True)
 class CutReport:
-    """A cut model. `fallback` says why it is not cut as was asked, or is None."""
+    """The report of a cut; `fallback` says why the model is not cut as was asked, or is None."""
 
     mode: str
     shards: tuple[ShardReport, ...]
     fallback: str | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
         return dataclasses.asdict(self)
 
     def text(self) -> str:
-        """A table, one line per shard."""
+        """Return the report as text, one line per shard."""
         count = len(self.shards)
         lines = [f"{count} shard{'s' * (count != 1)}, cut by {self.mode}"]
         if self.fallback:
@@ -75,9 +65,10 @@ class CutReport:
         why: Sequence[str],
         fallback: str | None,
     ) -> CutReport:
+        """Return the report of a cut model, with the reason for the start of each shard."""
         shards = []
-        for k, program in enumerate(cut_model.train):
-            names = [unit.removesuffix("@0") for unit in program.units] or ["(the model)"]
+        for k, graph in enumerate(cut_model.train):
+            names = [unit.removesuffix("@0") for unit in graph.units] or ["(the model)"]
             shards.append(
                 ShardReport(
                     first_unit=names[0],
@@ -86,7 +77,7 @@ class CutReport:
                     trainable_params=_count(cut_model, k, frozen=False),
                     frozen_params=_count(cut_model, k, frozen=True),
                     state_nbytes=layout.shards[k].nbytes,
-                    receives=tuple(CrossingValue(*value) for value in program.crossing),
+                    receives=graph.crossing,
                 )
             )
         return cls(cut_model.spec.mode, tuple(shards), fallback)

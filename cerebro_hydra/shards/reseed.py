@@ -22,7 +22,7 @@ _library = torch.library.Library("cerebro_hydra", "DEF")
 _library.define("enter_unit(str unit) -> ()")
 _library.impl("enter_unit", lambda unit: None, "CompositeExplicitAutograd")
 
-# Stands for an entry in an exported graph, where it marks the place of a reseed and of a cut.
+# It stands for an entry in an exported graph, and marks the place of a reseed and of a cut.
 MARKER = torch.ops.cerebro_hydra.enter_unit.default
 torch.fx.node.has_side_effect(MARKER)
 
@@ -36,7 +36,7 @@ _current = _Current()
 
 @contextmanager
 def random_key(key: RandomKey) -> Iterator[None]:
-    """Within it, `enter_unit` on this thread reseeds by this key."""
+    """Let `enter_unit` reseed by this key, on this thread and within the context."""
     before, _current.key = _current.key, key
     try:
         yield
@@ -45,7 +45,7 @@ def random_key(key: RandomKey) -> Iterator[None]:
 
 
 def enter_unit(unit: str) -> None:
-    """Restart the random numbers for a unit call; without a key (evaluation) do nothing."""
+    """Restart the random numbers for a unit call, or do nothing without a key, as in evaluation."""
     key = _current.key
     if key is not None:
         key.reseed(unit)

@@ -1,4 +1,4 @@
-"""One batch as a model's forward takes it: what a model is traced and tried with."""
+"""Samples: one batch as a model's forward takes it, to trace and try the model with."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from torch import Tensor
 from cerebro_hydra.recipe import Call, RandomKey, Recipe
 
 Example = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-"""Features and targets of one batch, as the data gives them."""
+"""The features and targets of one batch, as a reader gives them."""
 
 _ANY_KEY = RandomKey(0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs of one forward.
+    """The inputs of one forward.
 
     Args:
-        inputs: tensors, rows first.
-        call: how they become arguments.
-        autocast: the recipe's.
-        precision: the context that it runs in.
-        free_shapes: whether other batches may differ in more than rows: the recipe collates.
+        inputs: tensors with rows first.
+        call: turns the inputs into the arguments of forward.
+        autocast: the recipe's autocast.
+        precision: the recipe's context for a forward.
+        dynamic_shapes: whether other batches may differ in more than rows, because the recipe
+            collates.
     """
 
     inputs: tuple[Tensor, ...]
     call: Call
     autocast: str | None
     precision: Callable[[], AbstractContextManager[Any]]
-    free_shapes: bool
+    dynamic_shapes: bool
 
     @classmethod
     def of(cls, recipe: Recipe, example: Example) -> Sample:
-        """A batch of training as the recipe's model takes it."""
-        features, targets = recipe.collated(*fresh(example), _ANY_KEY)
+        """Return a training batch as the recipe's model takes it."""
+        features, targets = recipe.collated(*copy_example(example), _ANY_KEY)
         return cls(
             recipe.inputs(features, targets),
             recipe.call,
@@ -48,7 +49,7 @@ class Sample:
         )
 
 
-def fresh(example: Example) -> Example:
-    """Copies: a model may write into its batch, and admission uses a batch more than once."""
+def copy_example(example: Example) -> Example:
+    """Copy a batch, because a model may write into it and admission uses it more than once."""
     features, targets = example
     return tuple(t.clone() for t in features), tuple(t.clone() for t in targets)

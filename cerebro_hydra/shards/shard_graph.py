@@ -1,6 +1,7 @@
-"""The pure function of one shard: parameters, buffers, live values and inputs go in.
+"""Shard graphs: the forward of one shard as a pure function.
 
-Nothing of a trial is kept inside, so trials of equal structure share programs.
+A graph takes parameters, buffers, live values and inputs as arguments and holds nothing of a trial,
+so trials of equal structure share it.
 """
 
 from __future__ import annotations
@@ -16,47 +17,59 @@ from cerebro_hydra.shards.trace import RANDOM, FlatGraph
 
 
 @dataclass(frozen=True)
+class CrossingValue:
+    """A value that goes from one shard to the next."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    """None stands for the rows of a batch, or another size that differs between batches."""
+    nbytes: int
+    """Bytes for the traced batch, which has the largest size."""
+
+
+@dataclass(frozen=True)
 class ShardGraph:
     """One shard's forward in one mode.
 
-    `run(*params, *buffers, *live, *inputs)` gives the values of `writes` as a tuple; the last
-    shard's `writes` is empty and it gives the model's outputs, flattened.
+    `run(*params, *buffers, *live, *inputs)` returns the values of `live_out` as a tuple. The last
+    shard has no `live_out`, and its `run` returns the model's outputs, flattened.
     """
 
     run: Callable[..., Sequence[Any]]
     params: tuple[str, ...]
     buffers: tuple[str, ...]
     mutates: frozenset[str]  # those of its buffers that it writes to, in place
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    inputs: tuple[int, ...]
+    live_in: tuple[str, ...]  # the names of values from the shard before
+    live_out: tuple[str, ...]  # the names of values for the shard behind
+    inputs: tuple[int, ...]  # which of the model's inputs it takes
     units: tuple[str, ...]  # the unit calls inside, in order
-    crossing: tuple[tuple[str, str, tuple[int | None, ...], int], ...] = ()
-    """What `reads` is: name, dtype, shape (None: rows), bytes for the traced batch."""
+    crossing: tuple[CrossingValue, ...] = ()
+    """The values of `live_in`, where the graph tells them."""
 
 
 def cut_graph(flat: FlatGraph, at: Sequence[str], train: bool) -> tuple[ShardGraph, ...]:
-    """Cut a flat graph directly before the markers named."""
-    place = _shard_of_nodes(flat, at)
+    """Cut a flat graph directly before the markers of the named unit calls."""
+    shard_of = _shard_of_nodes(flat, at)
     output = next(n for n in flat.graph.nodes if n.op == "output")
     last = len(at)
     order = {node: i for i, node in enumerate(flat.graph.nodes)}
     live: list[set[fx.Node]] = [set() for _ in range(last + 1)]
-    for node, shard in (*place.items(), (output, last)):
+    for node, shard in (*shard_of.items(), (output, last)):
         for value in node.all_input_nodes:
-            made = place.get(value)
-            if made is not None:
-                for k in range(made + 1, shard + 1):
+            made_in = shard_of.get(value)
+            if made_in is not None:
+                for k in range(made_in + 1, shard + 1):
                     live[k].add(value)
-    reads = [sorted(each, key=order.__getitem__) for each in live]
-    silent = _silent_markers(flat) if train else set(flat.markers.values())
+    live_in = [sorted(values, key=order.__getitem__) for values in live]
+    redundant = _redundant_markers(flat) if train else set(flat.markers.values())
     return tuple(
-        _program(
+        _shard_graph(
             flat,
-            [n for n in flat.graph.nodes if place.get(n) == k and n not in silent],
-            reads[k],
-            reads[k + 1] if k < last else list(_flat_outputs(output)),
-            units=tuple(u for u, n in flat.markers.items() if place[n] == k),
+            [n for n in flat.graph.nodes if shard_of.get(n) == k and n not in redundant],
+            live_in[k],
+            live_in[k + 1] if k < last else list(_flat_outputs(output)),
+            units=tuple(u for u, n in flat.markers.items() if shard_of[n] == k),
             is_last=k == last,
         )
         for k in range(last + 1)
@@ -64,31 +77,35 @@ def cut_graph(flat: FlatGraph, at: Sequence[str], train: bool) -> tuple[ShardGra
 
 
 def _shard_of_nodes(flat: FlatGraph, at: Sequence[str]) -> dict[fx.Node, int]:
-    place: dict[fx.Node, int] = {}
+    """Return the shard of every operation, except for those that every shard recomputes."""
+    shard_of: dict[fx.Node, int] = {}
     shard = 0
     for node in flat.graph.nodes:
         if node.op != "call_function" or node in flat.recomputed:
             continue
         if node.target is MARKER and shard < len(at) and node.args[0] == at[shard]:
             shard += 1
-        place[node] = shard
-    return place
+        shard_of[node] = shard
+    return shard_of
 
 
-def _silent_markers(flat: FlatGraph) -> set[fx.Node]:
-    """Reseeds after which nothing draws a number before the next one: leaving them out is exact."""
-    silent: set[fx.Node] = set()
+def _redundant_markers(flat: FlatGraph) -> set[fx.Node]:
+    """Return the reseeds after which nothing draws a number before the next reseed.
+
+    Leaving them out is exact.
+    """
+    redundant: set[fx.Node] = set()
     pending: fx.Node | None = None
     for node in flat.graph.nodes:
         if node.op != "call_function":
             continue
         if node.target is MARKER:
             if pending is not None:
-                silent.add(pending)
+                redundant.add(pending)
             pending = node
         elif _may_draw(node):
             pending = None
-    return silent  # the last one stays: a loss may draw
+    return redundant  # the last marker is not redundant, because the loss may draw
 
 
 def _may_draw(node: fx.Node) -> bool:
@@ -103,8 +120,8 @@ def _flat_outputs(output: fx.Node) -> Sequence[Any]:
     return values if isinstance(values, list | tuple) else (values,)
 
 
-def _program(
-    flat: FlatGraph, body: list[fx.Node], reads: list[fx.Node], results: list[Any],
+def _shard_graph(
+    flat: FlatGraph, body: list[fx.Node], live_in: list[fx.Node], results: list[Any],
     units: tuple[str, ...], is_last: bool,
 ) -> ShardGraph:  # fmt: skip
     graph = fx.Graph()
@@ -114,7 +131,7 @@ def _program(
     buffers = [n for n in flat.buffers if n in needed]
     inputs = [n for n in flat.inputs if n in needed]
     copies: dict[fx.Node, fx.Node] = {
-        n: graph.placeholder(n.name) for n in (*params, *buffers, *reads, *inputs)
+        n: graph.placeholder(n.name) for n in (*params, *buffers, *live_in, *inputs)
     }
 
     def copied(node: fx.Node) -> fx.Node:
@@ -126,7 +143,7 @@ def _program(
                 copies[node] = graph.node_copy(node, copied)
         return copies[node]
 
-    # First and in order: some of them write into others.
+    # Recomputed values come first and in order, because some of them write into others.
     for node in flat.graph.nodes:
         if node in needed and node in flat.recomputed:
             copied(node)
@@ -142,16 +159,16 @@ def _program(
         params=tuple(flat.params[n] for n in params),
         buffers=tuple(flat.buffers[n] for n in buffers),
         mutates=frozenset(mutated),
-        reads=tuple(n.name for n in reads),
-        writes=() if is_last else tuple(n.name for n in results),
+        live_in=tuple(n.name for n in live_in),
+        live_out=() if is_last else tuple(n.name for n in results),
         inputs=tuple(flat.inputs[n] for n in inputs),
         units=units,
-        crossing=tuple(_describe(n) for n in reads),
+        crossing=tuple(_crossing_value(n) for n in live_in),
     )
 
 
 def _inputs_of(flat: FlatGraph, body: list[fx.Node], results: list[Any]) -> set[fx.Node]:
-    """Every node that the body and results are made of, through recomputed values too."""
+    """Return every node that the body and the results use, also through recomputed values."""
     found: set[fx.Node] = set()
     waiting = [n for node in body for n in node.all_input_nodes]
     waiting += [n for n in results if isinstance(n, fx.Node)]
@@ -160,16 +177,17 @@ def _inputs_of(flat: FlatGraph, body: list[fx.Node], results: list[Any]) -> set[
         if node not in found:
             found.add(node)
             if node in flat.recomputed:
-                waiting += [*node.all_input_nodes, *flat.written_with.get(node, ())]
+                waiting += [*node.all_input_nodes, *flat.in_place_nodes.get(node, ())]
     return found
 
 
-def _describe(node: fx.Node) -> tuple[str, str, tuple[int | None, ...], int]:
+def _crossing_value(node: fx.Node) -> CrossingValue:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
-        return node.name, type(value).__name__, (), 0
+        return CrossingValue(node.name, type(value).__name__, (), 0)
     shape = tuple(size if isinstance(size, int) else None for size in value.shape)
-    total = value.element_size()
+    nbytes = value.element_size()
     for size in value.shape:
-        total *= size if isinstance(size, int) else int(size.node.hint or 1)
-    return node.name, str(value.dtype).removeprefix("torch."), shape, total
+        nbytes *= size if isinstance(size, int) else int(size.node.hint or 1)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return CrossingValue(node.name, dtype, shape, nbytes)

@@ -1,4 +1,4 @@
-"""How long each shard's tasks take, measured on the machine at hand."""
+"""Measured times of each shard's tasks, on the machine that asks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.layout import TrialLayout, initial_segments
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
-from cerebro_hydra.shards.sample import Example, Sample, fresh
+from cerebro_hydra.shards.sample import Example, Sample, copy_example
 from cerebro_hydra.shards.state import ShardState
 from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
 
@@ -22,7 +22,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 2, 6, 0.2
 def measure_shards(
     recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
 ) -> list[float]:
-    """Seconds of forward, backward and update of every shard, the fastest of several rounds."""
+    """Return the seconds of a training step in each shard, the fastest of some rounds."""
     states = {
         k: ShardState.bind(shard, **segments)
         for k, (shard, segments) in enumerate(
@@ -40,7 +40,7 @@ def measure_shards(
     for number in range(_MOST_ROUNDS):
         if number >= _LEAST_ROUNDS and time.perf_counter() - begun > _ENOUGH_SECONDS:
             break
-        features, targets = recipe.collated(*fresh(example), key := RandomKey(0, number, 0))
+        features, targets = recipe.collated(*copy_example(example), key := RandomKey(0, number, 0))
         batch = Microbatch(
             inputs=recipe.inputs(features, targets),
             loss_of=partial(recipe.compute_loss, targets=targets),
@@ -65,9 +65,9 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def measure_layers(recipe: Recipe, starts: Sequence[str], sample: Sample) -> list[float]:
-    """Seconds of forward between the starts of a `Sequential`'s layers, the fastest of some rounds.
+    """Return the seconds of forward between a `Sequential`'s starts, the fastest of some rounds.
 
-    Without boundaries between them: a layer may write into what the one before it gave.
+    The layers run in one forward, because a layer may write into the output of the one before.
     """
     model = copy.deepcopy(recipe.model).train()
     heads = {unit.split("@")[0].split(".")[0] for unit in starts}

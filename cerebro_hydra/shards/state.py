@@ -1,4 +1,4 @@
-"""One shard's tensors, as views into its two segments."""
+"""The state of one shard: its tensors, which are views into its two segments."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from cerebro_hydra.shards.layout import (
 
 
 class ShardState:
-    """Parameters (leaves), their moving averages, buffers and optimizer state of a shard.
+    """A shard's parameters (leaves), their moving averages, buffers and optimizer state.
 
-    `trainable` is the memory that training writes to. It is the segment that was bound unless that
-    one was not 64-byte aligned; then it is a copy, because kernels may round otherwise.
+    `trainable` is the memory that training writes to. It is the bound segment itself, or an aligned
+    copy if that segment was not 64-byte aligned, because kernels may then round otherwise.
     """
 
     def __init__(self, layout: ShardLayout, frozen: Bytes, trainable: Bytes) -> None:
@@ -50,7 +50,9 @@ class ShardState:
 
     @classmethod
     def bind(cls, layout: ShardLayout, frozen: Bytes, trainable: Bytes) -> ShardState:
-        """View two segments as the tensors of a shard; the frozen one may be read-only and shared.
+        """View two segments as the tensors of a shard.
+
+        The frozen segment may be read-only and shared.
 
         Raises:
             ValueError: a segment does not have this layout.
@@ -59,6 +61,7 @@ class ShardState:
 
     @property
     def segments(self) -> Segments:
+        """The frozen and the trainable segment, as they are now."""
         return {"frozen": self.frozen, "trainable": self.trainable}
 
     def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
@@ -78,14 +81,14 @@ class ShardState:
 
     @property
     def evaluated(self) -> dict[str, Tensor]:
-        """The parameters that evaluation uses: moving averages where they are kept."""
+        """The parameters that evaluation uses, which are the moving averages if there are any."""
         return {**self.params, **self.ema}
 
     def average(self, decay: float, first: bool) -> None:
-        """Move the averages towards the parameters; `torch.optim.swa_utils.AveragedModel`'s rule.
+        """Move the averages towards the parameters, as `torch.optim.swa_utils.AveragedModel` does.
 
         Args:
-            first: the trial's first step, after which the averages are the parameters.
+            first: whether it is the trial's first step, which sets the averages to the parameters.
         """
         averages = list(self.ema.values())
         current = [self.params[name].detach() for name in self.ema]
@@ -96,7 +99,7 @@ class ShardState:
             torch._foreach_lerp_(averages, current, 1 - decay)
 
     def existing_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Parameter name → key → tensor, of the state that exists by now."""
+        """Return the optimizer state that exists by now, by parameter name and key."""
         marks = self._exists.tolist()
         return {
             name: found
@@ -105,16 +108,16 @@ class ShardState:
         }
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer over `params` the state that exists, in place, and no other."""
+        """Let the optimizer's state be the views of the state that exists, and nothing else."""
         optimizer.state.clear()
         for name, state in self.existing_optimizer_state().items():
             optimizer.state[self.params[name]] = state
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring back what an optimizer keeps outside of the segment: state made or made anew.
+        """Copy state that the optimizer made outside of the segment into the segment.
 
         Raises:
-            ConfigurationError: the optimizer made state that its template has not.
+            ConfigurationError: the optimizer made state that its template does not have.
         """
         for name, parameter in self.params.items():
             state = optimizer.state.get(parameter)
@@ -127,7 +130,8 @@ class ShardState:
                 if key not in views:
                     raise ConfigurationError(
                         f"optimizer {type(optimizer).__name__} made state {key!r} for parameter "
-                        f"{name!r} after its first two steps; such state can't hop"
+                        f"{name!r} after its first two steps, and such state can't hop; choose "
+                        "another optimizer"
                     )
                 view, mark = views[key]
                 if value is not view:
@@ -137,15 +141,15 @@ class ShardState:
 
 
 def read_state(recipe: Recipe, layout: TrialLayout, segments: Sequence[Segments]) -> None:
-    """Load a whole trial's segments into `recipe.model` and `recipe.optimizer`, in place.
+    """Load all segments of a trial into `recipe.model` and `recipe.optimizer`, in place.
 
-    The model gets the parameters under training, not their moving averages.
+    The model gets the trained parameters, not their moving averages.
     """
     params = dict(recipe.model.named_parameters())
     buffers = dict(recipe.model.named_buffers())
     with torch.no_grad():
-        for shard, given in zip(layout.shards, segments, strict=True):
-            state = ShardState(shard, given["frozen"], given["trainable"])
+        for shard, of_shard in zip(layout.shards, segments, strict=True):
+            state = ShardState.bind(shard, **of_shard)
             for name, parameter in state.params.items():
                 params[name].copy_(parameter)
             for name, tensor in state.buffers.items():
@@ -163,7 +167,7 @@ def _aligned(buffer: Bytes) -> Bytes:
 
 
 def _writable(buffer: Bytes) -> Bytes:
-    """An alias that torch takes without a warning; nothing writes to a frozen segment."""
+    """Return a writable alias, which torch takes without a warning; nobody writes to it."""
     if buffer.flags.writeable:
         return buffer
     memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)

@@ -1,4 +1,4 @@
-"""Which optimizer state each parameter gets, before it has any."""
+"""Templates of optimizer state: which tensors each parameter will get, before it has any."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 
-Entry = tuple[str, torch.dtype, tuple[int, ...]]
+StateEntry = tuple[str, torch.dtype, tuple[int, ...]]  # key, dtype, shape
 
 
 @dataclass(frozen=True)
 class StateTemplate:
-    """Parameter name → its optimizer state: (key, dtype, shape) of each tensor."""
+    """The form of each parameter's optimizer state, by parameter name."""
 
-    entries: dict[str, tuple[Entry, ...]]
+    entries: dict[str, tuple[StateEntry, ...]]
 
-    def of(self, name: str) -> tuple[Entry, ...]:
+    def of(self, name: str) -> tuple[StateEntry, ...]:
+        """Return the entries of a parameter, none if the optimizer keeps no state for it."""
         return self.entries.get(name, ())
 
     def to_json(self) -> dict[str, Any]:
@@ -40,19 +41,19 @@ class StateTemplate:
 
     @classmethod
     def learn(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateTemplate:
-        """Read it off an optimizer that has stepped.
+        """Learn the template from an optimizer that has stepped.
 
-        A trainable parameter that got no gradient is given the form of another's state.
+        A trainable parameter that got no gradient is given the form of another one's state.
 
         Raises:
-            ConfigurationError: a state is neither a tensor nor None.
+            ConfigurationError: the optimizer's state has a value that is no tensor and not None.
         """
         names = {id(p): name for name, p in model.named_parameters()}
-        entries: dict[str, tuple[Entry, ...]] = {}
-        example: tuple[Tensor, tuple[Entry, ...]] | None = None
+        entries: dict[str, tuple[StateEntry, ...]] = {}
+        example: tuple[Tensor, tuple[StateEntry, ...]] | None = None
         for parameter, state in optimizer.state.items():
             if not parameter.requires_grad:
-                continue  # Adagrad makes state for whatever it is given
+                continue  # Adagrad makes state for frozen parameters too
             name = names[id(parameter)]
             entries[name] = tuple(
                 _entry(optimizer, name, key, value)
@@ -76,7 +77,7 @@ class StateTemplate:
         return cls({name: entries[name] for name in names.values() if entries.get(name)})
 
 
-def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) -> Entry:
+def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) -> StateEntry:
     if not isinstance(value, Tensor) or not isinstance(key, str):
         raise ConfigurationError(
             f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as a "

@@ -1,4 +1,4 @@
-"""The shard tasks F and B: one shard, one microbatch, every bit as in the uncut model."""
+"""The shard tasks F and B of one microbatch, with the same bits as in the uncut model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LossOf = Callable[[Any], Tensor]
 
 
 @dataclass
-class Graph:
-    """What B of a shard needs from its F: inputs as leaves, outputs, tied weights as leaves."""
+class AutogradGraph:
+    """What a shard's B needs from its F: inputs as leaves, outputs, and tied weights as leaves."""
 
     leaves: dict[str, Tensor]
     outputs: dict[str, Any]
@@ -31,15 +31,15 @@ class Graph:
 
 @dataclass
 class Microbatch:
-    """One batch on its way through the shards: values go forward, gradients backward."""
+    """One batch on its way through the shards: values go forward and gradients go backward."""
 
     inputs: Sequence[Tensor]
     loss_of: LossOf
-    weight: float | None  # what its loss counts in a window of several, or None
+    weight: float | None  # of its loss in a window of several microbatches, else None
     key: RandomKey
     values: dict[str, Any] = field(default_factory=dict)
     needs_grad: set[str] = field(default_factory=set)
-    graphs: dict[int, Graph] = field(default_factory=dict)
+    graphs: dict[int, AutogradGraph] = field(default_factory=dict)
     buffers_before: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
     tied_grads: dict[str, Tensor] = field(default_factory=dict)
@@ -47,11 +47,11 @@ class Microbatch:
 
 
 class ShardTasks:
-    """F and B of one trial's shards.
+    """Runs F and B of one trial's shards.
 
     `states[k]` must be bound before the first task of shard k. With `keep`, autograd's graph lives
-    from F to B; without, F drops it and B computes it again, the last shard's excepted, whose B
-    follows at once.
+    from F to B. Without it, F drops the graph and B computes it again; only the last shard keeps
+    it, because its B follows at once.
     """
 
     def __init__(
@@ -70,16 +70,17 @@ class ShardTasks:
         self._buffer_owner = {b.name: b.owner for b in cut_model.buffers}
 
     def forward(self, k: int, batch: Microbatch) -> None:
-        program = self._cut_model.train[k]
-        if self._keep or k == self._last:
-            graph = self._run(k, batch, self._buffers(program))
-            batch.graphs[k] = graph
-        else:
-            # B runs on what the buffers were, so that statistics don't move twice.
-            buffers = self._buffers(program)
-            before = {name: buffers[name].clone() for name in program.mutates}
+        """Run F of shard k."""
+        shard_graph = self._cut_model.train[k]
+        buffers = self._buffers(shard_graph)
+        keep = self._keep or k == self._last
+        if not keep:
+            # B runs on the buffers as they are before F, so that statistics don't move twice.
+            before = {name: buffers[name].clone() for name in shard_graph.mutates}
             batch.buffers_before[k] = before
-            graph = self._run(k, batch, buffers)
+        graph = self._run(k, batch, buffers)
+        if keep:
+            batch.graphs[k] = graph
         for name, value in graph.outputs.items():
             if isinstance(value, Tensor):
                 if value.requires_grad:
@@ -90,6 +91,7 @@ class ShardTasks:
             batch.loss = graph.loss.item()
 
     def backward(self, k: int, batch: Microbatch) -> None:
+        """Run B of shard k, after its F."""
         graph = batch.graphs.pop(k, None)
         if graph is None:
             buffers = self._buffers(self._cut_model.train[k]) | batch.buffers_before.pop(k)
@@ -99,7 +101,7 @@ class ShardTasks:
         if graph.loss is not None:
             roots.append(graph.loss if batch.weight is None else graph.loss * batch.weight)
             seeds.append(None)
-        # A value that passes through is a root too: its later gradient comes before its own.
+        # A value that passes through is a root too: its gradient from later shards comes first.
         for name, value in graph.outputs.items():
             grad = batch.grads.get(name)
             if grad is not None and value.requires_grad:
@@ -128,36 +130,35 @@ class ShardTasks:
     def _tied_here(self, k: int) -> list[str]:
         return [name for name, users in self._cut_model.tied.items() if k in users]
 
-    def _buffers(self, program: ShardGraph) -> dict[str, Tensor]:
-        return {
-            name: self._states[self._buffer_owner[name]].buffers[name] for name in program.buffers
-        }
+    def _buffers(self, graph: ShardGraph) -> dict[str, Tensor]:
+        owner = self._buffer_owner
+        return {name: self._states[owner[name]].buffers[name] for name in graph.buffers}
 
-    def _run(self, k: int, batch: Microbatch, buffers: Mapping[str, Tensor]) -> Graph:
-        program = self._cut_model.train[k]
+    def _run(self, k: int, batch: Microbatch, buffers: Mapping[str, Tensor]) -> AutogradGraph:
+        graph = self._cut_model.train[k]
         params: list[Tensor] = []
         tied: dict[str, Tensor] = {}
-        for name in program.params:
+        for name in graph.params:
             owner = self._param_owner[name]
             param: Tensor = self._states[owner].params[name]
             if owner != k and param.requires_grad:
-                # A user that is not the owner sends its part of the gradient backwards.
+                # A shard that uses the weight but does not own it sends its gradient backwards.
                 param = tied[name] = param.detach().requires_grad_()
             params.append(param)
         leaves: dict[str, Tensor] = {}
         live: list[Any] = []
-        for name in program.reads:
+        for name in graph.live_in:
             value = batch.values[name]
             if name in batch.needs_grad:
                 leaves[name] = leaf = value.detach().requires_grad_()
                 value = leaf.view_as(leaf)  # not a leaf, as it is in the uncut model
             live.append(value)
-        inputs = [batch.inputs[i] for i in program.inputs]
+        inputs = [batch.inputs[i] for i in graph.inputs]
         with torch.enable_grad(), self._precision(), random_key(batch.key):
-            if k == 0 and not program.reads:
+            if k == 0:
                 batch.key.reseed("")
-            out = program.run(*params, *(buffers[n] for n in program.buffers), *live, *inputs)
+            out = graph.run(*params, *(buffers[n] for n in graph.buffers), *live, *inputs)
             if k == self._last:
                 loss = batch.loss_of(self._cut_model.outputs(out, True))
-                return Graph(leaves, {}, tied, loss)
-        return Graph(leaves, dict(zip(program.writes, out, strict=True)), tied)
+                return AutogradGraph(leaves, {}, tied, loss)
+        return AutogradGraph(leaves, dict(zip(graph.live_out, out, strict=True)), tied)

@@ -1,7 +1,7 @@
-"""A model as two flat graphs, for training and for evaluation, and where they may be cut.
+"""Traces of a model: its flat graphs for training and evaluation, and where they may be cut.
 
-`torch.export` runs the model once per mode; unit hooks leave markers in the graph. A cut lies
-directly before a marker, and nowhere that an in-place operation reaches across.
+`torch.export` runs the model once per mode, and unit hooks leave markers in the graph. A cut lies
+directly before a marker, but nowhere that it would part an in-place operation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _DROPPED = {torch.ops.aten._assert_tensor_metadata.default}
 
 
 class CutFailed(Exception):
-    """A model can't be cut this way; the reason goes into the report."""
+    """A model can't be cut in this way; the reason goes into the report."""
 
 
 @dataclass(frozen=True)
 class FlatGraph:
-    """One exported graph: placeholders are parameters, buffers, constants, then inputs."""
+    """One exported graph, whose placeholders are parameters, buffers, constants and inputs."""
 
     graph: fx.Graph
     params: dict[fx.Node, str]
@@ -42,10 +42,10 @@ class FlatGraph:
     out_spec: Any
     guards: Guards
     markers: dict[str, fx.Node]
-    recomputed: frozenset[fx.Node]  # made from inputs and constants alone, never shipped
-    written_with: dict[fx.Node, tuple[fx.Node, ...]]  # what belongs to one of them made in place
+    recomputed: frozenset[fx.Node]  # made from inputs and constants alone, so never sent
+    in_place_nodes: dict[fx.Node, tuple[fx.Node, ...]]  # for each recomputed node that is mutated
     mutated_buffers: frozenset[str]
-    illegal: frozenset[str]  # markers at which a cut would part an in-place operation
+    uncuttable: frozenset[str]  # unit calls at which a cut would part an in-place operation
 
 
 @dataclass(frozen=True)
@@ -54,39 +54,39 @@ class TracedModel:
 
     train: FlatGraph
     eval: FlatGraph
-    legal: tuple[str, ...]
-    worthwhile: tuple[str, ...]  # those of them that leave no shard without parameters
+    cut_points: tuple[str, ...]
+    cut_points_with_params: tuple[str, ...]  # those that leave no shard without parameters
 
 
 def trace(model: nn.Module, sample: Sample) -> TracedModel:
     """Export a copy of the model in both modes.
 
     Args:
-        sample: one batch; other numbers of rows run on the same graph, and other shapes that meet
-            its guards if the sample says that they may come.
+        sample: one batch. Other numbers of rows run on the same graph, and so do other shapes that
+            meet its guards if the sample has dynamic shapes.
 
     Raises:
-        CutFailed: the model can't be exported, or does in its forward what no cut can keep.
+        CutFailed: the model can't be exported, or its forward does something that no cut keeps.
     """
-    twin = copy.deepcopy(model)
-    train = _flatten(twin, sample, train=True)
-    evaluation = _flatten(twin, sample, train=False)
-    legal = _legal_cuts(train, evaluation)
-    return TracedModel(train, evaluation, legal, _worthwhile(train, legal))
+    copied = copy.deepcopy(model)
+    train = _flatten(copied, sample, train=True)
+    evaluation = _flatten(copied, sample, train=False)
+    points = _cut_points(train, evaluation)
+    return TracedModel(train, evaluation, points, _with_params_between(train, points))
 
 
 def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
     model.train(train)
-    # Of a view, torch.export would take the shape of its base for a condition too.
+    # The input is a clone, because torch.export would also demand the shape of a view's base.
     inputs = tuple(x.clone() for x in sample.inputs)
     if all(x.dim() and x.shape[0] == 1 for x in inputs):
-        inputs = tuple(torch.cat([x, x]) for x in inputs)  # one row would be taken for fixed
+        inputs = tuple(torch.cat([x, x]) for x in inputs)  # torch.export would fix one row
     args, kwargs = sample.call.arguments(inputs)
-    shapes: Any = [_free(x, sample.free_shapes) for x in inputs]
+    shapes: Any = [dynamic_dims(x, sample.dynamic_shapes) for x in inputs]
     if kwargs:
-        names = [*inspect.signature(model.forward).parameters]
-        given = sample.call.names or names[: len(args)]
-        shapes = dict.fromkeys(kwargs) | dict(zip(given, shapes, strict=False))
+        parameters = [*inspect.signature(model.forward).parameters]
+        names = sample.call.names or parameters[: len(args)]
+        shapes = dict.fromkeys(kwargs) | dict(zip(names, shapes, strict=False))
     elif _takes_varargs(model):
         shapes = (tuple(shapes),)
     try:
@@ -98,16 +98,20 @@ def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
             f"torch.export failed ({type(error).__name__}: {lines[0] if lines else ''})"
         ) from error
     guards = Guards.of(model, sample.call, program)
-    if sample.free_shapes and (size := length_held_fixed(model, sample, guards)) is not None:
+    if sample.dynamic_shapes and (size := length_held_fixed(model, sample, guards)) is not None:
         raise CutFailed(
             f"its graph holds for batches of length {size} alone, and collate may give others"
         )
     return _read(model, program, guards)
 
 
-def _free(tensor: Tensor, in_all: bool) -> dict[int, Any]:
-    """Which dimensions may differ in other batches: rows, or as many as the model lets."""
-    return {dim: Dim.AUTO for dim in range(tensor.dim()) if dim == 0 or in_all}
+def dynamic_dims(tensor: Tensor, all_dims: bool) -> dict[int, Any]:
+    """Return the dimensions that may differ between batches, as `torch.export` takes them.
+
+    Args:
+        all_dims: whether all dimensions may differ, as far as the model allows, or only the rows.
+    """
+    return {dim: Dim.AUTO for dim in range(tensor.dim()) if dim == 0 or all_dims}
 
 
 def _takes_varargs(model: nn.Module) -> bool:
@@ -116,8 +120,8 @@ def _takes_varargs(model: nn.Module) -> bool:
 
 
 def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGraph:
-    first_name = _first_names(model.named_parameters(remove_duplicate=False))
-    first_name |= _first_names(model.named_buffers(remove_duplicate=False))
+    first_name = first_names(model.named_parameters(remove_duplicate=False))
+    first_name |= first_names(model.named_buffers(remove_duplicate=False))
     persistent = set(model.state_dict(keep_vars=True))
     graph = program.graph_module.graph
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
@@ -156,7 +160,7 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
         if groups.is_mutated(node):
             raise CutFailed(f"its forward writes into its own input or constant ({node.name})")
     mutated = frozenset(name for node, name in buffers.items() if groups.is_mutated(node))
-    # A buffer that nobody writes and that no checkpoint holds is made again by the factory.
+    # The factory makes a buffer again that nobody writes to and that no checkpoint holds.
     tensors = dict(model.named_buffers())
     for node, name in list(buffers.items()):
         if name not in mutated and name not in persistent:
@@ -164,51 +168,58 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
             del buffers[node]
     markers = {n.args[0]: n for n in graph.nodes if n.target is MARKER and n.args[0] != FORWARD}
     recomputed = _recomputed(graph, groups, set(inputs) | set(constants), buffers, mutated)
-    written = {n: tuple(groups.written_with(n)) for n in recomputed if groups.is_mutated(n)}
+    written = {n: tuple(groups.in_place_nodes(n)) for n in recomputed if groups.is_mutated(n)}
     return FlatGraph(
         graph, params, buffers, constants, inputs, program.call_spec.out_spec, guards, markers,
         recomputed, written, mutated,
-        frozenset(u for u, n in markers.items() if groups.reaches_across(n, recomputed)),
+        frozenset(u for u, n in markers.items() if groups.blocks_cut(n, recomputed)),
     )  # fmt: skip
 
 
-def _first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Every name of a tensor, tied ones included, to the first name it has."""
+def first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return the first name of every tensor by each of its names; a tied tensor has several."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def _recomputed(
-    graph: fx.Graph, groups: AliasGroups, free: set[fx.Node],
+    graph: fx.Graph, groups: AliasGroups, inputs_and_constants: set[fx.Node],
     buffers: dict[fx.Node, str], mutated: frozenset[str],
 ) -> frozenset[fx.Node]:  # fmt: skip
-    sources = free | {node for node, name in buffers.items() if name not in mutated}
-    spoiled: set[fx.Node] = set()
+    """Return the nodes that every shard can make from inputs, constants and unmutated buffers."""
+    sources = inputs_and_constants | {n for n, name in buffers.items() if name not in mutated}
+    excluded: set[fx.Node] = set()
     while True:
         found = set(sources)
         for node in graph.nodes:
-            if node.op != "call_function" or node.target is MARKER or node in spoiled:
+            if node.op != "call_function" or node.target is MARKER or node in excluded:
                 continue
             if RANDOM in getattr(node.target, "tags", ()):
                 continue
             if all(n in found for n in node.all_input_nodes):
                 found.add(node)
         made = found - sources
-        # What is written in place is made again whole, or not at all.
+        # A value that is written in place is recomputed with all its writes, or not at all.
         partly = {
-            n for n in made if groups.is_mutated(n) and not made.issuperset(groups.written_with(n))
+            n
+            for n in made
+            if groups.is_mutated(n) and not made.issuperset(groups.in_place_nodes(n))
         }
         if not partly:
             return frozenset(made)
-        spoiled |= partly
+        excluded |= partly
 
 
-def _legal_cuts(train: FlatGraph, evaluation: FlatGraph) -> tuple[str, ...]:
-    """Markers in both graphs, in one order, that part no in-place operation, after real work."""
+def _cut_points(train: FlatGraph, evaluation: FlatGraph) -> tuple[str, ...]:
+    """Return the unit calls at which both graphs may be cut.
+
+    They come in the same order in both graphs, part no in-place operation, and have operations on
+    both sides.
+    """
     place = {unit: i for i, unit in enumerate(evaluation.markers)}
-    legal: list[str] = []
+    points: list[str] = []
     last = -1
-    working = False
+    working = False  # whether an operation has come since the last point
     for node in train.graph.nodes:
         if node.op != "call_function" or node in train.recomputed:
             continue
@@ -216,26 +227,26 @@ def _legal_cuts(train: FlatGraph, evaluation: FlatGraph) -> tuple[str, ...]:
             working = True
             continue
         unit = node.args[0]
-        if unit in train.illegal | evaluation.illegal or place.get(unit, -1) <= last:
+        if unit in train.uncuttable | evaluation.uncuttable or place.get(unit, -1) <= last:
             continue
         if working:
-            legal.append(unit)
+            points.append(unit)
             last = place[unit]
             working = False
-    if legal and not working:
-        legal.pop()
-    return tuple(legal)
+    if points and not working:
+        points.pop()
+    return tuple(points)
 
 
-def _worthwhile(flat: FlatGraph, legal: tuple[str, ...]) -> tuple[str, ...]:
-    """The cuts between which parameters are used."""
+def _with_params_between(flat: FlatGraph, points: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the cut points between which parameters are used."""
     chosen: list[str] = []
     pending: str | None = None
     has_params = False
     for node in flat.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is MARKER and node.args[0] in legal and has_params:
+        if node.target is MARKER and node.args[0] in points and has_params:
             pending = node.args[0]
         if any(n in flat.params for n in node.all_input_nodes):
             if pending is not None:

@@ -13,7 +13,7 @@ from cerebro_hydra.data.value_ranges import Range
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.recipe.objective import is_log_odds
-from cerebro_hydra.shards.sample import Example, fresh
+from cerebro_hydra.shards.sample import Example, copy_example
 
 # How torch says that a number is outside of a table's rows, of the classes, or of [0, 1].
 _OUT_OF_RANGE = re.compile(
@@ -96,7 +96,7 @@ def _check(
 
 def _changed(example: Example, number: int, value: float, places: slice) -> Example:
     """Return the batch with another value in these places of the first row of one column."""
-    features, labels = fresh(example)
+    features, labels = copy_example(example)
     (*features, *labels)[number][0].view(-1)[places] = value
     return features, labels
 

@@ -10,7 +10,7 @@ import pytest
 
 from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.simulate import Loss, Simulation
+from cerebro_hydra.plan.simulate import Simulation, WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
@@ -75,7 +75,7 @@ def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
 
     def run(
         num_trials: int = 3,
-        losses: tuple[Loss, ...] = (),
+        losses: tuple[WorkerCrash, ...] = (),
         validated: bool = True,
         patience: int | None = None,
         loss: Callable[[int, int], float] = lambda trial, epoch: 1.0,
@@ -96,8 +96,8 @@ def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
             workers,
             lambda kind, trial, partition: 1.0 + 0.1 * trial,
             hop_seconds=0.01,
-            losses=losses,
-            measure=loss,
+            crashes=losses,
+            metric=loss,
         )
         timeline = simulation.run()
         records: list[Record] = [RunStarted(document(num_trials, validated, patience))]

@@ -26,7 +26,7 @@ from cerebro_hydra.observe.text import duration, final_table
 from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.simulate import Loss
+from cerebro_hydra.plan.simulate import WorkerCrash
 
 PRINTED = OutputLine(worker=0, trial=1, stream="stdout", line="lr is [0.1]")
 
@@ -91,7 +91,9 @@ def test_plain_lines_tell_each_epoch_of_each_trial_once(simulate: Callable[..., 
 
 
 def test_plain_lines_tell_of_lost_workers_and_repeated_work(simulate: Callable[..., Any]) -> None:
-    _, records = simulate(4, (Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0)))
+    _, records = simulate(
+        4, (WorkerCrash(2.25, 0, 0.1), WorkerCrash(4.0, 1, 1.0), WorkerCrash(6.6, 0, 3.0))
+    )
     console = pipe()
     observer = PlainLines(console)
     for record in records:

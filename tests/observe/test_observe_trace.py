@@ -11,7 +11,7 @@ import pytest
 
 from cerebro_hydra.observe.timeline import Timeline
 from cerebro_hydra.observe.trace import trace
-from cerebro_hydra.plan.simulate import Loss
+from cerebro_hydra.plan.simulate import WorkerCrash
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
 
@@ -88,11 +88,18 @@ def test_the_check_itself_can_fail(folder: RunFolder, harm: str) -> None:
     assert faults(content)
 
 
-LOSSES = (Loss(0.5, 1, 0.2), Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0))
+LOSSES = (
+    WorkerCrash(0.5, 1, 0.2),
+    WorkerCrash(2.25, 0, 0.1),
+    WorkerCrash(4.0, 1, 1.0),
+    WorkerCrash(6.6, 0, 3.0),
+)
 
 
 @pytest.mark.parametrize("losses", [(), LOSSES])
-def test_bars_are_the_decisions_and_never_overlap(simulate: Any, losses: tuple[Loss, ...]) -> None:
+def test_bars_are_the_decisions_and_never_overlap(
+    simulate: Any, losses: tuple[WorkerCrash, ...]
+) -> None:
     simulation, records = simulate(4, losses)
     timeline = Timeline()
     for record in records:

@@ -9,7 +9,7 @@ import pytest
 from cerebro_hydra.observe import Decision, Progress, Record, RunStarted, RunView, records_of
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.simulate import Loss
+from cerebro_hydra.plan.simulate import WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
 
 
@@ -36,8 +36,13 @@ def ended(trial: int, epoch: int, **metrics: float) -> ins.EndEpoch:
     "losses",
     [
         (),
-        (Loss(1.5, 0, 0.5),),
-        (Loss(0.5, 1, 0.2), Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0)),
+        (WorkerCrash(1.5, 0, 0.5),),
+        (
+            WorkerCrash(0.5, 1, 0.2),
+            WorkerCrash(2.25, 0, 0.1),
+            WorkerCrash(4.0, 1, 1.0),
+            WorkerCrash(6.6, 0, 3.0),
+        ),
     ],
 )
 def test_visit_logs_and_histories_are_those_of_the_state_machine(simulate, losses) -> None:
@@ -52,7 +57,12 @@ def test_visit_logs_and_histories_are_those_of_the_state_machine(simulate, losse
 
 def test_a_loss_makes_the_fold_forget_void_sub_epochs(simulate) -> None:
     """Guards the test above: the streams with losses do hold redone sub-epochs."""
-    losses = (Loss(0.5, 1, 0.2), Loss(2.25, 0, 0.1), Loss(4.0, 1, 1.0), Loss(6.6, 0, 3.0))
+    losses = (
+        WorkerCrash(0.5, 1, 0.2),
+        WorkerCrash(2.25, 0, 0.1),
+        WorkerCrash(4.0, 1, 1.0),
+        WorkerCrash(6.6, 0, 3.0),
+    )
     _, records = simulate(4, losses)
     told = [type(i) for r in records if isinstance(r, Decision) for i in r.instructions]
     assert ins.Redo in told
@@ -119,7 +129,9 @@ def test_best_is_the_highest_accuracy_and_nan_never_wins(make_document) -> None:
 LOSSES = {0: [0.5, 0.9, 0.8], 1: [0.7, 0.6, 0.4], 2: [float("nan"), 0.1, 0.2]}
 
 
-@pytest.mark.parametrize("losses", [(), (Loss(4.1, 1, 0.3), Loss(7.2, 0, 0.5), Loss(9.9, 1, 1.0))])
+@pytest.mark.parametrize(
+    "losses", [(), (WorkerCrash(4.1, 1, 0.3), WorkerCrash(7.2, 0, 0.5), WorkerCrash(9.9, 1, 1.0))]
+)
 def test_a_trial_with_patience_counts_by_its_best_epoch(simulate, losses) -> None:
     simulation, records = simulate(3, losses, patience=1, loss=lambda t, e: LOSSES[t][e])
     view = fold(records)

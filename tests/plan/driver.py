@@ -1,4 +1,4 @@
-"""Drives a hop state by hand, one event at a time."""
+"""A driver of a hop state, which hands in one event at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction
-from cerebro_hydra.plan.visits import visit_order
+from cerebro_hydra.plan.progress import visit_order
 
 
 def config(
@@ -57,7 +57,7 @@ class Driver:
 
     @property
     def running(self) -> dict[str, int]:
-        """Attempt by incarnation."""
+        """The number of the running attempt by incarnation."""
         agents = self.state.agents.values()
         return {a.incarnation: a.running.number for a in agents if a.running is not None}
 
@@ -67,7 +67,7 @@ def of(kind: type, instructions: list[Instruction]) -> list:
 
 
 def in_order(*partitions: int, epochs: int = 1) -> int:
-    """A seed for which the visits of trial 0 begin with these partitions."""
+    """Return a seed for which the visits of trial 0 begin with these partitions."""
     each = max(partitions) + 1
     for seed in range(10_000):
         run = config(partitions=each, epochs=epochs, order="seeded", seed=seed)

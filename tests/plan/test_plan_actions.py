@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from cerebro_hydra.plan.actions import (
     Action,
     ActionKind,
-    format_program,
+    format_actions,
     parse_action,
-    parse_program,
+    parse_actions,
 )
 from cerebro_hydra.plan.schedules.sequential import sequential
 
 GOLDEN = Path(__file__).parent / "golden"
-PROGRAMS = {
+SCHEDULES = {
     "sequential_3x2": sequential(3, 3, 2, barrier=False),
     "sequential_3x2_barrier": sequential(3, 3, 2, barrier=True),
     "sequential_3x1_send": sequential(0, 3, 1, barrier=False, send=True),
@@ -34,8 +34,8 @@ moving = st.builds(
 
 
 @given(st.lists(computing | moving))
-def test_a_program_round_trips_through_text(program: list[Action]) -> None:
-    assert parse_program(format_program(program)) == program
+def test_a_list_of_actions_round_trips_through_text(actions: list[Action]) -> None:
+    assert parse_actions(format_actions(actions)) == actions
 
 
 @given(computing | moving)
@@ -58,7 +58,7 @@ def test_other_text_is_refused_with_what_it_should_look_like(text: str) -> None:
 
 def test_a_wrong_word_is_named_with_its_line() -> None:
     with pytest.raises(ValueError, match="line 2: 'oops'"):
-        parse_program("t0s0F0  # fine\nt0s0B0 oops\n")
+        parse_actions("t0s0F0  # fine\nt0s0B0 oops\n")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_an_action_without_text_cannot_be_made(kind: ActionKind, microbatch: int
         Action(0, 0, kind, microbatch)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_schedules_write_their_golden_programs(name: str) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_give_their_golden_actions(name: str) -> None:
     text = (GOLDEN / f"{name}.txt").read_text()
-    assert format_program(PROGRAMS[name]) == text
-    assert parse_program(text) == PROGRAMS[name]
+    assert format_actions(SCHEDULES[name]) == text
+    assert parse_actions(text) == SCHEDULES[name]

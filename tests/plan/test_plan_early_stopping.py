@@ -18,7 +18,7 @@ SEED = in_order(0, 1, 0, 1, 0, 1, epochs=3)
 
 
 def patient(patience: int = 2, epochs: int = EPOCHS, **more) -> Driver:
-    """One trial that visits a, then b, in its first three epochs."""
+    """Make one trial that visits a, then b, in each of its first three epochs."""
     fixed = {"order": "seeded", "seed": SEED, "evaluate": False}
     return Driver(epochs=epochs, patience=patience, **fixed, **more)
 
@@ -146,7 +146,7 @@ def test_what_came_after_the_best_state_is_not_made_again_once_it_is_over() -> N
 
 
 def superseded() -> Driver:
-    """Epoch 0 was best and is being saved on b; epoch 1 is better, and alone on b."""
+    """Make a run whose epoch 0 is being saved on b while a better epoch 1 is on b alone."""
     run = patient()
     run.epoch("ab", 2.0)
     run.epoch("ab", 1.0)

@@ -1,4 +1,4 @@
-"""The hop state machine against imagined agents that die, repeat themselves and are late."""
+"""The hop state machine against simulated agents that die, repeat themselves and are late."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal import comparable, fold
+from cerebro_hydra.plan.progress import TrialProgress, visit_order
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.plan.visits import TrialProgress, visit_order
+from tests.examples import examples
 from tests.plan.world import World, score, val_loss
 
 METRICS = ("train_loss", "val_plain", "val_score")
-FAULTS = ("kill", "duplicate", "task", "transfer", "stop", "measure")
+FAULTS = ("kill", "duplicate", "task", "transfer", "stop", "merge")
 
 
 @st.composite
@@ -52,7 +53,7 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
         metric=metric,
         direction=draw(st.sampled_from(["min", "max"])),
     )
-    limits = {"kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "stop": 1, "measure": 1}
+    limits = {"kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "stop": 1, "merge": 1}
     budget = Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults})
     return World(config, workers, budget, slow_saves=draw(st.booleans()))
 
@@ -76,7 +77,7 @@ def surviving_commits(instructions: list[ins.Instruction], trial: int) -> list[i
 
 
 def expected_result(config: HopConfig, index: int, trial: TrialProgress) -> tuple[int, str]:
-    """The best epoch by the trial's own history, told without the code that is tested."""
+    """Return a trial's result by its own history, without the code that is tested."""
     patience, sign = trial.config.patience, -1 if config.direction == "max" else 1
     best, waited = None, 0
     for epoch, metrics in enumerate(trial.history):
@@ -148,14 +149,14 @@ def check_outcome(world: World) -> None:
             assert not agent.held and not agent.tasks and not agent.fetches
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(worlds(), scripts)
 def test_every_run_ends_with_one_surviving_commit_per_sub_epoch(world, script) -> None:
     world.run(script)
     check_outcome(world)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(worlds(faults=("kill", "duplicate")), scripts)
 def test_without_faults_of_its_own_every_trial_finishes(world, script) -> None:
     world.run(script)
@@ -164,7 +165,7 @@ def test_without_faults_of_its_own_every_trial_finishes(world, script) -> None:
 
 
 def check_undisturbed(world: World) -> None:
-    """The world's histories and results are those of a run in which nothing was lost."""
+    """Check that the world's histories and results are those of a run without losses."""
     calm = World(world.config, world.workers, Counter())
     calm.run([])
     for index, (mine, other) in enumerate(zip(world.state.trials, calm.state.trials, strict=True)):
@@ -173,7 +174,7 @@ def check_undisturbed(world: World) -> None:
         assert world.store[index, mine.result] == calm.store[index, mine.result]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(worlds(faults=("kill", "duplicate"), order="seeded"), scripts)
 def test_seeded_runs_with_losses_have_the_histories_of_the_undisturbed_run(world, script) -> None:
     world.run(script)
@@ -182,7 +183,7 @@ def test_seeded_runs_with_losses_have_the_histories_of_the_undisturbed_run(world
 
 @st.composite
 def storms(draw):
-    """Losses upon losses, for trials whose best state is hardly ever in the store."""
+    """Draw many losses for trials whose best state is hardly ever in the store."""
     partitions = draw(st.integers(2, 3))
     trials = tuple(
         TrialConfig(t, 1.0, 100, ((f"f/{t}", f"t/{t}"),), patience=draw(st.integers(1, 4)))
@@ -194,7 +195,7 @@ def storms(draw):
     return World(config, workers, Counter(kill=draw(st.integers(4, 20))), slow_saves=True)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(storms(), scripts)
 def test_best_states_survive_a_storm_of_losses(world, script) -> None:
     world.run(script)
@@ -204,7 +205,7 @@ def test_best_states_survive_a_storm_of_losses(world, script) -> None:
         check_undisturbed(world)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(worlds(), scripts)
 def test_every_prefix_of_the_journal_folds_to_the_state_at_that_time(world, script) -> None:
     world.run(script)

@@ -13,8 +13,8 @@ from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import StateSource
 from cerebro_hydra.plan.journal import comparable, fold, record
 from cerebro_hydra.plan.lookahead import snapshot
-from cerebro_hydra.plan.simulate import Loss, Simulation
-from cerebro_hydra.plan.visits import Agent, visit_order
+from cerebro_hydra.plan.progress import LiveAgent, visit_order
+from cerebro_hydra.plan.simulate import Simulation, WorkerCrash
 from tests.plan.driver import Driver, config, done, in_order, of
 
 
@@ -120,41 +120,41 @@ def test_the_first_visit_of_an_epoch_carries_the_metrics_of_the_one_before_also_
     assert starts == [(1, {}), (2, {}), (3, before), (3, before), (4, {})]
 
 
-def measuring(**more) -> tuple[Driver, ins.MergeMetrics]:
-    """Trial 0 has a custom metric, is trained on a and b, and evaluated on both."""
+def evaluated_everywhere(**more) -> tuple[Driver, ins.MergeMetrics]:
+    """Let trial 0, which has a custom metric, be trained on a and b and evaluated on both."""
     run = Driver(order="seeded", seed=in_order(0, 1), custom=("auc",), **more)
     run.train(run.running["a"], "a")
     run.train(run.running["b"], "b")
     run(evaluated(run.running["b"], "b", 5.0))
-    (measure,) = of(ins.MergeMetrics, run(evaluated(run.running["a"], "a", 3.0)))
-    return run, measure
+    (merge,) = of(ins.MergeMetrics, run(evaluated(run.running["a"], "a", 3.0)))
+    return run, merge
 
 
 def test_custom_metrics_are_merged_in_partition_order_before_the_epoch_ends() -> None:
-    run, measure = measuring()
+    run, merge = evaluated_everywhere()
     on = {event.attempt: event.partition for event in of(ins.Evaluate, run.told)}
-    assert [on[states["seen"]] for states in measure.states] == [0, 1]
+    assert [on[states["seen"]] for states in merge.states] == [0, 1]
     assert not of(ins.EndEpoch, run.told)
-    measured = ev.MetricsMerged(measure.attempt, 0, 0, {"auc": 0.75})
-    (end,) = of(ins.EndEpoch, run(measured))
+    merged = ev.MetricsMerged(merge.attempt, 0, 0, {"auc": 0.75})
+    (end,) = of(ins.EndEpoch, run(merged))
     assert list(end.metrics.items()) == [
         ("train_loss", 0.25),
         ("val_loss", 2.0),
         ("val_accuracy", 0.5),
         ("val_auc", 0.75),
     ]
-    assert not of(ins.EndEpoch, run(measured))
+    assert not of(ins.EndEpoch, run(merged))
 
 
 def test_a_trial_whose_custom_metric_fails_fails_with_its_traceback() -> None:
-    run, measure = measuring()
-    failed = ev.MetricsMergeFailed(measure.attempt, 0, 0, "Traceback: boom")
+    run, merge = evaluated_everywhere()
+    failed = ev.MetricsMergeFailed(merge.attempt, 0, 0, "Traceback: boom")
     (finish,) = of(ins.FinishTrial, run(failed))
     assert (finish.status, finish.reason) == ("failed", "Traceback: boom")
 
 
-def test_a_measurement_of_a_void_epoch_is_ignored_and_made_again() -> None:
-    run, void = measuring()
+def test_merged_metrics_of_a_void_epoch_are_ignored_and_merged_again() -> None:
+    run, void = evaluated_everywhere()
     run(ev.WorkerLost("a", "killed"))
     (redo,) = of(ins.Redo, run(ev.WorkerLost("b", "killed")))
     assert redo.visits == (1, 2)
@@ -164,9 +164,9 @@ def test_a_measurement_of_a_void_epoch_is_ignored_and_made_again() -> None:
         run.train(run.running[worker], worker)
     for worker in "cd":
         run(evaluated(run.running[worker], worker, 9.0))
-    (measure,) = of(ins.MergeMetrics, run.last)
+    (merge,) = of(ins.MergeMetrics, run.last)
     assert not of(ins.EndEpoch, run(ev.MetricsMerged(void.attempt, 0, 0, {"auc": 0.1})))
-    (end,) = of(ins.EndEpoch, run(ev.MetricsMerged(measure.attempt, 0, 0, {"auc": 0.9})))
+    (end,) = of(ins.EndEpoch, run(ev.MetricsMerged(merge.attempt, 0, 0, {"auc": 0.9})))
     assert end.metrics["val_auc"] == 0.9
 
 
@@ -252,9 +252,9 @@ def test_seeded_visits_do_not_depend_on_timing() -> None:
     run = config(trials=5, partitions=4, epochs=3, order="seeded", seed=7)
     workers = [(p,) for p in range(4)]
     calm = Simulation(run, workers, lambda *_: 1.0).run()
-    losses = [Loss(0.9 + 1.7 * n, n % 4, 0.4) for n in range(12)]
+    losses = [WorkerCrash(0.9 + 1.7 * n, n % 4, 0.4) for n in range(12)]
     rough = Simulation(
-        run, workers, lambda k, t, p: 1 + (3 * t + 5 * p) % 7 / 3, losses=losses, hop_seconds=0.2
+        run, workers, lambda k, t, p: 1 + (3 * t + 5 * p) % 7 / 3, crashes=losses, hop_seconds=0.2
     ).run()
     assert any(isinstance(i, ins.Redo) for _, given in rough.records for i in given)
     assert calm.visit_logs == rough.visit_logs
@@ -319,10 +319,10 @@ def test_evaluations_of_a_void_state_are_done_again() -> None:
     run.train(run.running["a"], "a")
     run.train(run.running["b"], "b")
     run(evaluated(run.running["b"], "b", 5.0))
-    assert list(run.state.trials[0].sums) == [1]
+    assert list(run.state.trials[0].evaluated) == [1]
     (redo,) = of(ins.Redo, run(ev.WorkerLost("b", "killed")))
     assert redo.visits == (2,)
-    assert not run.state.trials[0].sums
+    assert not run.state.trials[0].evaluated
 
 
 def test_failed_transfers_count_only_in_a_row() -> None:
@@ -356,6 +356,6 @@ def test_a_repeated_done_changes_nothing_while_the_first_is_held_back() -> None:
 
 def test_nobody_waits_for_an_agent_that_may_never_come() -> None:
     state = HopState(config(partitions=2, evaluate=False))
-    state.agents[0] = Agent(0, "a", (0,))
-    _, steps = snapshot(state).rollout([[0.0, 9.0]], patience=0.9, horizon=9)  # prefers partition 1
-    assert [step.partition for step in steps] == [0, 1]
+    state.agents[0] = LiveAgent(0, "a", (0,))
+    _, tasks = snapshot(state).rollout([[0.0, 9.0]], max_wait=0.9, horizon=9)  # prefers partition 1
+    assert [task.partition for task in tasks] == [0, 1]

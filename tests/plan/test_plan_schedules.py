@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from cerebro_hydra.errors import InvalidSchedule
-from cerebro_hydra.plan.actions import Action, parse_program
+from cerebro_hydra.plan.actions import Action, parse_actions
 from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.plan.validate import validate
 
@@ -33,7 +33,7 @@ def holds(actions: list[Action], shards: int, microbatches: int, barrier: bool, 
 
 
 def breaks_a_precedence(actions, shards, microbatches, barrier, tied) -> bool:
-    """The rules once more, written as pairs of words: the left one comes first."""
+    """Return whether a rule is broken; each rule is a pair of texts, the left one first."""
     last = microbatches - 1
     pairs: set[tuple[str, str]] = set()
     for k, m in product(range(shards), range(microbatches)):
@@ -57,31 +57,31 @@ def breaks_a_precedence(actions, shards, microbatches, barrier, tied) -> bool:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sequential_is_valid_for_every_shape(shape) -> None:
     shards, microbatches, barrier, send, tied = shape
-    program = sequential(0, shards, microbatches, barrier, send, tied)
-    validate(program, shards=shards, microbatches=microbatches, barrier=barrier, tied=tied)
-    assert len(program) == shards * (2 * microbatches + 1 + send)
+    actions = sequential(0, shards, microbatches, barrier, send, tied)
+    validate(actions, shards=shards, microbatches=microbatches, barrier=barrier, tied=tied)
+    assert len(actions) == shards * (2 * microbatches + 1 + send)
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] * s[1] <= 6], ids=str)
 def test_every_dropped_or_repeated_action_is_caught(shape) -> None:
     shards, microbatches, barrier, send, tied = shape
-    program = sequential(0, shards, microbatches, barrier, send, tied)
+    actions = sequential(0, shards, microbatches, barrier, send, tied)
     rules = (shards, microbatches, barrier, tied)
-    for index, action in enumerate(program):
+    for index, action in enumerate(actions):
         if not (shards == 1 and str(action).endswith("SEND")):  # the only SEND may be left out
-            assert not holds(program[:index] + program[index + 1 :], *rules)
-        for at in range(len(program) + 1):
-            assert not holds([*program[:at], action, *program[at:]], *rules)
+            assert not holds(actions[:index] + actions[index + 1 :], *rules)
+        for at in range(len(actions) + 1):
+            assert not holds([*actions[:at], action, *actions[at:]], *rules)
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] * s[1] <= 6], ids=str)
 def test_a_swap_is_caught_exactly_if_it_breaks_a_precedence(shape) -> None:
     shards, microbatches, barrier, send, tied = shape
-    program = sequential(0, shards, microbatches, barrier, send, tied)
+    actions = sequential(0, shards, microbatches, barrier, send, tied)
     rules = (shards, microbatches, barrier, tied)
-    for i in range(len(program)):
+    for i in range(len(actions)):
         for j in range(i):
-            swapped = program.copy()
+            swapped = actions.copy()
             swapped[i], swapped[j] = swapped[j], swapped[i]
             assert holds(swapped, *rules) != breaks_a_precedence(swapped, *rules)
 
@@ -93,12 +93,12 @@ def test_tied_weights_wait_for_every_backward_of_their_group() -> None:
 
 
 def test_a_forward_after_an_update_is_a_mixed_weight_version() -> None:
-    program = parse_program("t0s0F0 t0s1F0 t0s1B0 t0s0B0 t0s0U0 t0s0F0")
+    actions = parse_actions("t0s0F0 t0s1F0 t0s1B0 t0s0B0 t0s0U0 t0s0F0")
     with pytest.raises(InvalidSchedule, match=r"action 5, t0s0F0: was done before"):
-        validate(program, shards=2, microbatches=1, barrier=False)
-    program = parse_program("t0s0F0 t0s1F0 t0s1B0 t0s0B0 t0s0U1 t0s0F1")
+        validate(actions, shards=2, microbatches=1, barrier=False)
+    actions = parse_actions("t0s0F0 t0s1F0 t0s1B0 t0s0B0 t0s0U1 t0s0F1")
     with pytest.raises(InvalidSchedule, match="t0s0B1 is missing"):
-        validate(program, shards=2, microbatches=2, barrier=False)
+        validate(actions, shards=2, microbatches=2, barrier=False)
 
 
 def test_several_trials_are_checked_apart() -> None:
@@ -118,7 +118,7 @@ SPILLED = "t0s0F0 t0s0SPILL t0s1LOAD t0s1F0 t0s1B0 t0s1U0 t0s1SPILL t0s0LOAD t0s
 def test_shards_are_loaded_before_use_and_bytes_stay_under_the_budget() -> None:
     def check(text: str, budget: int = 10) -> None:
         validate(
-            parse_program(text), shards=2, microbatches=1, barrier=False,
+            parse_actions(text), shards=2, microbatches=1, barrier=False,
             resident={(0, 0)}, budget=budget, shard_bytes={(0, 0): 10, (0, 1): 8},
         )  # fmt: skip
 
@@ -135,6 +135,6 @@ def test_shards_are_loaded_before_use_and_bytes_stay_under_the_budget() -> None:
 
 def test_numbers_beyond_the_shape_are_named() -> None:
     with pytest.raises(InvalidSchedule, match="only 1 shards"):
-        validate(parse_program("t0s1F0"), shards=1, microbatches=1, barrier=False)
+        validate(parse_actions("t0s1F0"), shards=1, microbatches=1, barrier=False)
     with pytest.raises(InvalidSchedule, match="only 1 microbatches"):
-        validate(parse_program("t0s0F1"), shards=1, microbatches=1, barrier=False)
+        validate(parse_actions("t0s0F1"), shards=1, microbatches=1, barrier=False)

@@ -1,7 +1,7 @@
-"""An imagined cluster: agents that train by writing their visit log, and a shell that may fail.
+"""A simulated cluster: agents that train by writing their visit log, and a shell that may fail.
 
-Messages between an agent and the coordinator keep their order per agent; nothing else keeps any.
-A state's content is the visit log that made it, so a wrong state is seen as a wrong log.
+Messages between an agent and the coordinator keep their order; nothing else keeps any. A state's
+content is the visit log that made it, so a wrong state is seen as a wrong log.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SCORES = (nan, inf, 0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def score(trial: int, epoch: int, seed: int) -> float:
-    """What decides which epoch is best, whatever the order of its visits."""
+    """Return the value that decides which epoch is best, whatever the order of its visits."""
     return Random(seed_of(seed, "score", trial, epoch)).choice(SCORES)
 
 
 def val_loss(content: Content, partition: int) -> tuple[float, int]:
-    """What an evaluation says depends on the state and on the partition."""
+    """Return an evaluation's sum and rows, which depend on the state and on the partition."""
     return (sum((i + 1) * (10 * e + p) for i, (e, p) in enumerate(content)) + partition / 7, 3)
 
 
@@ -65,7 +65,7 @@ class World:
         self.news: deque[ev.Event] = deque()  # from the shell itself
         self.instructions: list[ins.Instruction] = []
         self.journal: list[dict] = []
-        self.broken_measure: int | None = None
+        self.broken_merge: int | None = None
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
         for worker in range(len(workers)):
             self.join(worker)
@@ -87,15 +87,15 @@ class World:
             if incarnation := getattr(instruction, "incarnation", None):
                 agents[incarnation].inbox.append(instruction)
             if isinstance(instruction, ins.MergeMetrics):
-                self.news.append(self.measure(instruction))
+                self.news.append(self.merge_metrics(instruction))
 
-    def measure(self, task: ins.MergeMetrics) -> ev.Event:
-        """The user's code: fails if told to, else has the sum of what evaluations saw."""
+    def merge_metrics(self, task: ins.MergeMetrics) -> ev.Event:
+        """Act as the user's code: fail if told to, else return the sum of what evaluations saw."""
         named = (task.attempt, task.trial, task.epoch)
         assert [state["partition"] for state in task.states] == list(range(self.config.partitions))
         (content,) = {tuple(state["content"]) for state in task.states}
         assert len(content) == (task.epoch + 1) * self.config.partitions
-        if self.broken_measure == task.trial:
+        if self.broken_merge == task.trial:
             return ev.MetricsMergeFailed(*named, "injected")
         value = score(task.trial, task.epoch, self.config.seed)
         return ev.MetricsMerged(*named, {"score": value, "seen": val_loss(content, 0)[0]})
@@ -239,8 +239,8 @@ class World:
                 agent.fetches.pop((task.trial, task.source.visit), None)
                 event_type = ev.TaskFailed if kind == "task" else ev.TransferFailed
                 agent.outbox.append(event_type(task.attempt, agent.incarnation, "injected"))
-        elif kind == "measure":
-            self.broken_measure = random.randrange(len(self.config.trials))
+        elif kind == "merge":
+            self.broken_merge = random.randrange(len(self.config.trials))
         elif kind == "stop":
             trial = random.randrange(len(self.config.trials))
             self.news.append(ev.TrialStopped(trial, "pruned"))

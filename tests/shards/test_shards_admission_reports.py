@@ -1,4 +1,4 @@
-"""What admission says of a cut: why it lies there, and where a model that can't be cut differs."""
+"""Reports of admission say why a cut lies where it does, and where an uncuttable model differs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Branches(nn.Module):
 
 
 class Counts(nn.Module):
-    """It keeps a count of its training to itself, which no hop would carry."""
+    """It counts its training steps in an attribute, which no hop would carry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_equal_recurrent_models_share_their_structure(kind):
+def test_equal_recurrent_models_share_their_trace(kind):
     cache = CutModelCache()
     for _ in range(2):
         admit(recipe_of(Recurrent(kind), shards=2), examples(8), 1, cache)

@@ -1,4 +1,4 @@
-"""Where models are cut, what each shard holds, and what happens to models that can't be cut."""
+"""Cuts of models: where they lie, what each shard holds, and what becomes of other models."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_container_stands_for_its_first_unit():
 @pytest.mark.parametrize("name", ["0", "4"])
 def test_a_name_that_is_no_place_to_cut_is_refused_with_the_places(name):
     # 0 begins shard 0 anyway; 4 is a ReLU that writes over what came before.
-    with pytest.raises(ConfigurationError, match=rf"'{name}'.*places are \['1', '2', '3', '5'"):
+    with pytest.raises(ConfigurationError, match=rf"'{name}'.*places \['1', '2', '3', '5'"):
         start(mlp_recipe(shards=[name])(), two_sub_epochs()[0])
 
 
@@ -87,7 +87,7 @@ def test_the_report_counts_what_each_shard_holds_and_receives():
 
 
 class Inputs(nn.Module):
-    """Two inputs, a mask from one of them, constants of every kind, and a dict as output."""
+    """It has two inputs, a mask from one of them, constants of every kind, and a dict as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_values_of_inputs_alone_are_made_again_instead_of_shipped():
     make = seeded(Inputs, 4, loss=dict_loss)
     trial = assert_equal_to_plain(make, [zoo.singly(two_inputs(8, 5))] * 2, "recompute")
     for shard_graph in trial.cut_model.train[1:]:
-        assert len(shard_graph.reads) == 1, "only the activation crosses"
+        assert len(shard_graph.live_in) == 1, "only the activation crosses"
     frozen = {e.name for s in trial.layout.shards for e in s.frozen.entries}
     assert frozen == {"buffer:scale"}, "what no checkpoint holds, the factory makes again"
 
@@ -272,7 +272,7 @@ def test_any_other_model_that_cannot_be_exported_stays_whole():
 
 
 class FixedRows(nn.Module):
-    """Exports, but counts rows in Python: its graph is right for one batch size only."""
+    """It counts rows in Python, so its exported graph is right for one batch size only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ def cached(*models):
     return [cache.get(m, CutSpec("export", ("3@0",)), sample) for m in models]
 
 
-def test_equal_models_share_a_structure_whatever_their_weights():
+def test_equal_models_share_a_cut_model_whatever_their_weights():
     torch.manual_seed(0)
     a, b = cached(zoo.mlp(), zoo.mlp())
     assert a is b

@@ -1,4 +1,4 @@
-"""What the engine asks for, when it publishes, what it refuses."""
+"""The engine: what it asks for, when it publishes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_cursor_of_another_step_is_refused():
         trial.train(two_sub_epochs()[0])
 
 
-def test_trials_that_share_a_structure_do_not_disturb_each_other():
+def test_trials_that_share_a_cut_model_do_not_disturb_each_other():
     def make(seed):
         def recipe() -> Recipe:
             torch.manual_seed(seed)
@@ -129,7 +129,7 @@ def test_trials_that_share_a_structure_do_not_disturb_each_other():
               for seed, mode in ((1, "keep"), (2, "recompute"))}  # fmt: skip
     assert trials[1].cut_model is trials[2].cut_model
 
-    # Interleaved window by window: each pulls the other's next window from inside its own.
+    # They are interleaved window by window: each pulls the other's next window from inside its own.
     def through(trial, other, mine, theirs):
         for number, window in enumerate(mine):
             yield window

@@ -15,7 +15,7 @@ MODES = ["keep", "recompute"]
 
 
 def mlp_recipe(optimizer=None, shards=3, model=None, **rules):
-    """A factory of equal recipes over the MLP; `optimizer` is a function of the model."""
+    """Return a factory of equal recipes over the MLP; `optimizer` is a function of the model."""
 
     def make() -> Recipe:
         torch.manual_seed(3)
@@ -123,7 +123,7 @@ def test_batch_norm_and_long_skips(shards, mode):
     sub_epochs = [zoo.singly(zoo.images(6, 6, 4)), zoo.singly(zoo.images(6, 4, seed=1))]
     trial = assert_equal_to_plain(resnet_recipe(shards), sub_epochs, mode)
     assert trial.cut_model.num_shards == shards
-    crossing = [len(shard_graph.reads) for shard_graph in trial.cut_model.train]
+    crossing = [len(shard_graph.live_in) for shard_graph in trial.cut_model.train]
     assert max(crossing) >= 2, "long skips pass through shards"
 
 

@@ -1,4 +1,4 @@
-"""Evaluation in shards is the uncut model's too, and what it needs is tried before training."""
+"""Evaluation in shards equals the uncut model's, and admission tries it before training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EvaluatesOtherwise(nn.Module):
 
 
 class DrawsAlways(nn.Module):
-    """As a variational autoencoder that never stops sampling."""
+    """It draws in evaluation too, like a variational autoencoder that never stops sampling."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A trained model without its source: what is written, what is refused, that the bits stay."""
+"""Exported models keep their bits, hold no pickle, and are refused where they would differ."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_weights_are_a_state_dict_with_tied_tensors_once(tmp_path):
 
 
 def with_entry(folder, target, name, content):
-    """A copy of an export with one entry of its archive replaced."""
+    """Copy an export with one entry of its archive replaced."""
     shutil.copytree(folder, target)
     with (
         zipfile.ZipFile(folder / GRAPH_FILE) as archive,

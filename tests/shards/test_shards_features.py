@@ -1,4 +1,4 @@
-"""Training features, cut into shards: the same bits as a plain loop that has them."""
+"""Training features give the same bits in shards as in a plain loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_mixed_precision(mode):
     full = assert_equal_to_plain(mlp_recipe(), two_sub_epochs(), mode)
     assert trial.shards[0][0] != full.shards[0][0], "it computes in another precision"
     (crossing,) = trial.cut_model.train[1].crossing
-    assert crossing[1] == "bfloat16", "what crosses has half the bytes"
+    assert crossing.dtype == "bfloat16", "what crosses has half the bytes"
 
 
 def test_mixed_precision_with_batch_norm_and_long_skips():
@@ -137,7 +137,7 @@ def test_a_length_that_the_graph_can_not_take_is_refused():
 
 
 def epochs(recipe: Recipe, metrics: list[dict[str, float]]) -> list[float]:
-    """Learning rates of the steps, with a sub-epoch per epoch."""
+    """Return the learning rate after each epoch, which is one sub-epoch here."""
     windows = zoo.singly(zoo.vectors(8, 8))
     trial = start(recipe, windows)
     rates = []

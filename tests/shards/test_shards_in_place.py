@@ -1,4 +1,4 @@
-"""Values that a forward writes into: which cuts they forbid, and when they are made again."""
+"""Values that a forward writes into: which cuts they forbid, and when they are recomputed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_no_cut_parts_a_value_from_a_write_into_its_view():
 
 
 class Shifts(nn.Module):
-    """Makes a value in place from its inputs alone, as T5 shifts its labels, and uses it late."""
+    """It makes a value in place from inputs alone, as T5 shifts its labels, and uses it late."""
 
     def __init__(self, spoil: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_a_value_written_in_place_from_inputs_alone_is_made_again(mode):
     trial = assert_equal_to_plain(seeded(lambda: Shifts(False), 4), two_sub_epochs(), mode)
     assert trial.cut_model.num_shards == 4
     for shard_graph in trial.cut_model.train[1:]:
-        assert len(shard_graph.reads) == 1, "only the activation crosses"
+        assert len(shard_graph.live_in) == 1, "only the activation crosses"
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])

@@ -1,4 +1,4 @@
-"""Each exactness rule is there for a reason: without it the bits differ."""
+"""Negative controls of the exactness rules: without any one of them the bits differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.shards.test_shards_equivalence import (
 
 
 def differing(make, sub_epochs, mode="keep", break_rule=lambda trial: None) -> set[str]:
-    """What differs from plain training once a rule is broken after admission."""
+    """Return the names of what differs from plain training once a rule is broken."""
     reference = make()
     plain.train(reference, sub_epochs)
     trial = start(make(), [w for windows in sub_epochs for w in windows], mode)
@@ -96,8 +96,8 @@ class AddsPassingGradientsLater(tasks.ShardTasks):
     """Adds the later gradient of a value that passes through after the shard's own."""
 
     def backward(self, k, batch):
-        passing = [n for n in self._cut_model.train[k].reads
-                   if n in self._cut_model.train[k].writes]  # fmt: skip
+        passing = [n for n in self._cut_model.train[k].live_in
+                   if n in self._cut_model.train[k].live_out]  # fmt: skip
         later = {n: batch.grads.pop(n) for n in passing if n in batch.grads}
         super().backward(k, batch)
         for name, grad in later.items():
@@ -106,7 +106,7 @@ class AddsPassingGradientsLater(tasks.ShardTasks):
 
 
 class ManyReaders(nn.Module):
-    """The first value is read many times in every layer: the order of its gradients matters."""
+    """Every layer reads the first value many times, so the order of its gradients matters."""
 
     def __init__(self) -> None:
         super().__init__()

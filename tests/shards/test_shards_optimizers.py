@@ -1,4 +1,4 @@
-"""Every optimizer of `torch.optim`: cut into shards with the same bits, or refused by its name."""
+"""Every optimizer of `torch.optim` is cut with the same bits, or is refused by its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cerebro_hydra.recipe import Recipe
 from tests.shards.hopping import assert_equal_to_plain
 from tests.shards.test_shards_equivalence import two_sub_epochs
 
-# What each is tried with, beside its defaults: settings that make more state.
+# Each is tried with its defaults and with these settings, which make more state.
 SEPARABLE = {
     "Adadelta": {},
     "Adafactor": {"beta2_decay": -0.7},

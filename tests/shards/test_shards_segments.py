@@ -1,4 +1,4 @@
-"""Segments as bytes: valid safetensors, equal where content is equal, bound without copies."""
+"""Segments are valid safetensors, equal where their content is equal, and bound without copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and batches for the tests of cutting."""
+"""Models and batches for the tests of cuts."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def tokens(*rows: int, seed: int = 0) -> list[Rows]:
 
 
 def singly(batches: list[Rows]) -> list[list[Rows]]:
-    """One batch per window."""
+    """Put each batch into a window of its own."""
     return [[batch] for batch in batches]
 
 
 def sample(batch: Rows) -> Sample:
-    """What a model is traced with."""
-    return Sample(batch.features, Call(), None, nullcontext, free_shapes=False)
+    """Return a sample with which a model can be traced."""
+    return Sample(batch.features, Call(), None, nullcontext, dynamic_shapes=False)

@@ -1,1 +1,1 @@
-"""Schedules: each one a small pure function from a window's shape to a list of actions."""
+"""Schedules are pure functions from a window's shape to a list of actions."""

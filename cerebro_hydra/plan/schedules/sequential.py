@@ -1,4 +1,4 @@
-"""One trial, one shard task at a time: the order of plain training."""
+"""The sequential schedule runs one shard task at a time, in the order of plain training."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ def sequential(
 ) -> list[Action]:
     """Return the actions of one window (one optimizer step).
 
-    ``barrier``: no update before every backward, as clipping by the global norm asks.
-    ``send``: publish each shard once its update is done (last window of a sub-epoch).
-    ``tied``: groups of shards that share a parameter; the first owns and updates it.
+    Args:
+        barrier: no update comes before every backward is done, as clipping by the global norm
+            demands.
+        send: each shard is published after its update, as in the last window of a sub-epoch.
+        tied: groups of shards that share a parameter; the first of a group owns and updates it.
     """
     # 3 shards, 2 microbatches     F0 F1 F2 B2 B1 B0 | F0 F1 F2 B2 U2 B1 U1 B0 U0
     # the same with a barrier      F0 F1 F2 B2 B1 B0 | F0 F1 F2 B2 B1 B0 U0 U1 U2
     # with send, each U            ... U2 SEND2 ... U1 SEND1 ... U0 SEND0
     last = microbatches - 1
-    final_backward = list(range(shards))  # the shard after whose last backward each is updated
+    # Shard k is updated after the last backward of shard final_backward[k].
+    final_backward = list(range(shards))
     for owner, *others in tied:
         final_backward[owner] = min(final_backward[owner], *others, owner)
 
-    program: list[Action] = []
+    actions: list[Action] = []
 
     def update(shard: int) -> None:
-        program.append(Action(trial, shard, ActionKind.U, last))
+        actions.append(Action(trial, shard, ActionKind.U, last))
         if send:
-            program.append(Action(trial, shard, ActionKind.SEND))
+            actions.append(Action(trial, shard, ActionKind.SEND))
 
     for microbatch in range(microbatches):
         for shard in range(shards):
-            program.append(Action(trial, shard, ActionKind.F, microbatch))
+            actions.append(Action(trial, shard, ActionKind.F, microbatch))
         for shard in reversed(range(shards)):
-            program.append(Action(trial, shard, ActionKind.B, microbatch))
+            actions.append(Action(trial, shard, ActionKind.B, microbatch))
             if microbatch == last and not barrier:
                 for ready in reversed(range(shards)):
                     if final_backward[ready] == shard:
@@ -48,4 +51,4 @@ def sequential(
     if barrier:
         for shard in range(shards):
             update(shard)
-    return program
+    return actions
