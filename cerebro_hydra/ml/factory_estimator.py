@@ -10,7 +10,7 @@ from pyspark.ml.param import Param
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.ml.trial_estimator import TrialEstimator, as_json
-from cerebro_hydra.replay import factories
+from cerebro_hydra.storage import factories
 
 
 class FactoryEstimator(TrialEstimator):

@@ -16,9 +16,9 @@ from cerebro_hydra.data.batches import row_order
 from cerebro_hydra.errors import ReplayError
 from cerebro_hydra.recipe import Columns, RandomKey, Recipe, build_recipe, merge_metrics, units
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
-from cerebro_hydra.replay.factories import find
 from cerebro_hydra.replay.run_data import RunData, with_threads
 from cerebro_hydra.replay.states import Replayed, load_model, read_saved
+from cerebro_hydra.storage.factories import find
 from cerebro_hydra.storage.run_document import TrialSpec
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.errors import ReplayError
-from cerebro_hydra.replay import factories
+from cerebro_hydra.storage import factories
 
 MODULE = """
 def build(params):
@@ -60,7 +60,7 @@ def test_function_that_its_name_no_longer_leads_to_has_no_name(module: str) -> N
 def test_function_of_a_script_has_no_name(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from cerebro_hydra.replay.factories import name_of\n"
+        "from cerebro_hydra.storage.factories import name_of\n"
         "def build(params):\n    return params\n"
         "print(name_of(build))\n"
     )
