@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,9 @@ import torch
 from torch import nn
 
 from cerebro_hydra.plan.seeds import seed_of
+
+FORWARD = ""
+"""What stands for a forward pass itself, before its first unit, where units are named."""
 
 
 def units(model: nn.Module) -> tuple[str, ...]:
@@ -41,9 +46,44 @@ class RandomKey:
     microbatch: int
 
     def reseed(self, unit: str) -> None:
-        """Restart the CPU generator for one unit, named `module@call`; "" is the forward itself."""
+        """Restart the CPU generator for a unit call, named `module@call`, or for `FORWARD`."""
         seed = seed_of(self.trial_seed, self.step, self.microbatch, unit)
         torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[None]:
+    """Call `entered` with `FORWARD` at each forward, and with each unit call ("module@call")."""
+    handles = install_unit_hooks(model, entered)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def install_unit_hooks(
+    model: nn.Module, entered: Callable[[str], object]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Install the hooks of `unit_hooks` until their handles are removed."""
+    calls: Counter[str] = Counter()
+
+    def begin(module: nn.Module, args: object) -> None:
+        calls.clear()
+        entered(FORWARD)
+
+    def announce(name: str) -> Callable[[nn.Module, object], None]:
+        def hook(module: nn.Module, args: object) -> None:
+            entered(f"{name}@{calls[name]}")
+            calls[name] += 1
+
+        return hook
+
+    modules = dict(model.named_modules())
+    return [
+        model.register_forward_pre_hook(begin),
+        *(modules[name].register_forward_pre_hook(announce(name)) for name in units(model)),
+    ]
 
 
 def trial_seed(seed: int, trial: int) -> int:

@@ -81,6 +81,8 @@ def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData
 
 
 def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iterator[str]:
+    if replayed.failure is not None:
+        yield expected.saved.damage or f"the run trained on, but in the replay {replayed.failure}"
     tensors, saved = replayed.tensors, expected.saved.tensors
     persistent = recipe.model.state_dict()
     for name in sorted(saved.keys() | tensors.keys()):

@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
@@ -97,34 +97,13 @@ class Replayed:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Named as in a checkpoint."""
     groups: list[dict[str, Any]] = field(default_factory=list)
+    failure: str | None = None
+    """Why the replay could not go on to the end, if it could not."""
 
-    def keep(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: AveragedModel | None
-    ) -> None:
-        """Copy the present state."""
-        live = current_state(model, optimizer, ema)
-        self.tensors = {name: tensor.clone() for name, tensor in live.items()}
+    def keep(self, trainer: PlainTrainer) -> None:
+        """Copy the trainer's present state."""
+        self.tensors = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
         self.groups = [
             {name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
+            for group in trainer.recipe.optimizer.param_groups
         ]
-
-
-def current_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ema: AveragedModel | None
-) -> dict[str, Tensor]:
-    """The same names as a checkpoint's, from a live model and optimizer."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    found: dict[str, Tensor] = {f"param:{n}": p.detach() for n, p in model.named_parameters()}
-    found |= {f"buffer:{n}": b for n, b in model.named_buffers()}
-    if ema is not None:
-        found |= {
-            f"ema:{n}": p.detach() for n, p in ema.module.named_parameters() if p.requires_grad
-        }
-    for parameter, state in optimizer.state.items():
-        if not parameter.requires_grad:
-            continue  # Adagrad makes state for whatever it is given; what is frozen keeps none
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                found[f"optim:{names[parameter]}:{key}"] = value.detach()
-    return found

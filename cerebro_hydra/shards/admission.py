@@ -56,8 +56,9 @@ def admit(
     if not examples:
         raise ConfigurationError("admission needs a batch to try the model on; there are no rows")
     cache = cache or CutModelCache()
-    run = CutCheck.plain(recipe, examples, trial_seed)
-    template = StateTemplate.learn(run.reference.model, run.reference.optimizer)
+    check = CutCheck.plain(recipe, examples, trial_seed)
+    trained = check.trainer.recipe
+    template = StateTemplate.learn(trained.model, trained.optimizer)
     largest = max(examples, key=lambda e: e[0][0].shape[0] if e[0][0].dim() else 0)
     sample = Sample.of(recipe, largest)
 
@@ -69,7 +70,7 @@ def admit(
             # Modules run as they are may keep something to themselves, which would not hop.
             hop = partial(CutModel.build, recipe.model, choice.spec, sample)
             again = None if choice.spec.mode == "export" else hop
-            difference = run.difference(cut_model, layout, again)
+            difference = check.difference(cut_model, layout, again)
         except UnfitShape as error:
             difference = str(error)
         except ConfigurationError:
