@@ -73,7 +73,11 @@ class FactoryEstimator(TrialEstimator):
                 f"{self.uid} was saved without what builds its model, so it can't be fitted; make "
                 "it anew, or use the models that it has trained"
             )
-        return factories.named(self._factory) if isinstance(self._factory, str) else self._factory
+        return (
+            factories.import_factory(self._factory)
+            if isinstance(self._factory, str)
+            else self._factory
+        )
 
     def factory_name(self) -> str | None:
         """By which another process can import it, if it can."""

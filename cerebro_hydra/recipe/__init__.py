@@ -1,8 +1,13 @@
-"""What a trial is: model, optimizer, loss, metrics and training rules, as data."""
+"""Defines what a trial is, as data, and what training it means: `PlainTrainer`."""
 
 from __future__ import annotations
 
-from cerebro_hydra.recipe.build import build_aside, build_recipe, generator_alone, recipe_of
+from cerebro_hydra.recipe.build import (
+    build_keeping_random_state,
+    build_recipe,
+    exclusive_generator,
+    recipe_of,
+)
 from cerebro_hydra.recipe.columns import Call, Columns, predictions
 from cerebro_hydra.recipe.evaluation import Evaluation, SumOverRows, mean, merge_evaluations
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
@@ -23,9 +28,9 @@ __all__ = [
     "StateMetric",
     "SumOverRows",
     "Window",
-    "build_aside",
+    "build_keeping_random_state",
     "build_recipe",
-    "generator_alone",
+    "exclusive_generator",
     "load_warm_start",
     "mean",
     "merge_evaluations",

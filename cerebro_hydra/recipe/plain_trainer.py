@@ -114,7 +114,7 @@ class PlainTrainer:
         return losses
 
     def _loss(self, batch: BatchTensors, key: RandomKey) -> Tensor:
-        """Random numbers restart for collate, for the forward, and at every unit that it enters."""
+        """Compute a loss; random numbers restart for collate, the forward and every unit call."""
         recipe = self.recipe
         self.phase = "collate"
         features, targets = recipe.collated(batch.features, batch.labels, key)

@@ -14,11 +14,11 @@ from torch import nn
 from cerebro_hydra.plan.seeds import seed_of
 
 FORWARD = ""
-"""What stands for a forward pass itself, before its first unit, where units are named."""
+"""Stands, in place of a unit's name, for a forward pass before its first unit."""
 
 
 def units(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that a cut may not split and where random numbers restart.
+    """Return the names of the modules that no cut splits and where random numbers restart.
 
     Children of a `Sequential` or `ModuleList` are units unless they are such containers themselves;
     outside of containers, modules without children are.
@@ -39,7 +39,7 @@ def _walk(module: nn.Module, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RandomKey:
-    """Where in a trial's life a forward pass is; random numbers depend on nothing else."""
+    """The place of a forward pass in its trial; random numbers depend on nothing else."""
 
     trial_seed: int
     step: int
@@ -87,12 +87,12 @@ def install_unit_hooks(
 
 
 def trial_seed(seed: int, trial: int) -> int:
-    """The seed of a trial's dropout and collating, from that of the search."""
+    """Derive the seed of a trial's dropout and collating from that of the search."""
     return seed_of(seed, "trial", trial)
 
 
 def numeric_fingerprint() -> dict[str, Any]:
-    """What the bits of a run depend on beside its code and data; replay warns where it differs."""
+    """Return what a run's bits depend on beside code and data; replay warns where it differs."""
     return {
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),

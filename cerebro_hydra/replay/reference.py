@@ -1,4 +1,4 @@
-"""One trial again, in plain, unsharded, single-process PyTorch: what the engine must equal."""
+"""Trains one trial of a run again with the plain trainer: the engine must equal it in every bit."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def replay(run_path: str, trial_id: str, factory: Any = None) -> ReplayReport:
             )
         spec = run.trial(trial_id)
         expected = expectations(run, spec)
-        named = find(run_path, run.document.factory, factory)
-        recipe = build_recipe(named, spec.params, run.seed, Columns.of(run.document))
+        found = find(run_path, run.document.factory, factory)
+        recipe = build_recipe(found, spec.params, run.seed, Columns.of(run.document))
         load_model(recipe.model, read_saved(run.folder, spec.trial, 0))
         with with_threads(run.document.threads):
             replayed = train(recipe, run, spec, expected.visit_log, expected.visit)

@@ -1,4 +1,4 @@
-"""A run's documents and its prepared data, opened again."""
+"""Opens a run's documents and its prepared data again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cerebro_hydra.storage.run_folder import RunFolder
 
 @dataclass
 class RunData:
-    """What a replay reads."""
+    """The documents and the decoded partitions that a replay reads."""
 
     folder: RunFolder
     document: RunDocument
@@ -48,7 +48,7 @@ class RunData:
         return self.document.seed
 
     def trial(self, trial_id: str) -> TrialSpec:
-        """The trial of that name.
+        """Return the trial of that name.
 
         Raises:
             ReplayError: the run has none, or it never started.

@@ -48,7 +48,7 @@ def first_difference(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal in type, shape and every bit."""
+    """Tell whether two tensors are equal in type, shape and every bit."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))

@@ -30,16 +30,16 @@ from cerebro_hydra.testing.run_in_process import run_in_process
 from cerebro_hydra.tune import GridSearch, hp_choice
 
 Shards = int | list[str]
-"""A number, or names of modules to cut at, as `Recipe` takes them."""
+"""A number of shards, or names of modules to cut at, as `Recipe` takes them."""
 
 TRIAL_SEED = 11
 STEPS_PER_EPOCH = 10
 PRELOADED = ("transformers.modeling_utils",)
-"""What agents of a run would import beside torch; a package that is absent is passed over."""
+"""Modules that agents load in advance beside torch; those that are absent are passed over."""
 
 
 class ModelCase(ABC):
-    """What training in shards promises of a model; a subclass, collected by pytest, gives one.
+    """The promises of training in shards; a subclass, collected by pytest, gives the model.
 
     The subclass must be importable by its module's name: agents in other processes build it.
 
@@ -64,19 +64,19 @@ class ModelCase(ABC):
 
     @abstractmethod
     def batch(self, rows: int, seed: int) -> Example:
-        """Features and targets of a batch: int64, float32 or bool, each of shape (rows, ...)."""
+        """Return features and targets: int64, float32 or bool, each of shape (rows, ...)."""
 
     # ------------------------------------------------------------------ what the suite uses
 
     def make(self, shards: Shards) -> Recipe:
-        """The recipe, seeded and bound to its columns."""
+        """Build the recipe, seeded and bound to its columns."""
         torch.manual_seed(5)
         recipe = self.recipe(shards).bind(self.columns)
         recipe.batch_size = self.rows[0]
         return recipe
 
     def sub_epochs(self) -> list[list[list[Batch]]]:
-        """Two sub-epochs of several steps, each ending with the smaller batch."""
+        """Return two sub-epochs of several steps, each ending with the smaller batch."""
         full, last = self.rows
         sizes = ((full, full, last), (full, last))
         batches = [
@@ -105,7 +105,7 @@ class ModelCase(ABC):
     # ------------------------------------------------------------------ the promises
 
     def test_admission_cuts_as_asked(self) -> None:
-        """It chooses the mode that the case names, with as many shards as were asked for."""
+        """Admission chooses the mode that the case names, and as many shards as asked for."""
         for shards in self.cuts:
             trial = self.start(shards)
             report = trial.admission.report
@@ -226,14 +226,14 @@ class ModelCase(ABC):
         return run_in_process(store, arrays, self.columns, trial, {"shards": shards}).path
 
     def _sources(self, recipe: Recipe) -> set[str]:
-        """Packages that the model's code comes from."""
+        """Return the packages that the model's code comes from."""
         classes = (type(self), *(type(module) for module in recipe.model.modules()))
         found = {kind.__module__.split(".")[0] for kind in classes} | {"transformers"}
         return found - {"torch", "cerebro_hydra"}
 
 
 def build_case(name: str, params: Mapping[str, Any]) -> Recipe:
-    """The factory of a case's run; `name` is "module:class"."""
+    """Build the recipe of a case's run; `name` is "module:class"."""
     module, _, qualname = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
@@ -244,7 +244,7 @@ def build_case(name: str, params: Mapping[str, Any]) -> Recipe:
 
 @cache
 def _cut_models_of(case: type[ModelCase]) -> CutModelCache:
-    """One export of a model serves all tests of its case."""
+    """Return the cache that lets one export of a model serve all tests of its case."""
     return CutModelCache()
 
 
