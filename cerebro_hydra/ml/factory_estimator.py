@@ -10,7 +10,7 @@ from pyspark.ml.param import Param
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.ml.trial_estimator import TrialEstimator, as_json
-from cerebro_hydra.replay import factories
+from cerebro_hydra.storage import factories
 
 
 class FactoryEstimator(TrialEstimator):
@@ -73,7 +73,11 @@ class FactoryEstimator(TrialEstimator):
                 f"{self.uid} was saved without what builds its model, so it can't be fitted; make "
                 "it anew, or use the models that it has trained"
             )
-        return factories.named(self._factory) if isinstance(self._factory, str) else self._factory
+        return (
+            factories.import_factory(self._factory)
+            if isinstance(self._factory, str)
+            else self._factory
+        )
 
     def factory_name(self) -> str | None:
         """By which another process can import it, if it can."""

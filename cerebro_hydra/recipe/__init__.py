@@ -1,30 +1,45 @@
-"""What a trial is: model, optimizer, loss, metrics and training rules, as data."""
+"""Defines what a trial is, as data, and what training it means: `PlainTrainer`."""
 
 from __future__ import annotations
 
-from cerebro_hydra.recipe.build import build_aside, build_recipe, generator_alone, recipe_of
+from cerebro_hydra.recipe.build import (
+    build_keeping_random_state,
+    build_recipe,
+    exclusive_generator,
+    recipe_of,
+)
 from cerebro_hydra.recipe.columns import Call, Columns, predictions
+from cerebro_hydra.recipe.evaluation import Evaluation, SumOverRows, mean, merge_evaluations
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
+from cerebro_hydra.recipe.plain_trainer import BatchTensors, PlainTrainer, Window, state_tensors
 from cerebro_hydra.recipe.randomness import RandomKey, numeric_fingerprint, trial_seed, units
 from cerebro_hydra.recipe.recipe import Recipe
 from cerebro_hydra.recipe.warm_start import load_warm_start
 
 __all__ = [
+    "BatchTensors",
     "Call",
     "Columns",
+    "Evaluation",
     "Metric",
+    "PlainTrainer",
     "RandomKey",
     "Recipe",
     "StateMetric",
-    "build_aside",
+    "SumOverRows",
+    "Window",
+    "build_keeping_random_state",
     "build_recipe",
-    "generator_alone",
+    "exclusive_generator",
     "load_warm_start",
+    "mean",
+    "merge_evaluations",
     "merge_metrics",
     "numeric_fingerprint",
     "predictions",
     "recipe_of",
     "resolve_metrics",
+    "state_tensors",
     "trial_seed",
     "units",
 ]

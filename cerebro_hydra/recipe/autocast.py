@@ -1,4 +1,4 @@
-"""Mixed precision by name, the same in training, evaluation and saved models."""
+"""Mixed precision by name: the same in training, evaluation and saved models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AUTOCAST = {"bfloat16": torch.bfloat16}
 
 
 def autocasting(name: str | None, device: str) -> AbstractContextManager[Any]:
-    """Within it, operations on a type of device run in the precision of a key of `AUTOCAST`."""
+    """Return a context in which operations run in the named precision of `AUTOCAST`."""
     if name is None:
         return nullcontext()
     # Without its cache, a weight's cast doesn't depend on what else ran before.

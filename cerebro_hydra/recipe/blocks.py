@@ -1,4 +1,4 @@
-"""What `shards=` may be: a number, module names to cut at, or the blocks of each shard."""
+"""Checks `shards=`: a number, module names to cut at, or the blocks of each shard."""
 
 from __future__ import annotations
 

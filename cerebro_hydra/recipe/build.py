@@ -1,4 +1,4 @@
-"""From what a user wrote to a recipe."""
+"""Builds recipes with the user's factory, with random numbers under control."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _generator = threading.RLock()
 
 
 @contextmanager
-def generator_alone() -> Iterator[None]:
-    """Within it no other thread builds or admits: the CPU generator is one per process."""
+def exclusive_generator() -> Iterator[None]:
+    """Keep other threads from building and admitting: there is one CPU generator per process."""
     with _generator:
         yield
 
 
 def recipe_of(built: Any) -> Recipe:
-    """What an `estimator_gen_fn` returned, if it is a recipe."""
+    """Check that an `estimator_gen_fn` returned a recipe."""
     if not isinstance(built, Recipe):
         raise ConfigurationError(
             f"estimator_gen_fn returned a {type(built).__name__}; return a SparkEstimator"
@@ -41,9 +41,9 @@ def build_recipe(
     return recipe_of(factory(dict(params))).bind(columns)
 
 
-def build_aside(
+def build_keeping_random_state(
     factory: Callable[[Any], Any], params: Mapping[str, Any], seed: int, columns: Columns
 ) -> Recipe:
-    """As `build_recipe`, and the process's random numbers go on as if nothing had been built."""
-    with generator_alone(), torch.random.fork_rng(devices=[]):
+    """Build a recipe and leave the process's random numbers as if nothing had been built."""
+    with exclusive_generator(), torch.random.fork_rng(devices=[]):
         return build_recipe(factory, params, seed, columns)

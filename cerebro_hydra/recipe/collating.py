@@ -1,4 +1,4 @@
-"""The user's collate: a batch in, a batch out, seeded by key."""
+"""Applies the user's collate to batches, with random numbers seeded by key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cerebro_hydra.recipe.randomness import RandomKey
 
 Collate = Callable[[dict[str, Tensor], bool], dict[str, Tensor]]
 
-_UNIT = "collate"  # no unit call is named so: they have an "@"
+_UNIT = "collate"  # names of unit calls have an "@", so none is called this
 
 
 class Collator:
@@ -39,7 +39,7 @@ class Collator:
     def apply(
         self, features: tuple[Tensor, ...], targets: tuple[Tensor, ...], key: RandomKey | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """A batch's features and targets after collating; without a key, for evaluation."""
+        """Return a batch's features and targets after collating; without a key, for evaluation."""
         if self._collate is None:
             return features, targets
         names = self._names(len(features), len(targets))

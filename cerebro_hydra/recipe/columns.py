@@ -1,4 +1,4 @@
-"""How the columns of a batch reach a model's forward and its loss."""
+"""Passes the columns of a batch to a model's forward and its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SWITCHED_OFF = ("use_cache",)
 
 
 class HasColumns(Protocol):
-    """What knows the columns of a run, such as its document."""
+    """An object that knows the columns of a run, such as its document."""
 
     @property
     def feature_columns(self) -> tuple[str, ...]: ...
@@ -29,7 +29,7 @@ class HasColumns(Protocol):
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns of a batch; the targets are the labels, then the sample weight."""
+    """The column names of a batch; its targets are the labels, then the sample weight."""
 
     features: tuple[str, ...]
     labels: tuple[str, ...]
@@ -37,18 +37,18 @@ class Columns:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """What a batch carries beside its features."""
+        """Return what a batch has beside its features: labels, then the sample weight."""
         return self.labels if self.weight is None else (*self.labels, self.weight)
 
     @classmethod
     def of(cls, document: HasColumns) -> Columns:
-        """The columns that a run's document names."""
+        """Take the columns that a run's document names."""
         return cls(document.feature_columns, document.label_columns, document.sample_weight_column)
 
 
 @dataclass(frozen=True)
 class Call:
-    """How tensors become the arguments of a forward.
+    """The rule by which tensors become the arguments of a forward.
 
     Args:
         names: the keyword of each tensor, in order; None passes them by position.
@@ -59,7 +59,7 @@ class Call:
     constants: tuple[tuple[str, Any], ...] = ()
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Positional and keyword arguments."""
+        """Return positional and keyword arguments."""
         if self.names is None:
             return tuple(tensors), dict(self.constants)
         # Without labels, as at inference, the last names stay unused.
@@ -71,7 +71,7 @@ class Call:
         return model(*args, **kwargs)
 
     def evaluate(self, model: nn.Module, tensors: Sequence[Tensor], scratch: dict[str, Any]) -> Any:
-        """Run a forward that writes into copies of buffers: evaluation leaves a trial as it is.
+        """Run a forward that writes into copies of buffers, so that evaluation changes no trial.
 
         Args:
             scratch: the copies so far, at first empty; one for each partition.
@@ -83,7 +83,7 @@ class Call:
 
     @classmethod
     def of(cls, model: nn.Module, columns: Columns | None, takes_labels: bool) -> Call:
-        """By name if forward has an argument for every feature column, else by position.
+        """Pass columns by name if forward has an argument for every feature, else by position.
 
         Raises:
             ConfigurationError: the model is to compute its loss, and a column has no argument.
@@ -124,7 +124,7 @@ class Call:
 
 
 def predictions(outputs: Any, labels: Sequence[str] = ()) -> list[Tensor]:
-    """The tensors that a forward's output predicts with.
+    """Return the tensors of a forward's output that are predictions.
 
     A tensor is its own prediction, tuples and lists give all of theirs; of a mapping or dataclass
     (as models of `transformers` return) it is those named like the label columns, if all are there,

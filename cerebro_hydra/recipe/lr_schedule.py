@@ -1,4 +1,4 @@
-"""When an LR scheduler steps: after every optimizer step, or at an epoch's end, on a metric."""
+"""Steps LR schedulers: after every optimizer step, or once an epoch, perhaps on a metric."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LRSchedule:
         self._metric = metric
 
     def make(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any | None:
-        """A scheduler over an optimizer, or None.
+        """Make a scheduler over an optimizer, or None.
 
         Raises:
             ConfigurationError: the function fails, or gives no scheduler.
@@ -62,12 +62,12 @@ class LRSchedule:
         return made
 
     def after_step(self, scheduler: Any | None) -> None:
-        """The optimizer has stepped."""
+        """Step the scheduler after an optimizer step, if it steps that often."""
         if scheduler is not None and self._interval == "step" and not _takes_metric(scheduler):
             scheduler.step()
 
     def begin_epoch(self, scheduler: Any | None, metrics: Mapping[str, float]) -> None:
-        """A new epoch begins; `metrics` are those of the epoch before.
+        """Step the scheduler as a new epoch begins; `metrics` are those of the epoch before.
 
         Raises:
             ConfigurationError: the metric that the scheduler steps on was not measured.
@@ -108,7 +108,7 @@ def _takes_metric(scheduler: Any) -> bool:
 
 @cache
 def _step_asks_for_a_value(kind: type[Any]) -> bool:
-    """As ReduceLROnPlateau's does."""
+    """Tell whether `step` needs a value, as that of ReduceLROnPlateau does."""
     required = [
         p
         for p in inspect.signature(kind.step).parameters.values()

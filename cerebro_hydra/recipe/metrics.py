@@ -1,4 +1,4 @@
-"""What is measured on validation rows beside the loss."""
+"""Metrics: what is measured on validation rows beside the loss."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class StateMetric(Protocol):
     """
 
     def start(self) -> Any:
-        """The state before any batch."""
+        """Return the state before any batch."""
 
     def update(self, state: Any, outputs: Any, *labels: Tensor) -> Any:
-        """The state after one more batch."""
+        """Return the state after one more batch."""
 
     def merge(self, state: Any, other: Any) -> Any:
-        """One state of two."""
+        """Merge two states into one."""
 
     def compute(self, state: Any) -> float:
-        """The value that a state stands for."""
+        """Return the value that a state stands for."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One measured value.
+    """A measured value with its name and direction.
 
     `function(outputs, *labels)` gives the mean of a batch, to be averaged over rows; a
     `StateMetric` keeps a state instead. With `label`, it sees that prediction and label alone.
@@ -54,7 +54,7 @@ class Metric:
 
 
 def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> Tensor:
-    """Share of hits; `loss` says what one number stands for, and whether labels are shares."""
+    """Return the share of hits; `loss` tells what an output and a label stand for."""
     if isinstance(loss, nn.CrossEntropyLoss) and labels.shape == outputs.shape:
         hits = outputs.argmax(min(1, outputs.dim() - 1)) == labels.argmax(min(1, labels.dim() - 1))
     elif outputs.dim() == labels.dim() or outputs.shape[-1] == 1:
@@ -160,7 +160,7 @@ def merge_metrics(
 
 
 def as_json(name: str, state: Any) -> Any:
-    """A metric's state as it arrives on the driver.
+    """Return a metric's state as it arrives on the driver.
 
     Raises:
         ConfigurationError: it is no plain JSON.
@@ -176,7 +176,7 @@ def as_json(name: str, state: Any) -> Any:
 
 
 def _check_keys(state: Any) -> None:
-    """JSON would silently turn other keys into strings, and the next update not find them."""
+    """Refuse keys that JSON would turn into strings, where the next update would miss them."""
     if isinstance(state, dict):
         for key in state:
             if not isinstance(key, str):

@@ -1,4 +1,4 @@
-"""What a batch's loss is: one loss, one per output, the model's own, with weights for rows."""
+"""Computes a batch's loss: by one function, by one per output, or by the model itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.columns import predictions
 
 MODEL = "model"
-"""In place of a loss: the model computes it from the labels, as models of `transformers` do."""
+"""Stands in place of a loss that the model computes itself, as models of `transformers` do."""
 
 # Losses that index classes: float labels (Spark ML's habit) become integers for them.
 CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
@@ -25,12 +25,12 @@ Loss = Callable[..., Tensor]
 
 
 def is_likelihood(loss: Any) -> bool:
-    """Whether a loss takes, for each label of 0 or 1, how likely 1 is."""
+    """Tell whether a loss takes, for each label of 0 or 1, how likely 1 is."""
     return isinstance(loss, nn.BCELoss) or loss is F.binary_cross_entropy
 
 
 def is_log_odds(loss: Any) -> bool:
-    """Whether a loss takes a score for each label of 0 or 1, which is positive if 1 is likely."""
+    """Tell whether a loss takes, for each label of 0 or 1, a score that is positive for 1."""
     return isinstance(loss, nn.BCEWithLogitsLoss) or loss is F.binary_cross_entropy_with_logits
 
 
@@ -86,7 +86,7 @@ class Objective:
         self._labels = tuple(labels)
 
     def compute(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
-        """The mean over rows of (weight of the row times) its loss, a scalar with its graph.
+        """Return the mean over rows of (weight of the row times) its loss, with its graph.
 
         Raises:
             ConfigurationError: a loss gives something else.
@@ -108,11 +108,11 @@ class Objective:
         return total
 
     def split(self, targets: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Labels and sample weights."""
+        """Part the targets into labels and sample weights."""
         return (targets[:-1], targets[-1]) if self._weighs_rows else (targets, None)
 
     def prepare(self, outputs: Any, labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The labels as the losses take them: class numbers as integers, all else as it is."""
+        """Return the labels as the losses take them: class numbers become integers."""
         if self.is_models_own:
             return tuple(labels)
         if not self.several:
@@ -167,7 +167,7 @@ def _models_own(outputs: Any) -> Tensor:
 
 
 def _seen_by(loss: Loss, outputs: Any) -> Any:
-    """Losses of torch take tensors, so they get the prediction out of a larger output."""
+    """Take the prediction out of a larger output for losses of torch, which take tensors."""
     if isinstance(outputs, Tensor) or not _is_torchs(loss):
         return outputs
     given = predictions(outputs)

@@ -1,4 +1,4 @@
-"""Which optimizers and parameters can be cut into shards."""
+"""Refuses optimizers and parameters that can't be cut into shards."""
 
 from __future__ import annotations
 

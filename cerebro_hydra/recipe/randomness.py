@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +13,12 @@ from torch import nn
 
 from cerebro_hydra.plan.seeds import seed_of
 
+FORWARD = ""
+"""Stands, in place of a unit's name, for a forward pass before its first unit."""
+
 
 def units(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that a cut may not split and where random numbers restart.
+    """Return the names of the modules that no cut splits and where random numbers restart.
 
     Children of a `Sequential` or `ModuleList` are units unless they are such containers themselves;
     outside of containers, modules without children are.
@@ -34,25 +39,60 @@ def _walk(module: nn.Module, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RandomKey:
-    """Where in a trial's life a forward pass is; random numbers depend on nothing else."""
+    """The place of a forward pass in its trial; random numbers depend on nothing else."""
 
     trial_seed: int
     step: int
     microbatch: int
 
     def reseed(self, unit: str) -> None:
-        """Restart the CPU generator for one unit, named `module@call`; "" is the forward itself."""
+        """Restart the CPU generator for a unit call, named `module@call`, or for `FORWARD`."""
         seed = seed_of(self.trial_seed, self.step, self.microbatch, unit)
         torch.default_generator.manual_seed(seed)
 
 
+@contextmanager
+def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[None]:
+    """Call `entered` with `FORWARD` at each forward, and with each unit call ("module@call")."""
+    handles = install_unit_hooks(model, entered)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def install_unit_hooks(
+    model: nn.Module, entered: Callable[[str], object]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Install the hooks of `unit_hooks` until their handles are removed."""
+    calls: Counter[str] = Counter()
+
+    def begin(module: nn.Module, args: object) -> None:
+        calls.clear()
+        entered(FORWARD)
+
+    def announce(name: str) -> Callable[[nn.Module, object], None]:
+        def hook(module: nn.Module, args: object) -> None:
+            entered(f"{name}@{calls[name]}")
+            calls[name] += 1
+
+        return hook
+
+    modules = dict(model.named_modules())
+    return [
+        model.register_forward_pre_hook(begin),
+        *(modules[name].register_forward_pre_hook(announce(name)) for name in units(model)),
+    ]
+
+
 def trial_seed(seed: int, trial: int) -> int:
-    """The seed of a trial's dropout and collating, from that of the search."""
+    """Derive the seed of a trial's dropout and collating from that of the search."""
     return seed_of(seed, "trial", trial)
 
 
 def numeric_fingerprint() -> dict[str, Any]:
-    """What the bits of a run depend on beside its code and data; replay warns where it differs."""
+    """Return what a run's bits depend on beside code and data; replay warns where it differs."""
     return {
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),

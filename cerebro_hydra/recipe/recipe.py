@@ -133,7 +133,7 @@ class Recipe:
             )
 
     def bind(self, columns: Columns) -> Recipe:
-        """Take the names of the columns that batches will have; returns itself.
+        """Take the names of the columns that batches will have, and return the recipe itself.
 
         Raises:
             ConfigurationError: the model, the loss or the LR schedule doesn't fit them.
@@ -154,11 +154,11 @@ class Recipe:
 
     @property
     def call(self) -> Call:
-        """How `inputs` become arguments of the model's forward."""
+        """Return the rule by which `inputs` become arguments of the model's forward."""
         return self._call
 
     def inputs(self, features: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the model's forward takes of a batch: the features, and labels if it asks."""
+        """Return what forward takes of a batch: the features, and the labels if it asks."""
         if not self._objective.is_models_own:
             return tuple(features)
         return (*features, *targets)
@@ -166,7 +166,7 @@ class Recipe:
     def collated(
         self, features: tuple[Tensor, ...], targets: tuple[Tensor, ...], key: RandomKey | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """A batch after `collate`, seeded by the key; None is for evaluation.
+        """Apply `collate` to a batch, seeded by the key; None is for evaluation.
 
         Raises:
             ConfigurationError: it lost a column or changed the number of rows.
@@ -175,7 +175,7 @@ class Recipe:
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """Within it, forward and loss run as `autocast` says, without attention's fast path.
+        """Run forward and loss as `autocast` says, and without attention's fast path.
 
         Its fused kernels of evaluation are in no exported graph, and round otherwise.
         """
@@ -189,32 +189,32 @@ class Recipe:
             torch.backends.mha.set_fastpath_enabled(fast)
 
     def compute_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
-        """The mean loss of one batch, a scalar with its graph."""
+        """Return the mean loss of one batch, a scalar with its graph."""
         return self._objective.compute(outputs, targets)
 
     def predictions(self, outputs: Any) -> list[Tensor]:
-        """The tensors that an output predicts with; see `columns.predictions`."""
+        """Return the tensors of an output that are predictions; see `columns.predictions`."""
         return predictions(outputs, self.columns.labels if self.columns else ())
 
     # ------------------------------------------------------------------ measuring
 
     @property
     def losses(self) -> tuple[Any, ...]:
-        """One, or one per label column."""
+        """Return the losses: one, or one per label column."""
         return self._objective.losses
 
     @property
     def metric_list(self) -> tuple[Metric, ...]:
-        """Every metric, in order."""
+        """Return every metric, in order."""
         return self._metrics
 
     @property
     def state_metrics(self) -> tuple[Metric, ...]:
-        """Those that keep a state."""
+        """Return the metrics that keep a state."""
         return self._state_metrics
 
     def compute_metrics(self, outputs: Any, targets: Sequence[Tensor]) -> dict[str, float]:
-        """Each averaged metric's mean over one batch.
+        """Return each averaged metric's mean over one batch.
 
         Raises:
             ConfigurationError: a metric fails; the message names it.
@@ -267,7 +267,7 @@ class Recipe:
 
     @property
     def lr_schedule(self) -> LRSchedule:
-        """Makes and steps LR schedulers."""
+        """Return what makes and steps LR schedulers."""
         return self._schedule
 
 

@@ -1,4 +1,4 @@
-"""Beginning with weights that were trained before."""
+"""Begins a trial with weights that were trained before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""THE REFERENCE: what a run did, done again in plain PyTorch.
+"""Trains what a run trained again, in plain PyTorch, and compares every bit.
 
 The room is itself the function: `cerebro_hydra.replay(run_path, trial_id)`, so that the name means
 one thing whatever was imported first.

@@ -1,4 +1,4 @@
-"""Bit by bit: what a run left behind against what its replay computed."""
+"""Compares, bit by bit, what a run left behind with what its replay computed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReplayReport:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run says that its trial became; `visit` made the state that is its result."""
+    """What a run recorded of a trial; `visit` made the state that is its result."""
 
     trial_id: str
     visit_log: list[tuple[int, int]]
@@ -68,7 +68,7 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
 
 
 def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData) -> ReplayReport:
-    """Hold a replayed trial against what its run left behind."""
+    """Compare a replayed trial with what its run left behind."""
     differences = _differences(recipe, replayed, expected)
     first = expected.problem or next(differences, None)
     return ReplayReport(
@@ -81,6 +81,8 @@ def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData
 
 
 def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iterator[str]:
+    if replayed.failure is not None:
+        yield expected.saved.damage or f"the run trained on, but in the replay {replayed.failure}"
     tensors, saved = replayed.tensors, expected.saved.tensors
     persistent = recipe.model.state_dict()
     for name in sorted(saved.keys() | tensors.keys()):
@@ -105,7 +107,7 @@ def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iter
 
 
 def tensor_difference(run: Tensor, replay: Tensor) -> str | None:
-    """Where two tensors first differ in a bit, or None."""
+    """Return where two tensors first differ in a bit, or None."""
     if run.dtype != replay.dtype or run.shape != replay.shape:
         return (
             f": the run has {run.dtype} {tuple(run.shape)}, "

@@ -1,4 +1,4 @@
-"""What a run says of one trial: where it began, where it went, where it ended."""
+"""Reads from a run's journal where one trial went, and what it measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrialRecord:
         return [self.visits[visit] for visit in sorted(self.visits)]
 
     def problem(self, num_partitions: int) -> str | None:
-        """How the visit log breaks the rule of one visit per epoch and partition, if it does."""
+        """Say how the log breaks the rule of one visit per epoch and partition, if it does."""
         seen: set[tuple[int, int]] = set()
         for epoch, partition in self.visit_log:
             if (epoch, partition) in seen:
@@ -67,7 +67,7 @@ def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
 
 
 def result_visit(folder: RunFolder, trial: int) -> int:
-    """The visit that made the state which is a trial's result.
+    """Return the visit that made the state which is a trial's result.
 
     Raises:
         ReplayError: there is none: the trial failed, or the run did not end.

@@ -1,4 +1,4 @@
-"""A run's documents and its prepared data, opened again."""
+"""Opens a run's documents and its prepared data again."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from cerebro_hydra.data.batches import Batch, batches
+from cerebro_hydra.data.batches import Batch, batches, row_order
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import MANIFEST_NAME, Manifest
 from cerebro_hydra.errors import ReplayError
@@ -21,7 +23,7 @@ from cerebro_hydra.storage.run_folder import RunFolder
 
 @dataclass
 class RunData:
-    """What a replay reads."""
+    """The documents and the decoded partitions that a replay reads."""
 
     folder: RunFolder
     document: RunDocument
@@ -46,7 +48,7 @@ class RunData:
         return self.document.seed
 
     def trial(self, trial_id: str) -> TrialSpec:
-        """The trial of that name.
+        """Return the trial of that name.
 
         Raises:
             ReplayError: the run has none, or it never started.
@@ -57,8 +59,21 @@ class RunData:
         known = [spec.trial_id for spec in self.document.trials]
         raise ReplayError(f"run {self.folder.path} trained no trial {trial_id!r}; it has {known}")
 
-    def batches(self, part: CachedPartition, batch_size: int, order: Any) -> Iterator[Batch]:
-        """The batches of a partition, in an order or as stored."""
+    def windows(self, spec: TrialSpec, epoch: int, partition: int) -> Iterator[list[Batch]]:
+        """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
+        part = self.training[partition]
+        order = row_order(part.rows, self.seed, epoch, partition)
+        stream = self._batches(part, spec.batch_size, order)
+        while window := list(islice(stream, spec.accumulate)):
+            yield window
+
+    def validation_batches(self, spec: TrialSpec, partition: int) -> Iterator[Batch]:
+        """Yield the validation rows of a partition in stored order."""
+        return self._batches(self.validation[partition], spec.batch_size, None)
+
+    def _batches(
+        self, part: CachedPartition, batch_size: int, order: NDArray[np.int64] | None
+    ) -> Iterator[Batch]:
         columns = Columns.of(self.document)
         return batches(part, columns.features, columns.targets, batch_size, order)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run as plain tensors, read with safetensors alone."""
+"""Reads the checkpoints of a run as plain tensors, with safetensors alone."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import safetensors.torch
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
 @dataclass
 class SavedState:
-    """Everything that a checkpoint holds of a trial, by name."""
+    """All that a checkpoint holds of a trial."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """`param:NAME`, `buffer:NAME` and `optim:NAME:KEY`, existing optimizer state only."""
+    """By name: `param:NAME`, `buffer:NAME`, `ema:NAME`, and `optim:NAME:KEY` where it exists."""
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
     """Options of the param groups, of each shard that was trained."""
     damage: str | None = None
-    """Which object has other bytes than its name says, if one has."""
+    """Says which object has other bytes than its name promises, if one has."""
 
 
 def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
@@ -68,13 +68,13 @@ def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
 
 
 def _header(content: bytes) -> dict[str, Any]:
-    """The JSON before the tensors; its metadata names tensors that lie in another axis order."""
+    """Return the JSON before the tensors; its metadata has tensors of another axis order."""
     header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return header
 
 
 def _optim_names(header: dict[str, Any]) -> list[str]:
-    """Names of optimizer state in file order, to which the bytes of `exists` belong."""
+    """Return the names of optimizer state in the order of the bytes of `exists`."""
     names = [name for name in header if name.startswith("optim:")]
     return sorted(names, key=lambda name: header[name]["data_offsets"])
 
@@ -91,40 +91,19 @@ def load_model(model: nn.Module, saved: SavedState) -> None:
 
 @dataclass
 class Replayed:
-    """What a replay arrives at: measured values per epoch, and the state that is the result."""
+    """What a replay found: measured values per epoch, and the state that is the result."""
 
     history: list[dict[str, float]] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Named as in a checkpoint."""
     groups: list[dict[str, Any]] = field(default_factory=list)
+    failure: str | None = None
+    """Says why the replay could not go on to the end, if it could not."""
 
-    def keep(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: AveragedModel | None
-    ) -> None:
-        """Copy the present state."""
-        live = current_state(model, optimizer, ema)
-        self.tensors = {name: tensor.clone() for name, tensor in live.items()}
+    def keep(self, trainer: PlainTrainer) -> None:
+        """Copy the trainer's present state as the result."""
+        self.tensors = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
         self.groups = [
             {name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
+            for group in trainer.recipe.optimizer.param_groups
         ]
-
-
-def current_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ema: AveragedModel | None
-) -> dict[str, Tensor]:
-    """The same names as a checkpoint's, from a live model and optimizer."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    found: dict[str, Tensor] = {f"param:{n}": p.detach() for n, p in model.named_parameters()}
-    found |= {f"buffer:{n}": b for n, b in model.named_buffers()}
-    if ema is not None:
-        found |= {
-            f"ema:{n}": p.detach() for n, p in ema.module.named_parameters() if p.requires_grad
-        }
-    for parameter, state in optimizer.state.items():
-        if not parameter.requires_grad:
-            continue  # Adagrad makes state for whatever it is given; what is frozen keeps none
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                found[f"optim:{names[parameter]}:{key}"] = value.detach()
-    return found

@@ -63,8 +63,9 @@ def admit(
     if not examples:
         raise ConfigurationError("there are no rows; admission needs a batch to try the model on")
     cache = cache or CutModelCache()
-    run = CutCheck.plain(recipe, examples, trial_seed)
-    template = StateTemplate.learn(run.reference.model, run.reference.optimizer)
+    check = CutCheck.plain(recipe, examples, trial_seed)
+    trained = check.trainer.recipe
+    template = StateTemplate.learn(trained.model, trained.optimizer)
     largest = max(examples, key=lambda e: e[0][0].shape[0] if e[0][0].dim() else 0)
     sample = Sample.of(recipe, largest)
 
@@ -76,7 +77,7 @@ def admit(
             # Modules that run as they are may keep a state to themselves, which would not hop.
             rebuild = partial(CutModel.build, recipe.model, choice.spec, sample)
             again = None if choice.spec.mode == "export" else rebuild
-            difference = run.difference(cut_model, layout, again)
+            difference = check.difference(cut_model, layout, again)
         except UnfitShape as error:
             difference = str(error)
         except ConfigurationError:

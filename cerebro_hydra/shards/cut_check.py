@@ -1,9 +1,9 @@
-"""The first steps of a trial, once plainly and once in shards, and where they differ."""
+"""Takes the first steps of a trial plainly and in shards, and says where they differ."""
 
 from __future__ import annotations
 
+import copy
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.errors import NonFiniteLoss
+from cerebro_hydra.recipe import Evaluation, PlainTrainer, RandomKey, Recipe, SumOverRows
+from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.batch_errors import told_with_batch
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.differences import (
     Recorder,
@@ -19,10 +22,9 @@ from cerebro_hydra.shards.differences import (
     first_operation,
     same_bits,
 )
-from cerebro_hydra.shards.engine import Engine, Evaluation, Mode
+from cerebro_hydra.shards.engine import Engine, Mode
 from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
-from cerebro_hydra.shards.reference_steps import Evaluated, ReferenceSteps
-from cerebro_hydra.shards.reseed import unit_hooks
+from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.sample import Example, copy_example
 
 STEPS_PER_BATCH_SIZE = 2
@@ -38,33 +40,48 @@ class _Batch:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """What the plain model gives for one example in evaluation."""
+
+    example: Example
+    outputs: list[Any]
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
 class CutCheck:
-    """Two steps at every batch size, as the plain model takes them."""
+    """Two steps at every batch size, taken by the plain model, to hold cuts against."""
 
     recipe: Recipe
     trial_seed: int
     windows: tuple[tuple[Example, int], ...]
-    """An example for each step, and how often its window repeats it."""
-    losses: tuple[list[float], ...]
+    """The example of each step, and how often its window repeats it."""
+    losses: tuple[SumOverRows, ...]
+    """The loss of each step."""
     evaluated: tuple[Evaluated, ...]
-    """Every example after these steps."""
-    reference: ReferenceSteps
+    """Every example after these steps, but those whose loss is not finite any more."""
+    trainer: PlainTrainer
+    """The plain model after these steps: a copy of the recipe's."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
-        """Train plainly.
+        """Train a copy of the recipe plainly.
 
         Raises:
             ConfigurationError: model, loss or optimizer don't work on the batches.
         """
-        reference = ReferenceSteps(recipe, trial_seed, STEPS_PER_EPOCH)
+        trainer = _plain_trainer(recipe, trial_seed)
         microbatches = min(recipe.accumulate, 2)
         windows = tuple(
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
         )
-        losses = tuple(reference.step(*window) for window in windows)
-        evaluated = tuple(reference.evaluate(example) for example in examples)
-        return cls(recipe, trial_seed, windows, losses, evaluated, reference)
+        losses = []
+        for example, times in windows:
+            with told_with_batch(trainer, example):
+                losses.append(trainer.train([_window(example, times)]))
+        evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
+        finite = tuple(each for each in evaluated if each is not None)
+        return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer)
 
     def difference(
         self,
@@ -72,22 +89,19 @@ class CutCheck:
         layout: TrialLayout,
         again: Callable[[], CutModel] | None = None,
     ) -> str | None:
-        """What training in shards does otherwise, or None if every bit agrees.
+        """Return what differs when the same steps are taken in shards, or None if no bit does.
 
         Args:
-            again: makes the structure anew for every step, as another worker would.
+            again: makes the cut model anew for every step, as another worker would.
         """
         shards = _Shards(self, cut_model, layout, again)
-        for step, (example, microbatches) in enumerate(self.windows):
-            loss, rows = shards.step(step), _rows(example) * microbatches
-            expected = 0.0
-            for each in self.losses[step]:
-                expected += each * _rows(example)
+        for step, (expected, rows) in enumerate(self.losses):
+            loss = shards.step(step)
             if loss != expected:
                 where = self._where(cut_model, layout)
                 found = f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
                 return f"{found}; {where}" if where else found
-        found_in_state = first_difference(layout, shards.segments, self.reference)
+        found_in_state = first_difference(layout, shards.segments, self.trainer)
         if found_in_state is None:
             return self._difference_in_evaluation(shards)
         where = self._where(cut_model, layout)
@@ -95,25 +109,28 @@ class CutCheck:
 
     def _difference_in_evaluation(self, shards: _Shards) -> str | None:
         for expected in self.evaluated:
-            if not math.isfinite(expected.averages["loss"]):
-                continue  # a trial may recover from that
             outputs: list[Any] = []
-            found = shards.evaluate(expected.batch, outputs.append)
-            pairs = zip(_tensors(outputs), _tensors([expected.outputs]), strict=True)
+            found = shards.evaluate(expected.example, outputs.append)
+            pairs = zip(_tensors(outputs), _tensors(expected.outputs), strict=True)
             for number, (here, there) in enumerate(pairs):
                 if not same_bits(here, there):
                     return f"output {number} of the model in evaluation"
-            for name, value in expected.averages.items():
-                total, rows = found.sums[name]
-                if repr(total) != repr(value * rows):  # NaN equals itself
-                    return f"{name} in evaluation is {total / rows!r}, not {value!r}"
-            if repr(found.states) != repr(expected.states):
-                return f"custom metrics keep {found.states} in evaluation, not {expected.states}"
+            for name, (there_total, rows) in expected.evaluation.sums.items():
+                here_total, _ = found.sums[name]
+                if repr(here_total) != repr(there_total):  # NaN equals itself
+                    return (
+                        f"{name} in evaluation is {here_total / rows!r}, not {there_total / rows!r}"
+                    )
+            if repr(found.states) != repr(expected.evaluation.states):
+                return (
+                    f"custom metrics keep {found.states} in evaluation, "
+                    f"not {expected.evaluation.states}"
+                )
         return None
 
     def _where(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
-        """Both again, operation by operation, until they part."""
-        plain = ReferenceSteps(self.recipe, self.trial_seed, STEPS_PER_EPOCH)
+        """Take the steps again on both sides, and compare operation by operation."""
+        plain = _plain_trainer(self.recipe, self.trial_seed)
         shards = _Shards(self, cut_model, layout, None, modes=("keep",))
         for step, window in enumerate(self.windows):
             uncut, cut = Recorder(), Recorder()
@@ -121,8 +138,8 @@ class CutCheck:
             def entered(unit: str, uncut: Recorder = uncut) -> None:
                 uncut.unit = unit
 
-            with uncut, unit_hooks(plain.model, entered):
-                plain.step(*window)
+            with uncut, unit_hooks(plain.recipe.model, entered):
+                plain.train([_window(*window)])
             with cut:
                 shards.step(step)
             if (operation := first_operation(uncut, cut)) is not None:
@@ -131,18 +148,18 @@ class CutCheck:
 
 
 class _Shards:
-    """The same steps in shards, which hop after each."""
+    """Takes the same steps in shards, which hop after each."""
 
     def __init__(
         self,
-        run: CutCheck,
+        check: CutCheck,
         cut_model: CutModel,
         layout: TrialLayout,
         again: Callable[[], CutModel] | None,
         modes: Sequence[Mode] = ("keep", "recompute"),
     ) -> None:
-        self._run = run
-        self.segments: list[Segments] = initial_segments(run.recipe, layout)
+        self._check = check
+        self.segments: list[Segments] = initial_segments(check.recipe, layout)
         self._cursors: list[dict[str, Any] | None] = [None] * cut_model.num_shards
         self._cut_model = cut_model
         self._layout = layout
@@ -150,9 +167,7 @@ class _Shards:
         self._modes = modes
 
     def step(self, number: int) -> float:
-        """Train one step; gives the sum of its loss over rows."""
-        example, microbatches = self._run.windows[number]
-        window = [_Batch(*copy_example(example), _rows(example)) for _ in range(microbatches)]
+        """Train one step; return the sum of its loss over rows."""
 
         def publish(k: int, segments: Segments, cursor: dict[str, Any]) -> None:
             self._cursors[k] = json.loads(json.dumps(cursor))
@@ -160,27 +175,52 @@ class _Shards:
 
         if self._again is not None:
             self._cut_model = self._again()
-        run, mode = self._run, self._modes[number % len(self._modes)]
-        engine = Engine(
-            self._cut_model, self._layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH, mode
-        )
-        totals = engine.train(
-            [window], number, lambda k: (self.segments[k], self._cursors[k]), publish
-        )
-        return totals.loss_sum
+        window = _window(*self._check.windows[number])
+        engine = self._engine(self._modes[number % len(self._modes)])
+        return engine.train([window], number, self._need, publish).loss_sum
 
     def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
         """Measure one example."""
-        run = self._run
-        engine = Engine(self._cut_model, self._layout, run.recipe, run.trial_seed, STEPS_PER_EPOCH)
-        batch = _Batch(*copy_example(example), _rows(example))
-        return engine.evaluate([batch], lambda k: (self.segments[k], self._cursors[k]), on_outputs)
+        return self._engine("keep").evaluate(_window(example, 1), self._need, on_outputs)
+
+    def _engine(self, mode: Mode) -> Engine:
+        check = self._check
+        return Engine(
+            self._cut_model, self._layout, check.recipe, check.trial_seed, STEPS_PER_EPOCH, mode
+        )
+
+    def _need(self, k: int) -> tuple[Segments, dict[str, Any] | None]:
+        return self.segments[k], self._cursors[k]
+
+
+def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
+    """Train copies of the recipe's model and optimizer, so that the recipe stays as it is."""
+    twin = copy.copy(recipe)
+    twin.model = copy.deepcopy(recipe.model).train()
+    pairs = zip(recipe.model.parameters(), twin.model.parameters(), strict=True)
+    copies = {id(parameter): copied for parameter, copied in pairs}
+    twin.optimizer = clone_optimizer(recipe.optimizer, copies)
+    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
+
+
+def _evaluated(trainer: PlainTrainer, example: Example, trial_seed: int) -> Evaluated | None:
+    """Evaluate an example; None if its loss is not finite, from which a trial may recover."""
+    outputs: list[Any] = []
+    # Evaluation has no key, so random numbers drawn there must differ from those of the shards.
+    RandomKey(trial_seed, 0, 0).reseed("evaluation")
+    with told_with_batch(trainer, example):
+        try:
+            found = trainer.evaluate(_window(example, 1), outputs.append)
+        except NonFiniteLoss:
+            return None
+    return Evaluated(example, outputs, found)
+
+
+def _window(example: Example, times: int) -> list[_Batch]:
+    features, targets = example
+    rows = int((targets or features)[0].shape[0])
+    return [_Batch(*copy_example(example), rows) for _ in range(times)]
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-
-
-def _rows(example: Example) -> int:
-    features, targets = example
-    return int((targets or features)[0].shape[0])

@@ -1,4 +1,4 @@
-"""Where training in shards differs from the uncut model: which operation, or which tensor."""
+"""Finds where training in shards differs from plain training: which tensor, which operation."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import Segments, TrialLayout
-from cerebro_hydra.shards.reference_steps import ReferenceSteps
 from cerebro_hydra.shards.state import ShardState
 
 
 def first_difference(
-    layout: TrialLayout, shards: Sequence[Segments], reference: ReferenceSteps
+    layout: TrialLayout, shards: Sequence[Segments], trainer: PlainTrainer
 ) -> str | None:
-    """The first tensor of a state whose bits are not the reference's, or None."""
-    params = dict(reference.model.named_parameters())
-    buffers = dict(reference.model.named_buffers())
-    averages = {} if reference.ema is None else dict(reference.ema.module.named_parameters())
+    """Return the first tensor of a state whose bits are not those of plain training, or None."""
+    model, optimizer_state = trainer.recipe.model, trainer.recipe.optimizer.state
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    averages = {} if trainer.ema is None else dict(trainer.ema.module.named_parameters())
     for shard, segments in zip(layout.shards, shards, strict=True):
         state = ShardState.bind(shard, **segments)
         optimizer = state.existing_optimizer_state()
         for name, parameter in state.params.items():
             if not same_bits(parameter, params[name]):
                 return f"parameter {name!r}"
-            there = reference.optimizer.state.get(params[name], {})
+            there = optimizer_state.get(params[name], {})
             there = {key: value for key, value in there.items() if value is not None}
             here = optimizer.get(name, {})
             if params[name].requires_grad and here.keys() != there.keys():
@@ -48,7 +48,7 @@ def first_difference(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal in type, shape and every bit."""
+    """Tell whether two tensors are equal in type, shape and every bit."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
@@ -57,7 +57,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation that ran: its name, its output's form, and a digest of its bits."""
+    """An operation that ran: its name, and its output's type, shape and digest."""
 
     name: str
     form: str
@@ -66,7 +66,7 @@ class Operation:
 
 @dataclass
 class Recorder(TorchDispatchMode):
-    """Within it, every operation that computes something is noted, with the unit it ran in."""
+    """Notes, while it is entered, every operation that computes something, and its unit."""
 
     operations: list[tuple[Operation, str]] = field(default_factory=list)
     unit: str = ""
@@ -94,7 +94,7 @@ def _operation(func: Any, value: Tensor) -> Operation:
 
 
 def first_operation(uncut: Recorder, cut: Recorder) -> str | None:
-    """The first operation of the uncut model whose output the cut one never computed, or None."""
+    """Return the first uncut operation whose output the cut model never computed, or None."""
     there = Counter(operation for operation, _ in cut.operations)
     for operation, unit in uncut.operations:
         if there[operation] == 0:

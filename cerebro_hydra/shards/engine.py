@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.plan.validate import validate
-from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.recipe import BatchTensors, Evaluation, RandomKey, Recipe
 from cerebro_hydra.shards.clipping import clamp_grads, clip_coefficient, grad_norms, scale_grads
 from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
 from cerebro_hydra.shards.cut_model import CutModel
@@ -25,7 +25,7 @@ from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.state import ShardState, read_state
 from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
 
-__all__ = ["Engine", "Evaluation", "Mode", "TrainTotals", "UnfitShape", "read_state"]
+__all__ = ["Engine", "Mode", "TrainTotals", "UnfitShape", "read_state"]
 
 Cursor = dict[str, Any]
 Need = Callable[[int], tuple[Segments, Cursor | None]]
@@ -38,29 +38,6 @@ _TRIAL = 0  # an engine runs one trial, so the trial of its actions is always th
 
 class UnfitShape(ConfigurationError):
     """A batch has a shape that the cut model can't take, though the uncut model may."""
-
-
-class BatchTensors(Protocol):
-    """Rows of one batch; tensors have them as first dimension. `labels` ends with a row's weight,
-    if the recipe's columns have one."""
-
-    @property
-    def features(self) -> tuple[Tensor, ...]: ...
-    @property
-    def labels(self) -> tuple[Tensor, ...]: ...
-    @property
-    def rows(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a partition's validation rows gave.
-
-    `sums` has the loss and every metric times rows, with the rows; `states` the custom metrics'.
-    """
-
-    sums: dict[str, tuple[float, int]]
-    states: dict[str, Any]
 
 
 @dataclass(frozen=True)

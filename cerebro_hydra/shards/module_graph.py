@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cerebro_hydra.recipe import Call, units
-from cerebro_hydra.shards.reseed import FORWARD, enter_unit, install_unit_hooks
+from cerebro_hydra.recipe.randomness import FORWARD, install_unit_hooks
+from cerebro_hydra.shards.reseed import enter_unit
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.shard_graph import ShardGraph
 from cerebro_hydra.shards.trace import CutFailed, first_names

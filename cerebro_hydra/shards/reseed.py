@@ -1,22 +1,14 @@
-"""Random numbers by key: every entry into a unit restarts the generator.
-
-The same hooks serve three readers: `torch.export`, for which an entry becomes a node of the graph;
-modules that run as they are; and admission's reference.
-"""
+"""Random numbers in shards: an entry into a unit as a node of a graph, and what it does there."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
-from cerebro_hydra.recipe import RandomKey, units
-
-FORWARD = ""  # the key of a forward pass itself, before its first unit
+from cerebro_hydra.recipe import RandomKey
 
 _library = torch.library.Library("cerebro_hydra", "DEF")
 _library.define("enter_unit(str unit) -> ()")
@@ -52,37 +44,3 @@ def enter_unit(unit: str) -> None:
 
 
 torch.fx.node.has_side_effect(enter_unit)
-
-
-@contextmanager
-def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[None]:
-    """Within it, `entered` hears of the forward ("") and of every unit call ("module@call")."""
-    handles = install_unit_hooks(model, entered)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def install_unit_hooks(
-    model: nn.Module, entered: Callable[[str], object]
-) -> list[torch.utils.hooks.RemovableHandle]:
-    calls: Counter[str] = Counter()
-
-    def begin(module: nn.Module, args: object) -> None:
-        calls.clear()
-        entered(FORWARD)
-
-    def announce(name: str) -> Callable[[nn.Module, object], None]:
-        def hook(module: nn.Module, args: object) -> None:
-            entered(f"{name}@{calls[name]}")
-            calls[name] += 1
-
-        return hook
-
-    modules = dict(model.named_modules())
-    return [
-        model.register_forward_pre_hook(begin),
-        *(modules[name].register_forward_pre_hook(announce(name)) for name in units(model)),
-    ]

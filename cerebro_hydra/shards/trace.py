@@ -17,9 +17,10 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
-from cerebro_hydra.shards.reseed import FORWARD, MARKER, unit_hooks
+from cerebro_hydra.shards.reseed import MARKER
 from cerebro_hydra.shards.sample import Sample
 
 RANDOM = torch.Tag.nondeterministic_seeded

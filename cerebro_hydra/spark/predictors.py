@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe, build_aside
+from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE, load_exported
 
 Predict = Callable[[tuple[Tensor, ...]], list[Tensor]]
@@ -59,7 +59,7 @@ class BuiltPredictor:
         def factory(params: Any) -> Any:  # what it imports may draw random numbers, too
             return CloudPickleSerializer().loads(self.factory)(params)
 
-        recipe = build_aside(factory, self.params, self.seed, self.columns)
+        recipe = build_keeping_random_state(factory, self.params, self.seed, self.columns)
         load_state(recipe.model, self.state.values())
         recipe.model.eval().to(device)
         return partial(_predict, recipe)

@@ -1,4 +1,4 @@
-"""A trial in shards between hops: a new engine each time, state only as bytes and JSON."""
+"""A trial in shards that hops: a new engine each time, and the state as bytes and JSON alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import safetensors.torch
 from torch import Tensor
 
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
 from cerebro_hydra.shards.admission import AdmittedCut
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.engine import Engine, Mode, TrainTotals
@@ -22,11 +22,15 @@ from cerebro_hydra.shards.layout import (
     is_optimizer_state,
     read_tensors,
 )
-from cerebro_hydra.testing.plain_training import Rows, Window
 
 
 class CutTrial:
-    """One admitted trial; `shards` has each shard's two segments as bytes, and its cursor."""
+    """One admitted trial.
+
+    Attributes:
+        shards: each shard's two segments as bytes, and its cursor as JSON.
+        losses: the mean loss of each step.
+    """
 
     def __init__(
         self,
@@ -42,26 +46,28 @@ class CutTrial:
         self.cut_model = cut_model
         self.losses: list[float] = []
         self.step = 0
-        self._arguments = (trial_seed, steps_per_epoch, mode)
+        self.trial_seed = trial_seed
+        self.steps_per_epoch = steps_per_epoch
+        self.mode: Mode = mode
         self.shards: list[tuple[dict[str, bytes], str]] = [
             ({name: b.tobytes() for name, b in segments.items()}, "null")
             for segments in initial_segments(recipe, admission.layout)
         ]
 
     def train(self, windows: Sequence[Window]) -> TrainTotals:
-        """Train without a hop in between, then hop."""
+        """Train a sub-epoch, then hop."""
         totals = self.engine().train(
             windows, self.step, self.need, self.publish, lambda _, loss: self.losses.append(loss)
         )
         self.step += totals.steps
         return totals
 
-    def evaluate(self, batches: Sequence[Rows]) -> dict[str, tuple[float, int]]:
-        """Loss and averaged metrics, each (sum over rows, rows)."""
-        return self.engine().evaluate(batches, self.need).sums
+    def evaluate(self, batches: Sequence[BatchTensors]) -> Evaluation:
+        """Measure batches of validation rows."""
+        return self.engine().evaluate(batches, self.need)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the segments hold by name, without optimizer state that does not exist yet."""
+        """Return what the segments hold, without optimizer state that does not exist yet."""
         found: dict[str, Tensor] = {}
         for content, _ in self.shards:
             for segment in content.values():
@@ -73,7 +79,7 @@ class CutTrial:
         return found
 
     def rewritten_by_safetensors(self) -> list[dict[str, bytes]]:
-        """Every segment after a trip through the safetensors library, laid out again."""
+        """Return every segment as the safetensors library reads and writes it, laid out again."""
         rewritten = []
         for (content, _), layout in zip(self.shards, self.admission.layout.shards, strict=True):
             both = {"frozen": layout.frozen, "trainable": layout.trainable}
@@ -81,18 +87,25 @@ class CutTrial:
         return rewritten
 
     def engine(self) -> Engine:
-        """A new one, as after a hop."""
-        return Engine(self.cut_model, self.admission.layout, self.recipe, *self._arguments)
+        """Make a new engine, as after a hop."""
+        return Engine(
+            self.cut_model,
+            self.admission.layout,
+            self.recipe,
+            self.trial_seed,
+            self.steps_per_epoch,
+            self.mode,
+        )
 
     def need(self, k: int) -> tuple[Segments, Any]:
-        """What the engine is given of shard k."""
+        """Give the engine shard k."""
         content, cursor = self.shards[k]
         frozen = np.frombuffer(content["frozen"], np.uint8)  # read-only, as received bytes are
         trainable = np.frombuffer(content["trainable"], np.uint8).copy()
         return {"frozen": frozen, "trainable": trainable}, json.loads(cursor)
 
     def publish(self, k: int, segments: Segments, cursor: dict[str, Any]) -> None:
-        """Take what the engine gives of shard k."""
+        """Take shard k from the engine."""
         content = {name: buffer.tobytes() for name, buffer in segments.items()}
         self.shards[k] = content, json.dumps(cursor)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import cerebro_hydra
-from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.differences import same_bits
@@ -25,20 +26,20 @@ from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.load_alone import run_alone
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.testing.plain_training import PlainTraining, Rows, Window
+from cerebro_hydra.testing.run_in_process import run_in_process
 from cerebro_hydra.tune import GridSearch, hp_choice
 
 Shards = int | list[str]
-"""A number, or names of modules to cut at, as `Recipe` takes them."""
+"""A number of shards, or names of modules to cut at, as `Recipe` takes them."""
 
 TRIAL_SEED = 11
 STEPS_PER_EPOCH = 10
 PRELOADED = ("transformers.modeling_utils",)
-"""What agents of a run would import beside torch; a package that is absent is passed over."""
+"""Modules that agents load in advance beside torch; those that are absent are passed over."""
 
 
 class ModelCase(ABC):
-    """What training in shards promises of a model; a subclass, collected by pytest, gives one.
+    """The promises of training in shards; a subclass, collected by pytest, gives the model.
 
     The subclass must be importable by its module's name: agents in other processes build it.
 
@@ -47,12 +48,15 @@ class ModelCase(ABC):
         cuts: numbers of shards to try; of a model that can't be cut, what a user might ask for.
         rows: a full batch and the smaller last one.
         mode: what admission must choose, "export", "layers" or "whole".
+        in_processes: whether the run that is replayed has two agents in processes of their own;
+            otherwise it takes place in this process, which is faster.
     """
 
     columns: ClassVar[Columns] = Columns(("features",), ("label",))
     cuts: ClassVar[tuple[int, ...]] = (2, 3)
     rows: ClassVar[tuple[int, int]] = (6, 4)
     mode: ClassVar[str] = "export"
+    in_processes: ClassVar[bool] = True
 
     @abstractmethod
     def recipe(self, shards: Shards) -> Recipe:
@@ -60,23 +64,23 @@ class ModelCase(ABC):
 
     @abstractmethod
     def batch(self, rows: int, seed: int) -> Example:
-        """Features and targets of a batch: int64, float32 or bool, each of shape (rows, ...)."""
+        """Return features and targets: int64, float32 or bool, each of shape (rows, ...)."""
 
     # ------------------------------------------------------------------ what the suite uses
 
     def make(self, shards: Shards) -> Recipe:
-        """The recipe, seeded and bound to its columns."""
+        """Build the recipe, seeded and bound to its columns."""
         torch.manual_seed(5)
         recipe = self.recipe(shards).bind(self.columns)
         recipe.batch_size = self.rows[0]
         return recipe
 
-    def sub_epochs(self) -> list[list[Window]]:
-        """Two sub-epochs of several steps, each ending with the smaller batch."""
+    def sub_epochs(self) -> list[list[list[Batch]]]:
+        """Return two sub-epochs of several steps, each ending with the smaller batch."""
         full, last = self.rows
         sizes = ((full, full, last), (full, last))
         batches = [
-            [self._rows(n, 10 * i + j) for j, n in enumerate(s)] for i, s in enumerate(sizes)
+            [self._batch(n, 10 * i + j) for j, n in enumerate(s)] for i, s in enumerate(sizes)
         ]
         every = self.make(1).accumulate
         return [[b[i : i + every] for i in range(0, len(b), every)] for b in batches]
@@ -85,23 +89,23 @@ class ModelCase(ABC):
         """Admit the recipe on batches of both sizes."""
         recipe = self.make(shards)
         examples = [self.batch(n, seed) for seed, n in enumerate(self.rows)]
-        cut_models = _structures_of(type(self))
+        cut_models = _cut_models_of(type(self))
         admission = admit(recipe, examples, TRIAL_SEED, cut_models)
         cut_model = cut_models.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
         return CutTrial(recipe, admission, cut_model, TRIAL_SEED, STEPS_PER_EPOCH, mode)
 
-    def plain(self) -> PlainTraining:
-        """The same trial, uncut."""
-        return PlainTraining(self.make(1), TRIAL_SEED, STEPS_PER_EPOCH)
+    def plain(self) -> PlainTrainer:
+        """Return a trainer of the same trial, uncut."""
+        return PlainTrainer(self.make(1), TRIAL_SEED, STEPS_PER_EPOCH)
 
-    def _rows(self, count: int, seed: int) -> Rows:
-        features, targets = self.batch(count, seed)
-        return Rows(tuple(features), tuple(targets), count)
+    def _batch(self, rows: int, seed: int) -> Batch:
+        features, targets = self.batch(rows, seed)
+        return Batch(tuple(features), tuple(targets), rows)
 
     # ------------------------------------------------------------------ the promises
 
     def test_admission_cuts_as_asked(self) -> None:
-        """It chooses the mode that the case names, with as many shards as were asked for."""
+        """Admission chooses the mode that the case names, and as many shards as asked for."""
         for shards in self.cuts:
             trial = self.start(shards)
             report = trial.admission.report
@@ -113,16 +117,13 @@ class ModelCase(ABC):
     def test_cut_equals_eager(self) -> None:
         """Losses and the whole state agree in every bit, at every cut, over hops."""
         plain = self.plain()
-        sums = []
-        for windows in self.sub_epochs():
-            losses = plain.train(windows)
-            assert len(set(losses)) == len(losses), "one loss for different batches proves nothing"
-            rows = [batch.rows for window in windows for batch in window]
-            sums.append((sum(n * loss for n, loss in zip(rows, losses, strict=True)), sum(rows)))
+        sums = [plain.train(windows) for windows in self.sub_epochs()]
         for shards in self.cuts:
             trial = self.start(shards)
             totals = [trial.train(windows) for windows in self.sub_epochs()]
             assert [(t.loss_sum, t.rows) for t in totals] == sums
+            different = set(trial.losses)
+            assert len(different) == len(trial.losses), "one loss for all batches proves nothing"
             _assert_same_state(trial.tensors(), plain)
 
     def test_recompute_equals_keep(self) -> None:
@@ -147,7 +148,7 @@ class ModelCase(ABC):
     def test_evaluation_equals_eager(self) -> None:
         """After training, loss and metrics of unseen rows agree, and the state stays as it is."""
         plain = self.plain()
-        unseen = [self._rows(n, 100 + n) for n in self.rows]
+        unseen = [self._batch(n, 100 + n) for n in self.rows]
         plain.train(self.sub_epochs()[0])
         for shards in self.cuts:
             trial = self.start(shards)
@@ -176,7 +177,7 @@ class ModelCase(ABC):
         plain = self.plain()
         plain.train(self.sub_epochs()[0])
         recipe = plain.recipe
-        recipe.model.load_state_dict(plain.evaluated().state_dict())
+        recipe.model.load_state_dict(plain.evaluated_model().state_dict())
         features, _ = recipe.collated(*self.batch(self.rows[0], 200), None)
         save_exported(recipe, features, tmp_path)
         features, _ = recipe.collated(*self.batch(self.rows[1], 201), None)
@@ -188,40 +189,51 @@ class ModelCase(ABC):
         assert all(map(same_bits, found, expected))
 
     @pytest.mark.slow
-    def test_run_on_two_agents_replays(self, tmp_path: Path) -> None:
-        """A search in real processes: the trial hops, and replay finds every bit again."""
+    def test_run_on_two_partitions_replays(self, tmp_path: Path) -> None:
+        """A trial hops between two partitions, and replay finds every bit again."""
         full, last = self.rows
         features, targets = self.batch(5 * (2 * full + last) // 2, 300)
         names = (*self.columns.features, *self.columns.targets)
-        arrays = zip(names, (*features, *targets), strict=True)
+        pairs = zip(names, (*features, *targets), strict=True)
+        arrays = {name: tensor.numpy() for name, tensor in pairs}
+        factory = partial(build_case, f"{type(self).__module__}:{type(self).__qualname__}")
+        run = self._run_on_agents if self.in_processes else self._run_here
+        run_path = run(LocalStore(str(tmp_path)), arrays, factory)
+        report = cerebro_hydra.replay(run_path, "trial-000", factory)
+        assert report.visits == 2
+        assert report.identical, str(report)
+
+    def _run_on_agents(self, store: LocalStore, arrays: Any, factory: Any) -> str:
         result: Any = GridSearch(
             backend=LocalBackend(2, preloaded=PRELOADED),  # type: ignore[arg-type]
-            store=LocalStore(str(tmp_path)),
-            estimator_gen_fn=partial(
-                build_case, f"{type(self).__module__}:{type(self).__qualname__}"
-            ),
+            store=store,
+            estimator_gen_fn=factory,
             search_space={"shards": hp_choice([self.cuts[-1]])},
             num_epochs=1,
             feature_columns=self.columns.features,
             label_columns=self.columns.labels,
             sample_weight_column=self.columns.weight,
             verbose=0,
-        ).fit(Arrays({name: tensor.numpy() for name, tensor in arrays}))  # type: ignore[arg-type]
+        ).fit(Arrays(arrays))  # type: ignore[arg-type]
         (trial,) = result.trials
         assert sorted(trial.visit_log) == [(0, 0), (0, 1)]
         assert result.totals.bytes_moved > 0
-        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
-        assert report.identical, str(report)
+        return str(result.run_path)
+
+    def _run_here(self, store: LocalStore, arrays: Any, factory: Any) -> str:
+        shards = self.cuts[-1]
+        trial = self.start(shards)
+        return run_in_process(store, arrays, self.columns, trial, {"shards": shards}).path
 
     def _sources(self, recipe: Recipe) -> set[str]:
-        """Packages that the model's code comes from."""
+        """Return the packages that the model's code comes from."""
         classes = (type(self), *(type(module) for module in recipe.model.modules()))
         found = {kind.__module__.split(".")[0] for kind in classes} | {"transformers"}
         return found - {"torch", "cerebro_hydra"}
 
 
 def build_case(name: str, params: Mapping[str, Any]) -> Recipe:
-    """The factory of a case's run; `name` is "module:class"."""
+    """Build the recipe of a case's run; `name` is "module:class"."""
     module, _, qualname = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
@@ -231,12 +243,12 @@ def build_case(name: str, params: Mapping[str, Any]) -> Recipe:
 
 
 @cache
-def _structures_of(case: type[ModelCase]) -> CutModelCache:
-    """One export of a model serves all tests of its case."""
+def _cut_models_of(case: type[ModelCase]) -> CutModelCache:
+    """Return the cache that lets one export of a model serve all tests of its case."""
     return CutModelCache()
 
 
-def _assert_same_state(cut: Mapping[str, Tensor], plain: PlainTraining) -> None:
+def _assert_same_state(cut: Mapping[str, Tensor], plain: PlainTrainer) -> None:
     expected = plain.tensors()
     saved = plain.recipe.model.state_dict()
     # Buffers that no checkpoint holds and nobody writes to are not part of a trial's state.

@@ -17,7 +17,7 @@ from cerebro_hydra.recipe import (
     Metric,
     Recipe,
     build_recipe,
-    generator_alone,
+    exclusive_generator,
     load_warm_start,
     merge_metrics,
     trial_seed,
@@ -101,7 +101,7 @@ class Admission:
         refused: list[tuple[Mapping[str, Any], str]] = []
         for params in candidates:
             try:
-                with generator_alone():
+                with exclusive_generator():
                     spec, recipe = self._admit(len(admitted.specs), params)
             except Exception:
                 refused.append((params, traceback.format_exc()))

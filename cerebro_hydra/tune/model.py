@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, StoreError
-from cerebro_hydra.replay import factories
-from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage import RunFolder, factories
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.tune.trial import History
 

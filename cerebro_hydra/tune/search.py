@@ -18,8 +18,7 @@ from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
 from cerebro_hydra.plan.hop_config import ORDERS
-from cerebro_hydra.replay import factories
-from cerebro_hydra.storage import RunFolder, Store, require_store
+from cerebro_hydra.storage import RunFolder, Store, factories, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
 from cerebro_hydra.tune.example_batches import ExampleBatches

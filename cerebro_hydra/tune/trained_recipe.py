@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe, build_aside
+from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.shards.layout import read_tensors
 from cerebro_hydra.storage import RunFolder
@@ -29,7 +29,7 @@ def trained_recipe(
         ConfigurationError: the factory builds another model than the run trained.
     """
     spec = document.trials[trial]
-    recipe = build_aside(factory, spec.params, document.seed, Columns.of(document))
+    recipe = build_keeping_random_state(factory, spec.params, document.seed, Columns.of(document))
     model = recipe.model
     targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
     targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}

@@ -13,6 +13,7 @@ Example = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 class TestImageAndTable(ModelCase):
+    in_processes = False
     columns = Columns(("image", "table"), ("label",))
 
     def recipe(self, shards: Shards) -> Recipe:
@@ -30,6 +31,7 @@ class TestImageAndTable(ModelCase):
 class TestTwoTasks(ModelCase):
     """One loss per output, weighted."""
 
+    in_processes = False
     columns = Columns(("features",), ("kind", "amount"))
     cuts = (2, 4)
 
@@ -58,6 +60,7 @@ class TestTwoTasksOfWeightedRows(TestTwoTasks):
 
 
 class TestRecommender(ModelCase):
+    in_processes = False
     columns = Columns(("user", "item", "seen"), ("rating",))
 
     def recipe(self, shards: Shards) -> Recipe:

@@ -37,6 +37,7 @@ def classes(rows: int, seed: int) -> Tensor:
 class TestBERT(ModelCase):
     """Inputs by the names of their columns, a dataclass as output, the model's own loss."""
 
+    in_processes = False
     columns = TEXT
 
     def recipe(self, shards: Shards) -> Recipe:
@@ -96,6 +97,7 @@ class TestGPT2(ModelCase):
 class TestT5(ModelCase):
     """The encoder's output crosses every later cut; encoder, decoder and head share one table."""
 
+    in_processes = False
     columns = Columns(("input_ids", "attention_mask", "decoder_input_ids"), ("labels",))
     cuts = (2, 4)
 
@@ -121,6 +123,7 @@ class TestLSTM(ModelCase):
     """No fallback is needed: torch.export takes the recurrent layer as one operation, which no cut
     parts, and its graph is exact for any number of rows of one length."""
 
+    in_processes = False
     kind: type[nn.RNNBase] = nn.LSTM
 
     def recipe(self, shards: Shards) -> Recipe:

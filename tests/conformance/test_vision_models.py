@@ -20,6 +20,8 @@ def images(rows: int, size: int, seed: int) -> Example:
 
 
 class TestMLP(ModelCase):
+    in_processes = False
+
     def recipe(self, shards: Shards) -> Recipe:
         model = vision.mlp(6, 16, 3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -64,6 +66,7 @@ class TestResNet18(ModelCase):
 class TestViT(ModelCase):
     """As transformers gives it: pixels by the name of their column, a dataclass as output."""
 
+    in_processes = False
     columns = Columns(("pixel_values",), ("label",))
 
     def recipe(self, shards: Shards) -> Recipe:

@@ -12,10 +12,10 @@ import torch
 import xxhash
 from torch import nn
 
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe import PlainTrainer, Recipe, state_tensors
 from cerebro_hydra.replay.compare import Expected, ReplayReport, compare
 from cerebro_hydra.replay.record import TrialRecord, _apply
-from cerebro_hydra.replay.states import Replayed, SavedState, current_state, read_saved
+from cerebro_hydra.replay.states import Replayed, SavedState, read_saved
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -35,7 +35,7 @@ def recipe() -> Recipe:
 
 
 def saved_of(trial: Recipe) -> SavedState:
-    tensors = current_state(trial.model, trial.optimizer, None)
+    tensors = state_tensors(trial)
     kept = {name: t.clone() for name, t in tensors.items() if name != "buffer:scratch"}
     return SavedState(kept, [[{"lr": 0.1}], [{"lr": 0.1}]])
 
@@ -46,7 +46,7 @@ def verdict(
     expected = Expected("trial-000", [(0, 0)], 1, None, metrics, saved)
     run: Any = SimpleNamespace(folder=folder, document=SimpleNamespace(threads=1))
     replayed = Replayed([METRICS])
-    replayed.keep(trial.model, trial.optimizer, None)
+    replayed.keep(PlainTrainer(trial, 0, 1))
     return compare(trial, replayed, expected, run)
 
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.testing.plain_training import PlainTraining, Rows, Window, tensors_of
-
-__all__ = ["TRIAL_SEED", "Rows", "bits", "everything", "train"]
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.recipe import PlainTrainer, Recipe, state_tensors
 
 TRIAL_SEED = 11
 
 
 def train(
-    recipe: Recipe, sub_epochs: list[list[Window]], steps_per_epoch: int = 4
-) -> tuple[list[float], PlainTraining]:
-    """Train the recipe's own model; gives the loss sum over rows of each sub-epoch."""
-    training = PlainTraining(recipe, TRIAL_SEED, steps_per_epoch)
-    sums = []
-    for windows in sub_epochs:
-        rows = [batch.rows for window in windows for batch in window]
-        total = 0.0
-        for count, loss in zip(rows, training.train(windows), strict=True):
-            total += loss * count
-        sums.append(total)
-    return sums, training
+    recipe: Recipe, sub_epochs: Sequence[Sequence[list[Batch]]], steps_per_epoch: int = 4
+) -> tuple[list[float], PlainTrainer]:
+    """Train the recipe's own model; return the loss sum over rows of each sub-epoch."""
+    trainer = PlainTrainer(recipe, TRIAL_SEED, steps_per_epoch)
+    return [trainer.train(windows)[0] for windows in sub_epochs], trainer
 
 
 def bits(tensor: torch.Tensor) -> tuple:
@@ -33,5 +26,5 @@ def bits(tensor: torch.Tensor) -> tuple:
 
 
 def everything(recipe: Recipe) -> dict[str, tuple]:
-    """Every parameter, buffer and optimizer state by name, as bytes."""
-    return {n: bits(t) for n, t in tensors_of(recipe).items()}
+    """Return every parameter, buffer and optimizer state by name, as bytes."""
+    return {n: bits(t) for n, t in state_tensors(recipe).items()}

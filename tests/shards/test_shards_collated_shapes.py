@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.testing.cut_trial import CutTrial
-from cerebro_hydra.testing.plain_training import PlainTraining, Rows
 
 LENGTH = 8
 
@@ -47,7 +47,7 @@ def batch(rows, longest, seed=0):
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, 20, (rows, LENGTH), generator=g)
     tokens[:, longest:] = 0
-    return Rows((tokens,), (torch.randint(3, (rows,), generator=g),), rows)
+    return Batch((tokens,), (torch.randint(3, (rows,), generator=g),), rows)
 
 
 @pytest.mark.parametrize("seen", [5, LENGTH])
@@ -57,10 +57,10 @@ def test_longer_and_shorter_batches_than_those_of_admission_are_exact(seen):
     admission = admit(recipe, examples, 1, cache)
     assert admission.report.fallback is None
     cut_model = cache.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
-    trial, plain = CutTrial(recipe, admission, cut_model, 1, 4), PlainTraining(make(), 1, 4)
+    trial, plain = CutTrial(recipe, admission, cut_model, 1, 4), PlainTrainer(make(), 1, 4)
     windows = [[batch(6, longest, seed=longest)] for longest in (5, LENGTH, 3, 7)]
     trial.train(windows)
-    assert trial.losses == plain.train(windows)
+    assert trial.losses == [loss for window in windows for loss in plain.step(window)]
     expected = plain.tensors()
     assert all(same_bits(t, expected[name]) for name, t in trial.tensors().items())
 

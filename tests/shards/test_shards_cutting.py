@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import admit
@@ -109,7 +110,7 @@ class Inputs(nn.Module):
 def two_inputs(*rows):
     g = torch.Generator().manual_seed(0)
     return [
-        plain.Rows(
+        Batch(
             (torch.randn(n, 6, generator=g), torch.randint(5, (n,), generator=g)),
             (torch.randint(3, (n,), generator=g),), n,
         )
@@ -199,7 +200,7 @@ class Recurrent(nn.Module):
 def test_a_recurrent_layer_is_one_unit(mode):
     def batches(*rows):
         return [
-            plain.Rows(t.features, labels.labels, t.rows)
+            Batch(t.features, labels.labels, t.rows)
             for t, labels in zip(zoo.tokens(*rows), zoo.vectors(*rows), strict=True)
         ]
 
@@ -252,8 +253,8 @@ def test_layers_and_whole_models_evaluate_as_plain_ones_do(shards):
     _, training = plain.train(reference, [windows])
     trial = assert_equal_to_plain(make, [windows], cut="whole" if shards == 1 else "layers")
     before = [content for content, _ in trial.shards]
-    sums = trial.engine().evaluate(zoo.vectors(8, 7, seed=3), trial.need).sums
-    assert sums == training.evaluate(zoo.vectors(8, 7, seed=3))
+    found = trial.evaluate(zoo.vectors(8, 7, seed=3))
+    assert found == training.evaluate(zoo.vectors(8, 7, seed=3))
     assert before == [content for content, _ in trial.shards]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import NonFiniteLoss
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_model import CutModelCache
@@ -90,7 +91,7 @@ def test_each_step_reports_its_mean_loss():
 def test_a_loss_that_is_not_finite_ends_training_before_anything_is_published(bad):
     trial = trial_of()
     (first,), *_ = two_sub_epochs()[0]
-    broken = plain.Rows((first.features[0] * bad,), first.labels, first.rows)
+    broken = Batch((first.features[0] * bad,), first.labels, first.rows)
     with pytest.raises(NonFiniteLoss, match="step 1"):
         trial.train([[first], [broken]])
     assert not any(event.startswith("publish") for event in trial.events)
@@ -99,7 +100,7 @@ def test_a_loss_that_is_not_finite_ends_training_before_anything_is_published(ba
 def test_a_validation_loss_that_is_not_finite_is_an_error():
     trial = trial_of()
     batch = zoo.vectors(8)[0]
-    broken = plain.Rows((batch.features[0] * math.nan,), batch.labels, batch.rows)
+    broken = Batch((batch.features[0] * math.nan,), batch.labels, batch.rows)
     with pytest.raises(NonFiniteLoss, match="validation"):
         trial.engine().evaluate([broken], trial.need)
 

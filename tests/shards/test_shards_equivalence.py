@@ -222,8 +222,8 @@ def test_evaluation_equals_plain_evaluation_and_leaves_the_state_alone():
     trial = assert_equal_to_plain(make, [zoo.singly(batches)])
     before = [content for content, _ in trial.shards]
     trial.events.clear()
-    sums = trial.engine().evaluate(batches, trial.need).sums
-    assert sums == training.evaluate(batches)
-    assert set(sums) == {"loss", "accuracy"}
+    found = trial.evaluate(batches)
+    assert found == training.evaluate(batches)
+    assert set(found.sums) == {"loss", "accuracy"}
     assert trial.events == ["need0", "need1", "need2"]
     assert before == [content for content, _ in trial.shards]

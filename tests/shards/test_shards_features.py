@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.testing.plain_training import PlainTraining
+from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
 from tests.shards import plain, zoo
 from tests.shards.hopping import assert_equal_to_plain, start
 from tests.shards.test_shards_equivalence import (
@@ -58,11 +57,11 @@ def test_evaluation_uses_the_moving_averages():
     trial = start(mlp_recipe(ema=0.5)(), windows)
     trial.train(windows)
     batches = zoo.vectors(8, 5, seed=9)
-    found = trial.engine().evaluate(batches, trial.need).sums
+    found = trial.evaluate(batches)
     assert found == training.evaluate(batches)
     live = mlp_recipe()()
     live.model.load_state_dict(recipe.model.state_dict())
-    assert found != PlainTraining(live, 0, 4).evaluate(batches)
+    assert found != PlainTrainer(live, 0, 4).evaluate(batches)
 
 
 def flips(batch, training):

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.recipe import Call
 from cerebro_hydra.shards.sample import Sample
-from tests.shards.plain import Rows
 
 
 class Block(nn.Module):
@@ -93,33 +93,33 @@ def language_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(flat, tokens[:, 1:].reshape(-1))
 
 
-def vectors(*rows: int, seed: int = 0, features: int = 6) -> list[Rows]:
+def vectors(*rows: int, seed: int = 0, features: int = 6) -> list[Batch]:
     g = torch.Generator().manual_seed(seed)
     return [
-        Rows((torch.randn(n, features, generator=g),), (torch.randint(3, (n,), generator=g),), n)
+        Batch((torch.randn(n, features, generator=g),), (torch.randint(3, (n,), generator=g),), n)
         for n in rows
     ]
 
 
-def images(*rows: int, seed: int = 0) -> list[Rows]:
+def images(*rows: int, seed: int = 0) -> list[Batch]:
     g = torch.Generator().manual_seed(seed)
     return [
-        Rows((torch.randn(n, 1, 8, 8, generator=g),), (torch.randint(3, (n,), generator=g),), n)
+        Batch((torch.randn(n, 1, 8, 8, generator=g),), (torch.randint(3, (n,), generator=g),), n)
         for n in rows
     ]
 
 
-def tokens(*rows: int, seed: int = 0) -> list[Rows]:
+def tokens(*rows: int, seed: int = 0) -> list[Batch]:
     g = torch.Generator().manual_seed(seed)
     each = [torch.randint(50, (n, 12), generator=g) for n in rows]
-    return [Rows((t,), (t,), len(t)) for t in each]
+    return [Batch((t,), (t,), len(t)) for t in each]
 
 
-def singly(batches: list[Rows]) -> list[list[Rows]]:
+def singly(batches: list[Batch]) -> list[list[Batch]]:
     """Put each batch into a window of its own."""
     return [[batch] for batch in batches]
 
 
-def sample(batch: Rows) -> Sample:
+def sample(batch: Batch) -> Sample:
     """Return a sample with which a model can be traced."""
     return Sample(batch.features, Call(), None, nullcontext, dynamic_shapes=False)

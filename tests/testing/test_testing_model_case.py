@@ -65,8 +65,7 @@ def test_a_fine_model_passes():
 class OtherRandomNumbers(Fine):
     def start(self, shards, mode="keep"):
         trial = super().start(shards, mode)
-        seed, *rest = trial._arguments
-        trial._arguments = (seed + 1, *rest)
+        trial.trial_seed += 1
         return trial
 
 
@@ -95,6 +94,13 @@ class HopsForget(Fine):
         return trial
 
 
+def test_a_run_in_this_process_that_forgets_something_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(Fine, "in_processes", False)
+    Fine().test_run_on_two_partitions_replays(tmp_path / "fine")
+    with pytest.raises(AssertionError, match="the run has"):
+        HopsForget().test_run_on_two_partitions_replays(tmp_path / "forgets")
+
+
 def test_hops_that_forget_something_are_noticed():
     failed = failing(HopsForget())
     assert {"test_hop_equals_stay", "test_cut_equals_eager"} <= failed
@@ -119,8 +125,8 @@ def test_statistics_that_move_twice_are_noticed(monkeypatch):
 
 def again(trial: CutTrial, mode) -> CutTrial:
     """A trial from the beginning, without admission."""
-    seed, steps, _ = trial._arguments
     recipe = Fine().make(2)
+    seed, steps = trial.trial_seed, trial.steps_per_epoch
     return CutTrial(recipe, trial.admission, trial.cut_model, seed, steps, mode)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, build_aside
+from cerebro_hydra.recipe import Columns, build_keeping_random_state
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.datasets import write_dataset
@@ -133,7 +133,7 @@ def test_models_of_other_threads_are_built_before_or_after(tmp_path: Path) -> No
 
     def aside() -> None:
         admitting.wait(30)
-        build_aside(other, params, 1, COLUMNS)
+        build_keeping_random_state(other, params, 1, COLUMNS)
 
     def first(params: dict[str, Any]) -> Any:
         admitting.set()

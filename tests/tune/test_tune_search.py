@@ -13,8 +13,7 @@ import torch
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayError, StoreError
-from cerebro_hydra.replay import factories
-from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.storage import LocalStore, factories
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice, hp_uniform
 from tests.tune import tune_models

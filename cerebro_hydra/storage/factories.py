@@ -1,4 +1,4 @@
-"""Finding `estimator_gen_fn` again: by what this process remembers, by name, or as given."""
+"""Finds the `estimator_gen_fn` of a run again: as given, as remembered, or by its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def remember(run_path: str, factory: Factory) -> None:
 
 
 def name_of(factory: Factory) -> str | None:
-    """`module:qualname` by which a new process can import the factory, or None.
+    """Return the `module:qualname` by which a new process can import the factory, or None.
 
     None for lambdas, nested functions and what a script or notebook itself defines (`__main__`).
     """
@@ -30,12 +30,12 @@ def name_of(factory: Factory) -> str | None:
         return None
     name = f"{module}:{qualname}"
     try:
-        return name if named(name) is factory else None
+        return name if import_factory(name) is factory else None
     except ReplayError:
         return None
 
 
-def named(name: str) -> Factory:
+def import_factory(name: str) -> Factory:
     """Import a factory by `module:qualname`.
 
     Raises:
@@ -63,7 +63,7 @@ def named(name: str) -> Factory:
 
 
 def find(run_path: str, recorded: str | None, given: Factory | str | None = None) -> Factory:
-    """The factory of a run: the given one, else the remembered one, else the recorded name.
+    """Return the factory of a run: the given, else the remembered, else the recorded one.
 
     Raises:
         ReplayError: none of them leads to a function; says how to give one.
@@ -71,12 +71,12 @@ def find(run_path: str, recorded: str | None, given: Factory | str | None = None
     if callable(given):
         return given
     if given is not None:
-        return named(given)
+        return import_factory(given)
     remembered = _remembered.get(os.path.realpath(run_path))
     if remembered is not None:
         return remembered
     if recorded is not None:
-        return named(recorded)
+        return import_factory(recorded)
     raise ReplayError(
         f"the run {run_path!r} has no recorded factory, because its estimator_gen_fn was defined "
         "in a script, a notebook or another function; give it as factory=, or on the command line "

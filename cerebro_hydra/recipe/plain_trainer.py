@@ -1,0 +1,193 @@
+"""The definition of what training means here: one model, one process, plain PyTorch, no shards.
+
+Everything else that trains is held against this file, bit for bit: admission compares the first
+steps of every cut with it, the suite of models whole sub-epochs, and replay whole trials.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.recipe.evaluation import Evaluation, SumOverRows
+from cerebro_hydra.recipe.randomness import RandomKey, unit_hooks
+from cerebro_hydra.recipe.recipe import Recipe
+
+
+class BatchTensors(Protocol):
+    """The rows of one batch; every tensor has them as its first dimension.
+
+    `labels` ends with the weight of each row, if the recipe's columns have one.
+    """
+
+    @property
+    def features(self) -> tuple[Tensor, ...]: ...
+    @property
+    def labels(self) -> tuple[Tensor, ...]: ...
+    @property
+    def rows(self) -> int: ...
+
+
+Window = Sequence[BatchTensors]
+"""The batches of one optimizer step."""
+
+
+class PlainTrainer:
+    """Trains and evaluates a recipe's own model with its own optimizer.
+
+    Attributes:
+        ema: the moving average of the model, or None if the recipe keeps none.
+        phase: what the trainer is doing, in words, for whoever reports an error.
+
+    Args:
+        trial_seed: what the trial's random numbers depend on, beside step, microbatch and unit.
+        steps_per_epoch: for LR schedules that ask.
+    """
+
+    def __init__(self, recipe: Recipe, trial_seed: int, steps_per_epoch: int) -> None:
+        self.recipe = recipe
+        self.phase = "start"
+        self._trial_seed = trial_seed
+        self._steps = 0
+        self._scheduler = recipe.lr_schedule.make(recipe.optimizer, steps_per_epoch)
+        self.ema: AveragedModel | None = None
+        if recipe.ema is not None:
+            average = get_ema_multi_avg_fn(recipe.ema)
+            self.ema = AveragedModel(recipe.model, multi_avg_fn=average)
+
+    def train(
+        self, windows: Iterable[Window], epoch_metrics: Mapping[str, float] | None = None
+    ) -> SumOverRows:
+        """Train over a sub-epoch; return its loss.
+
+        Args:
+            epoch_metrics: what the epoch before measured, if this sub-epoch begins another one: an
+                LR schedule may step on it.
+        """
+        if epoch_metrics is not None:
+            self.recipe.lr_schedule.begin_epoch(self._scheduler, epoch_metrics)
+        total, rows = 0.0, 0
+        for window in windows:
+            for batch, loss in zip(window, self.step(window), strict=True):
+                total, rows = total + loss * batch.rows, rows + batch.rows
+        return total, rows
+
+    def step(self, window: Window) -> list[float]:
+        """Take one optimizer step; return the mean loss of each batch of its window.
+
+        The gradient is that of the mean loss over all rows of the window, whatever its batches.
+
+        Raises:
+            NonFiniteLoss: a loss is NaN or infinite.
+            ConfigurationError: a loss depends on no trainable parameter.
+        """
+        recipe, model = self.recipe, self.recipe.model.train()
+        rows = sum(batch.rows for batch in window)
+        losses = []
+        model.zero_grad()
+        for microbatch, batch in enumerate(window):
+            loss = self._loss(batch, RandomKey(self._trial_seed, self._steps, microbatch))
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                where = f"at step {self._steps}, batch {microbatch} of its window"
+                raise NonFiniteLoss(f"the loss is {losses[-1]} {where}")
+            if len(window) > 1:
+                loss = loss * (batch.rows / rows)
+            self.phase = "backward"
+            loss.backward()
+        if recipe.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
+        if recipe.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), recipe.clip_grad_value)
+        self.phase = "optimizer step"
+        recipe.optimizer.step()
+        recipe.lr_schedule.after_step(self._scheduler)
+        if self.ema is not None:
+            self.ema.update_parameters(model)
+        self._steps += 1
+        return losses
+
+    def _loss(self, batch: BatchTensors, key: RandomKey) -> Tensor:
+        """Compute a loss; random numbers restart for collate, the forward and every unit call."""
+        recipe = self.recipe
+        self.phase = "collate"
+        features, targets = recipe.collated(batch.features, batch.labels, key)
+        with unit_hooks(recipe.model, key.reseed), recipe.precision():
+            self.phase = "forward"
+            outputs = recipe.call(recipe.model, recipe.inputs(features, targets))
+            self.phase = "loss"
+            loss = recipe.compute_loss(outputs, targets)
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                "the loss depends on no trainable parameter; set requires_grad on some"
+            )
+        return loss
+
+    def evaluate(
+        self,
+        batches: Iterable[BatchTensors],
+        on_outputs: Callable[[Any], object] | None = None,
+    ) -> Evaluation:
+        """Measure one partition's validation rows; the trial stays as it is.
+
+        Args:
+            on_outputs: called with what the model gives for each batch.
+
+        Raises:
+            NonFiniteLoss: a loss is NaN or infinite.
+        """
+        recipe, model = self.recipe, self.evaluated_model().eval()
+        buffers: dict[str, Any] = {}
+        sums: dict[str, float] = {}
+        states: dict[str, Any] = {}
+        rows = 0
+        for number, batch in enumerate(batches):
+            self.phase = "collate in evaluation"
+            features, targets = recipe.collated(batch.features, batch.labels, None)
+            with torch.no_grad(), recipe.precision():
+                self.phase = "forward in evaluation"
+                outputs = recipe.call.evaluate(model, recipe.inputs(features, targets), buffers)
+                if on_outputs is not None:
+                    on_outputs(outputs)
+                self.phase = "loss in evaluation"
+                values = {"loss": recipe.compute_loss(outputs, targets).item()}
+                self.phase = "metrics"
+                values |= recipe.compute_metrics(outputs, targets)
+                recipe.update_states(states, outputs, targets)
+            if not math.isfinite(values["loss"]):
+                raise NonFiniteLoss(f"the validation loss of batch {number} is {values['loss']}")
+            rows += batch.rows
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + value * batch.rows
+        return Evaluation({name: (total, rows) for name, total in sums.items()}, states)
+
+    def evaluated_model(self) -> nn.Module:
+        """Return the model that is evaluated and kept: the moving average, if there is one."""
+        return self.recipe.model if self.ema is None else self.ema.module
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live state, named as a checkpoint names it."""
+        found = state_tensors(self.recipe)
+        if self.ema is not None:
+            averages = self.ema.module.named_parameters()
+            found |= {f"ema:{name}": p.detach() for name, p in averages if p.requires_grad}
+        return found
+
+
+def state_tensors(recipe: Recipe) -> dict[str, Tensor]:
+    """Return parameters, buffers and optimizer state, named as a checkpoint names them."""
+    model = recipe.model
+    found = {f"param:{name}": p.detach() for name, p in model.named_parameters()}
+    found |= {f"buffer:{name}": buffer for name, buffer in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:  # Adagrad makes state for whatever it is given
+            for key, value in recipe.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    found[f"optim:{name}:{key}"] = value
+    return found

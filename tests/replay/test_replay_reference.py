@@ -1,0 +1,65 @@
+"""A replay that can't go on as the run did is a verdict, not an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+
+import cerebro_hydra
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.shards.sample import Example
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.testing.model_case import ModelCase, Shards
+from cerebro_hydra.testing.run_in_process import run_in_process
+
+
+class Small(ModelCase):
+    def recipe(self, shards: Shards) -> Recipe:
+        model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards)
+
+    def batch(self, rows: int, seed: int) -> Example:
+        g = torch.Generator().manual_seed(seed)
+        labels = torch.randint(3, (rows,), generator=g)
+        return (torch.randn(rows, 2, generator=g),), (labels,)
+
+
+def build(params: Mapping[str, Any]) -> Recipe:
+    return Small().make(params["shards"])
+
+
+def trained(path: Path) -> RunFolder:
+    (features,), (labels,) = Small().batch(20, 0)
+    arrays = {"features": features.numpy(), "label": labels.numpy()}
+    store = LocalStore(str(path))
+    return run_in_process(store, arrays, Small.columns, Small().start(2), {"shards": 2})
+
+
+def test_a_run_is_found_identical(tmp_path: Path) -> None:
+    report = cerebro_hydra.replay(trained(tmp_path).path, "trial-000", build)
+    assert report.identical, str(report)
+    assert report.visits == 2
+
+
+def test_a_loss_that_is_not_finite_in_the_replay_alone_is_a_difference(tmp_path: Path) -> None:
+    folder = trained(tmp_path)
+    state = folder.read_state(0, 0)
+    content = bytearray(folder.read_object(state["shards"][0]["trainable"]))
+    weight = safetensors.torch.load(bytes(content))["param:0.weight"].numpy().tobytes()
+    start = content.index(weight)
+    content[start : start + 4] = np.float32("nan").tobytes()
+    state["shards"][0]["trainable"] = digest(content)
+    folder.write_object(digest(content), content)
+    folder.write_state(0, 0, state)
+    report = cerebro_hydra.replay(folder.path, "trial-000", build)
+    assert report.first_difference == (
+        "the run trained on, but in the replay the loss is nan at step 0, batch 0 of its window"
+    )
