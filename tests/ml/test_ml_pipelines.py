@@ -256,7 +256,7 @@ def test_instances_in_a_pipeline_under_a_validator_regress(
     ]
     renamed = loaded.copy({loaded.predictionCol: "other", loaded.output: "raw"})
     assert renamed.transform(inputs).columns[-1] == "other"
-    assert renamed.source is loaded.source  # and with it what executors hold
+    assert renamed.network is loaded.network  # and with it what executors hold
 
     with pytest.warns(UserWarning, match=f"{estimator.uid} is saved without what builds its model"):
         whole.save(str(tmp_path / "whole"))
