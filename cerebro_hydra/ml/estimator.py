@@ -112,7 +112,9 @@ class SparkEstimator(TrialEstimator):
         for name, value in optimizer_numbers(optimizer).items():
             if not hasattr(self, name):
                 varying[name] = value
-        self._add_trial_params("the same in every trial; by default that of the instances", varying)
+        self._add_trial_params(
+            "can vary from trial to trial; by default that of the instances", varying
+        )
 
     @property
     def model(self) -> torch.nn.Module:

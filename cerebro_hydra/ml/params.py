@@ -64,7 +64,7 @@ def _output(value: Any) -> str:
     return str(value)
 
 
-def _row_count(value: Any) -> int:
+def _batch_size(value: Any) -> int:
     number = int(TypeConverters.toInt(value))
     if number < 1:
         raise ConfigurationError(f"transform_batch_size is {value!r}; it is a whole number from 1")
@@ -165,5 +165,5 @@ class OutputParams(TableParams, HasPredictionCol, HasProbabilityCol, HasRawPredi
     transform_batch_size, setTransformBatchSize, getTransformBatchSize = _row(
         "transform_batch_size",
         "rows per forward pass in transform; None: the batch size of training",
-        _row_count,
+        _batch_size,
     )

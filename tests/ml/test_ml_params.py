@@ -177,7 +177,7 @@ def test_options_of_the_recipe_and_numbers_of_the_optimizer_can_vary() -> None:
     for name in GRID_OPTIONS:
         assert estimator.getOrDefault(name) == getattr(estimator.recipe, name)
     assert {"lr", "momentum", "batch_size", "num_epochs"} <= {p.name for p in estimator.params}
-    assert "momentum: the same in every trial" in estimator.explainParams()
+    assert "momentum: can vary from trial to trial" in estimator.explainParams()
 
 
 def test_a_param_that_is_not_there_is_named() -> None:
