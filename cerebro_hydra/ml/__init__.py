@@ -1,4 +1,4 @@
-"""Stages of a Spark ML pipeline: an estimator that runs a search, and the model that it gives.
+"""Stages of a Spark ML pipeline: estimators that run a search, and the model that they fit.
 
 Importing this package imports neither pyspark nor torch.
 """

@@ -1,37 +1,40 @@
-"""The estimator that is made of a model's instances; what a factory of a search returns."""
+"""The estimator that is made from instances, and that a search's factory returns."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyspark.ml.param import Param
+import torch
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.copies import VARIED, Copies, numbers_of
-from cerebro_hydra.ml.trial_estimator import TrialEstimator, as_json
+from cerebro_hydra.ml.factory_estimator import FactoryEstimator
+from cerebro_hydra.ml.keywords import named_init
+from cerebro_hydra.ml.recipe_copier import GRID_OPTIONS, RecipeCopier, optimizer_numbers
+from cerebro_hydra.ml.trial_estimator import TrialEstimator
 from cerebro_hydra.recipe import Recipe
 
 if TYPE_CHECKING:
-    from cerebro_hydra.ml.factory_estimator import FactoryEstimator
+    from pyspark.ml.param import Param
+
+    from cerebro_hydra.spark import SparkBackend
+    from cerebro_hydra.storage import Store
 
 
-class SparkEstimator(Recipe, TrialEstimator):
+class SparkEstimator(TrialEstimator):
     """One configuration to train: an estimator of Spark ML, and what a search's factory returns.
 
-    In a search only the arguments of a recipe matter. As a stage of Spark ML, `fit` trains copies
-    of the instances given, which stay as they are; `num_epochs` and `store` are needed for that.
+    A search takes only its `recipe`, which is made of the arguments up to `warm_start`; `Recipe`
+    describes them. As a stage of Spark ML, `fit` trains copies of the instances, which stay as
+    they are; it needs `num_epochs` and `store`. All arguments from `num_epochs` on are Params.
 
-    Options that are numbers or names can vary in a grid without a factory: `getParam` knows
+    Options that are numbers or names can vary in a grid without a factory, as the Params
     batch_size, shards, clip_grad_norm, clip_grad_value, accumulate, loss_weights, lr_interval,
     lr_metric, autocast, ema, early_stopping, and the numbers of the optimizer, such as lr and
     weight_decay, which then hold for all its param groups. `from_factory` varies all else.
 
     Args:
-        model, optimizer, loss and all others of `Recipe`: see there.
         num_epochs: passes over all training rows.
         store: where prepared data and run folders lie; every worker must see it.
         backend: where agents run; None takes the session of the DataFrame.
@@ -58,23 +61,81 @@ class SparkEstimator(Recipe, TrialEstimator):
         TypeError: an argument has another type, or another name than any of these.
     """
 
-    def __init__(self, *recipe: Any, **arguments: Any) -> None:
-        TrialEstimator.__init__(self)
-        self._varied: dict[str, Param[Any]] = {}
-        own = {name: arguments.pop(name) for name in [*arguments] if self.hasParam(name)}
-        Recipe.__init__(self, *recipe, **arguments)
-        defaults = {name: getattr(self, name) for name in VARIED} | numbers_of(self.optimizer)
-        for name, value in defaults.items():
-            doc = f"{name} of every trial; by default that of the instances"
-            self._varied[name] = Param(self, name, doc, partial(as_json, f"{name} is"))
-            self._defaultParamMap[self._varied[name]] = value
-        self._set(**own)
+    @named_init
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Any,
+        metrics: Any = (),
+        batch_size: int = 32,
+        shards: int | Sequence[Any] = 1,
+        lr_scheduler: Callable[..., Any] | None = None,
+        clip_grad_norm: float | None = None,
+        accumulate: int = 1,
+        loss_weights: Sequence[float] | None = None,
+        lr_interval: str = "step",
+        lr_metric: str = "loss",
+        clip_grad_value: float | None = None,
+        autocast: str | None = None,
+        ema: float | None = None,
+        early_stopping: int | None = None,
+        collate: Callable[..., Any] | None = None,
+        warm_start: Mapping[str, torch.Tensor] | str | None = None,
+        *,
+        num_epochs: int | None = None,
+        store: Store | None = None,
+        backend: SparkBackend | None = None,
+        feature_columns: Sequence[str] = ("features",),
+        label_columns: Sequence[str] = ("label",),
+        sample_weight_column: str | None = None,
+        validation: float | str | None = None,
+        evaluation_metric: str = "loss",
+        seed: int = 0,
+        order: str = "dynamic",
+        verbose: int = 1,
+        output: str | None = None,
+        predictionCol: str = "prediction",
+        probabilityCol: str = "probability",
+        rawPredictionCol: str = "rawPrediction",
+        transform_batch_size: int | None = None,
+    ) -> None:
+        given = dict(locals())
+        super().__init__()
+        self.recipe = Recipe(**{f.name: given[f.name] for f in fields(Recipe) if f.init})
+        self._factory = RecipeCopier(self.recipe)
+        self._set(**{name: given[name] for name in self.param_names()})
+        # What equals its default counts as not set, as if it had been left out.
+        defaults = self._defaultParamMap
+        self._paramMap = {p: value for p, value in self._paramMap.items() if value != defaults[p]}
+        varying = {name: getattr(self.recipe, name) for name in GRID_OPTIONS}
+        for name, value in optimizer_numbers(optimizer).items():
+            if not hasattr(self, name):
+                varying[name] = value
+        self._add_trial_params(
+            "can vary from trial to trial; by default that of the instances", varying
+        )
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module that was given."""
+        return self.recipe.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was given."""
+        return self.recipe.optimizer
+
+    @property
+    def loss(self) -> Any:
+        """The loss that was given."""
+        return self.recipe.loss
 
     @staticmethod
     def from_factory(
         estimator_gen_fn: Callable[[Any], Any] | str, params: Mapping[str, Any], **arguments: Any
     ) -> FactoryEstimator:
-        """An estimator whose model is built by a function of parameters, all of which can vary.
+        """Return an estimator whose model a function of parameters builds; all of them can vary.
 
         Args:
             estimator_gen_fn: as of a search; it returns a `SparkEstimator`. Or its "module:name".
@@ -84,68 +145,22 @@ class SparkEstimator(Recipe, TrialEstimator):
         Raises:
             ConfigurationError: as `FactoryEstimator`.
         """
-        from cerebro_hydra.ml.factory_estimator import FactoryEstimator
-
         return FactoryEstimator(estimator_gen_fn, params, **arguments)
 
-    def __repr__(self) -> str:
-        return str(self.uid)
-
-    def factory(self) -> Callable[[Any], Any]:
-        """What builds recipes of copies of the instances."""
-        return Copies({each.name: getattr(self, each.name) for each in fields(self) if each.init})
-
-    def factory_name(self) -> None:
-        """None: instances have no name by which another process could find them."""
-
-    def varied(self) -> list[str]:
-        """The options that are numbers or names."""
-        return list(self._varied)
-
-    def trial_params(self) -> dict[str, Any]:
-        """Those that were set as Params; all others are in the instances."""
-        return {n: self._paramMap[p] for n, p in self._varied.items() if p in self._paramMap}
-
-    # Names such as batch_size are attributes of the recipe, so their Params are kept beside.
-
-    @property
-    def params(self) -> list[Param[Any]]:
-        """All Params."""
-        return [*super().params, *self._varied.values()]
-
-    def hasParam(self, paramName: str) -> bool:
-        """Whether there is a Param of that name."""
-        return paramName in self._varied or super().hasParam(paramName)
-
     def getParam(self, paramName: str) -> Param[Any]:
-        """The Param of that name, such as "lr" or "batch_size".
+        """Return a Param by its name, such as "lr" or "num_epochs".
 
         Raises:
             ConfigurationError: there is none.
         """
-        if paramName in self._varied:
-            return self._varied[paramName]
         if not self.hasParam(paramName):
             raise ConfigurationError(
                 f"{self.uid} has no Param {paramName!r}, or its optimizer's param groups differ in "
-                f"it; there are {sorted(p.name for p in self.params)}: all else varies with "
-                "SparkEstimator.from_factory"
+                f"it; there are {sorted(param.name for param in self.params)}: all else varies "
+                "with SparkEstimator.from_factory"
             )
         return super().getParam(paramName)
 
-    def _set(self, **kwargs: Any) -> SparkEstimator:
-        for name in [name for name in kwargs if name in self._varied]:
-            self.set(self._varied[name], kwargs.pop(name))
-        super()._set(**kwargs)
-        return self
-
-
-def _signature() -> inspect.Signature:
-    """For help and completion: the recipe's arguments, then a keyword for every other Param."""
-    recipe = list(inspect.signature(Recipe).parameters.values())
-    params = TrialEstimator.names()
-    keywords = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in params]
-    return inspect.Signature([*recipe, *keywords])
-
-
-SparkEstimator.__signature__ = _signature()  # type: ignore[attr-defined]
+    def trial_params(self) -> dict[str, Any]:
+        """Return the options that were set as Params; all others are in the instances."""
+        return {name: self.getOrDefault(name) for name in self._trial_names if self.isSet(name)}

@@ -1,4 +1,4 @@
-"""An estimator's file: Spark's metadata with its factory's name; no pickle, and no instances."""
+"""The file of a saved estimator: Spark's metadata with its factory's name, without pickle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator
 from cerebro_hydra.ml.trial_estimator import TrialEstimator
-from cerebro_hydra.storage import LocalStore, Store
+from cerebro_hydra.storage import LocalStore, Store, factories
 
 __all__ = ["EstimatorReader", "EstimatorWriter", "LocalStore"]  # stores are found once imported
 
@@ -17,8 +17,8 @@ __all__ = ["EstimatorReader", "EstimatorWriter", "LocalStore"]  # stores are fou
 class EstimatorWriter(MLWriter):
     """Saves an estimator's Params, its store's description and its factory's name.
 
-    Spark saves the estimator of a fitted validator with it, so one whose model can't be named is
-    saved too, with a warning: loaded it has its Params, and can't be fitted.
+    An estimator whose factory has no name is saved with a warning, because Spark saves the
+    estimator of every fitted validator: once loaded, it has its Params, and can't be fitted.
     """
 
     def __init__(self, estimator: TrialEstimator) -> None:
@@ -27,7 +27,8 @@ class EstimatorWriter(MLWriter):
 
     def saveImpl(self, path: str) -> None:
         estimator = self._estimator
-        name = estimator.factory_name()
+        factory = estimator._factory
+        name = factories.name_of(factory) if callable(factory) else factory
         if name is None:
             warnings.warn(
                 f"{estimator.uid} is saved without what builds its model, which is no function "
@@ -40,15 +41,15 @@ class EstimatorWriter(MLWriter):
         values.pop("backend", None)
         if values.get("store") is not None:
             values["store"] = values["store"].to_dict()
-        extra = {"factory": name, "params": estimator.varied()}
+        extra = {"factory": name, "params": list(estimator._trial_names)}
         DefaultParamsWriter.saveMetadata(estimator, path, self.sc, extra, values)
 
 
 class EstimatorReader(MLReader[FactoryEstimator]):
-    """Loads any saved estimator as one of a factory, which is imported when it is first fitted."""
+    """Loads any saved estimator as one with a factory, which is imported when it is fitted."""
 
     def load(self, path: str) -> FactoryEstimator:
-        """Load it; nothing of the user's is imported."""
+        """Load an estimator, and import nothing of the user's."""
         metadata = DefaultParamsReader.loadMetadata(path, self.sc)
         defaults = metadata["defaultParamMap"]
         params = {name: defaults[name] for name in metadata["params"]}

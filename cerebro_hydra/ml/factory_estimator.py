@@ -1,25 +1,21 @@
-"""The estimator whose model is built by a function of parameters; it can be saved unfitted."""
+"""The estimator whose model a function of parameters builds; it can be saved unfitted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-from pyspark.ml.param import Param
-
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.trial_estimator import TrialEstimator, as_json
-from cerebro_hydra.storage import factories
+from cerebro_hydra.ml.keywords import check_keywords
+from cerebro_hydra.ml.trial_estimator import TrialEstimator, json_value
 
 
 class FactoryEstimator(TrialEstimator):
-    """What `SparkEstimator.from_factory` gives: every parameter of a factory is a Param.
+    """The estimator that `SparkEstimator.from_factory` returns: a factory's parameters are Params.
 
-    Loading imports nothing of the user's; `fit` does.
-
-    Saved, without pickle, are its factory's name, if it can be imported by one, the Params and the
-    store's description. The backend is not: after loading it is that of the DataFrame's session.
+    What is saved, without pickle, are the Params, the store's description and the factory's name,
+    if it can be imported by one. The backend is not: after loading it is that of the DataFrame's
+    session. Loading imports nothing of the user's; `fit` does.
 
     Args:
         estimator_gen_fn: a function of the parameters that returns a `SparkEstimator`, or its
@@ -44,49 +40,19 @@ class FactoryEstimator(TrialEstimator):
                 f"estimator_gen_fn is {estimator_gen_fn!r}; give a function of the parameters "
                 "that returns a SparkEstimator"
             )
-        for name in arguments:
-            if name not in self.names():
-                raise TypeError(f"there is no argument {name!r}; there are {self.names()}")
+        check_keywords("SparkEstimator.from_factory", arguments, self.param_names())
         # A name is imported by fit alone: a fitted validator is loaded where there is no source.
         self._factory = estimator_gen_fn
-        self._names = tuple(params)
-        for name, value in params.items():
+        for name in params:
             if not isinstance(name, str) or not name.isidentifier() or hasattr(self, name):
                 raise ConfigurationError(
                     f"params has {name!r}, which can't be a Param: it is no name, or every "
                     "estimator has an attribute of that name; call it otherwise"
                 )
-            doc = "a parameter of the factory"
-            setattr(self, name, Param(self, name, doc, partial(as_json, f"{name} is")))
-            self._setDefault(**{name: value})
+        defaults = {name: json_value(name, value) for name, value in params.items()}
+        self._add_trial_params("a parameter of the factory", defaults)
         self._set(**arguments)
 
-    def factory(self) -> Callable[[Any], Any]:
-        """The user's function.
-
-        Raises:
-            ReplayError: this estimator was loaded, and the function can't be imported here.
-            ConfigurationError: it was saved without one.
-        """
-        if self._factory is None:
-            raise ConfigurationError(
-                f"{self.uid} was saved without what builds its model, so it can't be fitted; make "
-                "it anew, or use the models that it has trained"
-            )
-        return (
-            factories.import_factory(self._factory)
-            if isinstance(self._factory, str)
-            else self._factory
-        )
-
-    def factory_name(self) -> str | None:
-        """By which another process can import it, if it can."""
-        return factories.name_of(self._factory) if callable(self._factory) else self._factory
-
-    def varied(self) -> list[str]:
-        """The parameters of the factory."""
-        return list(self._names)
-
     def trial_params(self) -> dict[str, Any]:
-        """All parameters of the factory."""
-        return {name: self.getOrDefault(name) for name in self._names}
+        """Return all parameters of the factory."""
+        return {name: self.getOrDefault(name) for name in self._trial_names}

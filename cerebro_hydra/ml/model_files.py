@@ -1,4 +1,4 @@
-"""A model's files: Spark's metadata, the network's graph, its weights; no pickle in any.
+"""The files of a saved model: Spark's metadata, the network's graph and weights; no pickle.
 
 ```
 <path>/metadata/part-00000        class, uid, Params, trial, columns: as Spark ML's JSON
@@ -19,7 +19,8 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.ml.model import SparkModel
-from cerebro_hydra.ml.sources import Loaded
+from cerebro_hydra.ml.prediction_kind import PredictionKind
+from cerebro_hydra.ml.trained_network import ExportedNetwork
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
 from cerebro_hydra.spark import hadoop_files
 from cerebro_hydra.spark.predictors import ExportedPredictor
@@ -30,7 +31,7 @@ FILES = (GRAPH_FILE, WEIGHTS_FILE)
 
 
 class ModelWriter(MLWriter):
-    """Saves a model to any file system that Spark knows."""
+    """Saves a model to any file system that Spark can write."""
 
     def __init__(self, model: SparkModel) -> None:
         super().__init__()
@@ -49,15 +50,15 @@ class ModelWriter(MLWriter):
                 f"{path!r} exists; choose another path, or write().overwrite().save(path)"
             )
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
-            self._model.source.export(folder)
+            self._model.network.export(folder)
             self._folder = folder
             super().save(path)
 
     def saveImpl(self, path: str) -> None:
-        model, inference = self._model, self._model.source.inference
+        model, inference = self._model, self._model.network.inference
         extra: dict[str, Any] = {
             "format": FORMAT,
-            "head": model.source.head(None),
+            "head": model.network.kind(None),
             "columns": [asdict(spec) for spec in inference.specs],
             "batch_size": inference.batch_size,
             "trial": asdict(model.trial),
@@ -87,15 +88,16 @@ class ModelReader(MLReader[SparkModel]):
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
             for name in FILES:
                 hadoop_files.download(self.sc, f"{path}/model/{name}", str(Path(folder, name)))
-            program = ExportedPredictor.of(folder)
+            predictor = ExportedPredictor.of(folder)
         specs = [
             ColumnSpec(each["name"], each["dtype"], tuple(each["shape"]))
             for each in metadata["columns"]
         ]
-        source = Loaded(program, specs, metadata["batch_size"], metadata["head"])
+        kind = PredictionKind(metadata["head"])
+        network = ExportedNetwork(predictor, specs, metadata["batch_size"], kind)
         trial = metadata["trial"]
         trial["visit_log"] = [(epoch, partition) for epoch, partition in trial["visit_log"]]
-        model = SparkModel(source, Trial(**trial), metadata["run_path"])
+        model = SparkModel(network, Trial(**trial), metadata["run_path"])
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)
         return model

@@ -1,10 +1,11 @@
-"""What all estimators here share: a fit, or a whole grid of them, is one hopping run."""
+"""The base of both estimators: a fit, or a whole grid of fits, is one hopping run."""
 
 from __future__ import annotations
 
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
@@ -12,9 +13,9 @@ from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from cerebro_hydra.errors import TrialFailed
-from cerebro_hydra.ml.output_params import OutputParams
-from cerebro_hydra.ml.run_params import RunParams
+from cerebro_hydra.errors import ConfigurationError, TrialFailed
+from cerebro_hydra.ml.params import OutputParams, RunParams
+from cerebro_hydra.storage import factories
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -26,49 +27,54 @@ if TYPE_CHECKING:
     from cerebro_hydra.tune.result import SearchResult
     from cerebro_hydra.tune.trial import Trial
 
-# Two runs at once would wait for each other's task slots: a pipeline is fitted in several threads
-# by a CrossValidator with parallelism.
+# Two runs at once would wait for each other's task slots: a CrossValidator with parallelism fits a
+# pipeline in several threads.
 _one_run = threading.Lock()
 
 
 class TrialEstimator(
     Estimator["SparkModel"], RunParams, OutputParams, MLWritable, MLReadable["FactoryEstimator"]
 ):
-    """An estimator whose param maps are trials."""
+    """An estimator whose param maps are trials.
 
-    @abstractmethod
-    def factory(self) -> Callable[[Any], Any]:
-        """The `estimator_gen_fn` of a run."""
+    Subclasses set `_factory`, the `estimator_gen_fn` of a run or its "module:name".
+    """
 
-    @abstractmethod
-    def factory_name(self) -> str | None:
-        """By which another process can import the factory, if it can."""
-
-    @abstractmethod
-    def varied(self) -> list[str]:
-        """Names of the Params that can be a trial's parameters."""
+    _factory: Callable[[Any], Any] | str | None = None
+    _trial_names: tuple[str, ...] = ()  # of the Params that can be a trial's parameters
 
     @abstractmethod
     def trial_params(self) -> dict[str, Any]:
-        """What the factory is called with, as JSON."""
+        """Return what the factory is called with, as JSON."""
+
+    def factory(self) -> Callable[[Any], Any]:
+        """Return the `estimator_gen_fn` of a run.
+
+        Raises:
+            ReplayError: it is known by its name, and can't be imported here.
+            ConfigurationError: this estimator was saved without it.
+        """
+        if self._factory is None:
+            raise ConfigurationError(
+                f"{self.uid} was saved without what builds its model, so it can't be fitted; make "
+                "it anew, or use the models that it has trained"
+            )
+        if isinstance(self._factory, str):
+            return factories.import_factory(self._factory)
+        return self._factory
 
     def write(self) -> MLWriter:
-        """What saves it; it warns where the saved estimator could not be fitted."""
+        """Return what saves it, which warns where the saved estimator could not be fitted."""
         from cerebro_hydra.ml.estimator_files import EstimatorWriter
 
         return EstimatorWriter(self)
 
     @classmethod
     def read(cls) -> MLReader[FactoryEstimator]:
-        """What loads it: an estimator of its factory, whatever it was made of."""
+        """Return what loads it, always as an estimator with a factory."""
         from cerebro_hydra.ml.estimator_files import EstimatorReader
 
         return EstimatorReader()
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Of the Params that every estimator has, sorted."""
-        return [name for name in dir(TrialEstimator) if isinstance(getattr(cls, name), Param)]
 
     def fitMultiple(
         self, dataset: DataFrame, paramMaps: Sequence[dict[Param[Any], Any]]
@@ -76,7 +82,7 @@ class TrialEstimator(
         """Train a model for each param map; all of them are trials of one run.
 
         Maps that differ in a Param of the run, such as num_epochs, take a run each, one after the
-        other. All has been trained when this returns. Threads may share the iterator.
+        other. Everything has been trained when this returns. Threads may share the iterator.
 
         Returns:
             (index, model) in the order of the maps. Where a trial failed, `next` raises TrialFailed
@@ -88,25 +94,33 @@ class TrialEstimator(
             DataError: rows can't be used.
             AllTrialsFailed: no trial of a run was left; the message holds every reason.
         """
-        copies = [self.copy(paramMap) for paramMap in paramMaps]
+        copies = [self.copy(param_map) for param_map in paramMaps]
         settings = [each.run_settings() for each in copies]
-        found: dict[int, tuple[TrainedModel | None, Trial, SearchResult]] = {}
+        trained: dict[int, tuple[TrainedModel | None, Trial, SearchResult]] = {}
         with _one_run:
-            # In here, because a backend's checks hold every slot for a moment, too.
+            # All backends are made in here, because their checks hold every slot for a moment, too.
             runs = [
                 (members, self._search(dataset, settings[members[0]], [copies[i] for i in members]))
-                for members in grouped(settings)
+                for members in equal_settings(settings)
             ]
             for members, search in runs:
                 result = search.fit(dataset)
                 models = {model.trial_id: model for model in result.get_all_models()}
                 for index, trial in zip(members, search.trials_of(result), strict=True):
-                    found[index] = models.get(trial.trial_id), trial, result
-        return _FitMultipleIterator(lambda i: copies[i]._model(*found[i]), len(copies))
+                    trained[index] = models.get(trial.trial_id), trial, result
+        return _FitMultipleIterator(lambda i: copies[i]._model(*trained[i]), len(copies))
 
     def _fit(self, dataset: DataFrame) -> SparkModel:
         ((_, model),) = self.fitMultiple(dataset, [{}])
         return model
+
+    def _add_trial_params(self, doc: str, defaults: Mapping[str, Any]) -> None:
+        """Give this instance a Param for each parameter that a trial can have."""
+        self._trial_names = tuple(defaults)
+        for name, value in defaults.items():
+            param = Param(self, name, doc, partial(json_value, name))
+            setattr(self, name, param)
+            self._defaultParamMap[param] = value
 
     def _search(
         self, dataset: DataFrame, settings: Mapping[str, Any], trials: Sequence[TrialEstimator]
@@ -128,25 +142,30 @@ class TrialEstimator(
         self, trained: TrainedModel | None, trial: Trial, result: SearchResult
     ) -> SparkModel:
         from cerebro_hydra.ml.model import SparkModel
+        from cerebro_hydra.ml.trained_network import RunNetwork
 
         if trained is None:
             raise TrialFailed(
                 f"{trial.trial_id} with {trial.params} is {trial.status}; the other trials are in "
                 f"{result.run_path}\n\n{trial.error or ''}"
             )
-        model = SparkModel.fitted(trained, trial, result.run_path)._resetUid(self.uid)
-        return self._copyValues(model)
+        model = SparkModel(RunNetwork(trained), trial, result.run_path)
+        return self._copyValues(model._resetUid(self.uid))
 
 
-def as_json(what: str, value: Any) -> Any:
-    """A value of a trial's Param as an agent will see it; refuses what JSON can't hold."""
-    from cerebro_hydra.tune import space
+def json_value(name: str, value: Any) -> Any:
+    """Return a trial's parameter as an agent will see it.
 
-    return space.as_json(what, value)
+    Raises:
+        ConfigurationError: JSON can't hold it.
+    """
+    from cerebro_hydra.tune import space  # with all of a search, which no agent needs
+
+    return space.as_json(f"{name} is", value)
 
 
-def grouped(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Indices of equal settings together, in the order in which each first occurs."""
+def equal_settings(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Group the indices of equal settings, in the order in which each first occurs."""
     groups: list[list[int]] = []
     for index, each in enumerate(settings):
         for group in groups:

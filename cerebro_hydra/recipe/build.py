@@ -25,12 +25,17 @@ def exclusive_generator() -> Iterator[None]:
 
 
 def recipe_of(built: Any) -> Recipe:
-    """Check that an `estimator_gen_fn` returned a recipe."""
-    if not isinstance(built, Recipe):
+    """Return the recipe that an `estimator_gen_fn` returned, or whose estimator it returned.
+
+    Raises:
+        ConfigurationError: it returned something else.
+    """
+    recipe = getattr(built, "recipe", built)
+    if not isinstance(recipe, Recipe):
         raise ConfigurationError(
             f"estimator_gen_fn returned a {type(built).__name__}; return a SparkEstimator"
         )
-    return built
+    return recipe
 
 
 def build_recipe(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import cerebro_hydra
 from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
+from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe, recipe_of
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.differences import same_bits
@@ -71,7 +71,7 @@ class ModelCase(ABC):
     def make(self, shards: Shards) -> Recipe:
         """Build the recipe, seeded and bound to its columns."""
         torch.manual_seed(5)
-        recipe = self.recipe(shards).bind(self.columns)
+        recipe = recipe_of(self.recipe(shards)).bind(self.columns)
         recipe.batch_size = self.rows[0]
         return recipe
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -14,33 +15,91 @@ from pyspark.ml import Estimator
 from pyspark.ml.tuning import ParamGridBuilder
 from torch import nn
 
-from cerebro_hydra import LocalStore, SparkEstimator
+from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.errors import ConfigurationError, ReplayError
-from cerebro_hydra.ml.copies import Copies, numbers_of
-from cerebro_hydra.ml.trial_estimator import TrialEstimator, grouped
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.ml.params import OutputParams, RunParams
+from cerebro_hydra.ml.recipe_copier import GRID_OPTIONS, RecipeCopier, optimizer_numbers
+from cerebro_hydra.ml.trial_estimator import TrialEstimator, equal_settings
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from tests.ml import nets
 
 
-def test_it_is_a_recipe_and_an_estimator() -> None:
+def test_it_is_an_estimator_and_has_a_recipe() -> None:
     estimator = nets.binary(num_epochs=2)
-    assert isinstance(estimator, Recipe) and isinstance(estimator, Estimator)
-    assert estimator.batch_size == 16 and estimator.getNumEpochs() == 2
+    assert isinstance(estimator, Estimator) and not isinstance(estimator, Recipe)
+    recipe = estimator.recipe
+    assert isinstance(recipe, Recipe) and recipe.batch_size == 16
+    assert (estimator.model, estimator.optimizer) == (recipe.model, recipe.optimizer)
+    assert estimator.loss is recipe.loss
+    assert estimator.getNumEpochs() == 2
     assert len({estimator, nets.binary()}) == 2
     assert repr(estimator) == estimator.uid
 
 
-def test_every_argument_of_a_recipe_and_every_param_is_in_the_signature() -> None:
+def test_a_factory_returns_an_estimator_or_a_recipe() -> None:
+    columns = Columns(("features",), ("label",))
+    built = [
+        build_recipe(factory, {"hidden": 3, "lr": 0.1}, 5, columns)
+        for factory in (nets.made, lambda params: nets.made(params).recipe)
+    ]
+    assert [recipe.columns for recipe in built] == [columns, columns]
+    one, other = (recipe.model.state_dict() for recipe in built)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    wrong = SparkEstimator.from_factory(nets.made, {})
+    with pytest.raises(ConfigurationError, match="returned a FactoryEstimator; return a Spark"):
+        build_recipe(lambda params: wrong, {}, 5, columns)
+
+
+def test_the_signature_has_every_argument_with_the_default_that_holds() -> None:
     shown = inspect.signature(SparkEstimator).parameters
-    assert set(shown) == {*inspect.signature(Recipe).parameters, *TrialEstimator.names()}
+    recipe = inspect.signature(Recipe).parameters
+    estimator = nets.binary()
+    names = TrialEstimator.param_names()
+    assert list(shown) == [*recipe, *(name for name in shown if name in names)]
+    assert set(shown) == {*recipe, *names}
+    for name, parameter in recipe.items():
+        assert (shown[name].default, shown[name].kind) == (parameter.default, parameter.kind)
+    for name in names:
+        default = shown[name].default
+        assert shown[name].kind == inspect.Parameter.KEYWORD_ONLY
+        held = list(default) if isinstance(default, tuple) else default
+        assert estimator.getOrDefault(name) == held and not estimator.isSet(name)
     assert {"num_epochs", "store", "backend", "predictionCol", "seed"} <= set(shown)
 
 
-def test_an_unknown_argument_is_refused() -> None:
-    with pytest.raises(TypeError, match="num_epoch"):
-        nets.binary(num_epoch=2)
-    with pytest.raises(TypeError, match="no argument 'batch_size'"):
+def test_the_table_says_which_class_has_a_param() -> None:
+    run, output = RunParams.param_names(), OutputParams.param_names()
+    assert sorted([*run, *output]) == TrialEstimator.param_names()
+    assert SparkModel.param_names() == output
+    estimator = nets.binary()
+    for name in (*run, *output):
+        assert f"{name}: {estimator.getParam(name).doc}" in estimator.explainParams()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("num_epoch", "SparkEstimator has no argument 'num_epoch'; did you mean 'num_epochs'?"),
+        ("metric", "SparkEstimator has no argument 'metric'; did you mean 'metrics'?"),
+        ("predicted", "SparkEstimator has no argument 'predicted'; it has ['accumulate', 'auto"),
+    ],
+)
+def test_a_misspelled_argument_is_refused_with_the_nearest(wrong: str, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        nets.binary(**{wrong: 2})
+
+
+def test_an_argument_that_a_factory_sets_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"SparkEstimator.from_factory has no argument 'batch_size"):
         SparkEstimator.from_factory(nets.made, {"lr": 0.1}, batch_size=3)
+    with pytest.raises(TypeError, match="did you mean 'num_epochs'"):
+        SparkEstimator.from_factory(nets.made, {"lr": 0.1}, num_epoch=3)
+
+
+def test_a_missing_argument_is_named_by_python() -> None:
+    nothing: Any = None
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'loss'"):
+        SparkEstimator(nothing, nothing)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("estimator", [nets.binary(), SparkEstimator.from_factory(nets.made, {})])
@@ -63,8 +122,11 @@ def test_setters_and_getters_say_the_same(estimator: Any, tmp_path: Any) -> None
         "RawPredictionCol": "r",
         "TransformBatchSize": 9,
     }
-    assert len(values) == len(TrialEstimator.names())
+    assert len(values) == len(TrialEstimator.param_names())
     for name, value in values.items():
+        setter, getter = getattr(estimator, f"set{name}"), getattr(estimator, f"get{name}")
+        assert (setter.__name__, getter.__name__) == (f"set{name}", f"get{name}")
+        assert setter.__doc__.startswith("Set ") and getter.__doc__.startswith("Return ")
         assert getattr(estimator, f"set{name}")(value) is estimator
         assert getattr(estimator, f"get{name}")() == value
 
@@ -85,6 +147,15 @@ def test_a_wrong_value_is_refused_when_it_is_given(
         nets.binary(**arguments)
 
 
+@pytest.mark.parametrize("name", ["output", "transform_batch_size", "sample_weight_column"])
+def test_none_is_a_value_where_it_is_the_default(name: str) -> None:
+    estimator = nets.binary()
+    estimator.set(estimator.getParam(name), None)  # as loading does
+    assert estimator.isSet(name) and estimator.getOrDefault(name) is None
+    with pytest.raises(TypeError, match="Could not convert"):
+        estimator.set(estimator.order, None)
+
+
 def test_what_a_fit_needs_is_asked_for_before_anything_else(tmp_path: Any) -> None:
     nothing: Any = None
     with pytest.raises(ConfigurationError, match="has no num_epochs, which fit needs"):
@@ -101,9 +172,12 @@ def test_options_of_the_recipe_and_numbers_of_the_optimizer_can_vary() -> None:
     grid = ParamGridBuilder().addGrid(lr, [0.1, 0.2]).addGrid(batch_size, [8, 32]).build()
     trials = [estimator.copy(params).trial_params() for params in grid]
     assert trials == [{"lr": x, "batch_size": b} for x in (0.1, 0.2) for b in (8, 32)]
-    assert estimator.trial_params() == {} and estimator.batch_size == 16
+    assert estimator.trial_params() == {} and estimator.recipe.batch_size == 16
+    assert (estimator.lr, estimator.batch_size) == (lr, batch_size)
+    for name in GRID_OPTIONS:
+        assert estimator.getOrDefault(name) == getattr(estimator.recipe, name)
     assert {"lr", "momentum", "batch_size", "num_epochs"} <= {p.name for p in estimator.params}
-    assert "momentum of every trial" in estimator.explainParams()
+    assert "momentum: can vary from trial to trial" in estimator.explainParams()
 
 
 def test_a_param_that_is_not_there_is_named() -> None:
@@ -115,7 +189,19 @@ def test_a_number_in_which_param_groups_differ_does_not_vary() -> None:
     model = nn.Linear(2, 2)
     groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
     optimizer = torch.optim.SGD(groups, lr=0.2, momentum=0.5)
-    assert "lr" not in numbers_of(optimizer) and numbers_of(optimizer)["momentum"] == 0.5
+    numbers = optimizer_numbers(optimizer)
+    assert "lr" not in numbers and numbers["momentum"] == 0.5
+
+
+def test_a_number_of_an_optimizer_does_not_hide_a_param() -> None:
+    class Seeded(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.5)
+            self.defaults["seed"] = self.param_groups[0]["seed"] = 7
+
+    model = nn.Linear(2, 2)
+    estimator = SparkEstimator(model, Seeded(model.parameters()), nn.MSELoss(), seed=3)
+    assert estimator.getSeed() == 3 and "seed" not in estimator.trial_params()
 
 
 def test_a_copy_shares_the_instances_and_has_params_of_its_own() -> None:
@@ -183,13 +269,13 @@ def test_an_optimizers_own_attributes_are_copied() -> None:
     model = nn.Linear(2, 2)
     optimizer = Tuned(model.parameters(), lr=0.1)
     assert not hasattr(copy.deepcopy(optimizer), "extra")
-    recipe = Copies({"model": model, "optimizer": optimizer, "loss": nn.MSELoss()})({})
+    recipe = RecipeCopier(Recipe(model, optimizer, nn.MSELoss()))({})
     assert recipe.optimizer.extra == 3  # type: ignore[attr-defined]
 
 
 @given(st.lists(st.integers(0, 3)))
 def test_equal_settings_become_one_run_in_the_order_of_the_maps(kinds: list[int]) -> None:
-    groups = grouped([{"num_epochs": kind} for kind in kinds])
+    groups = equal_settings([{"num_epochs": kind} for kind in kinds])
     assert sorted(i for group in groups for i in group) == list(range(len(kinds)))
     assert all(group == sorted(group) for group in groups)
     assert [group[0] for group in groups] == sorted(group[0] for group in groups)

@@ -17,10 +17,11 @@ from torch import nn
 
 import cerebro_hydra
 from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, ReplayError
 from cerebro_hydra.ml import trial_estimator
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
 from cerebro_hydra.spark import checks
+from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import SearchResult
 from tests.ml import nets
 
@@ -56,7 +57,6 @@ def factory(params):
 LOADS_ALONE = """
 import sys, json
 import cerebro_hydra
-from pyspark.ml import PipelineModel
 path, rows, out = sys.argv[1:]
 try:
     import nets_of_a_user
@@ -65,11 +65,10 @@ except ImportError:
 else:
     raise SystemExit("the source is here, so nothing would be shown")
 spark = cerebro_hydra.local_spark(workers=1)
-model = PipelineModel.load(path)
+model = cerebro_hydra.SparkModel.load(path)
 found = model.transform(spark.read.parquet(rows)).orderBy("id").collect()
-trained = model.stages[-1].bestModel
 numbers = [[*r.rawPrediction.toArray(), *r.probability.toArray(), r.prediction] for r in found]
-told = {"numbers": numbers, "history": trained.history, "trial": trained.trial.trial_id}
+told = {"numbers": numbers, "history": model.history, "trial": model.trial.trial_id}
 open(out, "w").write(json.dumps(told))
 spark.stop()
 """
@@ -95,6 +94,14 @@ def stages(output: str) -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module")
+def prepared(df: Any) -> Any:
+    """The rows with the vectors that an estimator trains on."""
+    from pyspark.ml import Pipeline
+
+    return Pipeline(stages=stages("features")).fit(df).transform(df).cache()
+
+
 def runs_of(store: Path) -> list[SearchResult]:
     return [SearchResult.open(str(path)) for path in sorted((store / "runs").iterdir())]
 
@@ -111,7 +118,7 @@ def factory(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
-    spark: Any, df: Any, factory: Any, tmp_path: Path
+    df: Any, factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pyspark.ml import Pipeline, PipelineModel
     from pyspark.ml.evaluation import MulticlassClassificationEvaluator
@@ -182,11 +189,18 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
         GRAPH_FILE,
         WEIGHTS_FILE,
     }
-    df.write.parquet(str(tmp_path / "rows"))
+    out.select("id", "features").write.parquet(str(tmp_path / "rows"))
     shutil.rmtree(tmp_path / "store")
     (tmp_path / "nets_of_a_user.py").unlink()
+    monkeypatch.delitem(sys.modules, "nets_of_a_user")
+    whole = PipelineModel.load(str(path)).stages[-1]
+    assert "nets_of_a_user" not in sys.modules
+    assert whole.bestModel.getTransformBatchSize() == 1
+    assert whole.getEstimator().trial_params() == {"lr": 0.01, "hidden": 8}
+    with pytest.raises(ReplayError, match="can't import 'nets_of_a_user'"):
+        whole.getEstimator().factory()
     done = subprocess.run(
-        [sys.executable, "-c", LOADS_ALONE, path, tmp_path / "rows", told],
+        [sys.executable, "-c", LOADS_ALONE, saved.parents[1], tmp_path / "rows", told],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         cwd=tmp_path,
         capture_output=True,
@@ -199,15 +213,17 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     assert found["numbers"] == [
         [*r.rawPrediction.toArray(), *r.probability.toArray(), r.prediction] for r in rows
     ]
-    assert PipelineModel.load(str(path)).stages[-1].bestModel.getTransformBatchSize() == 1
 
 
-def test_instances_in_a_pipeline_under_a_validator_regress(
-    spark: Any, df: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_instances_under_a_validator_regress(
+    prepared: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pyspark.ml import Pipeline, PipelineModel
     from pyspark.ml.evaluation import RegressionEvaluator
-    from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
+    from pyspark.ml.tuning import (
+        ParamGridBuilder,
+        TrainValidationSplit,
+        TrainValidationSplitModel,
+    )
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
@@ -237,36 +253,35 @@ def test_instances_in_a_pipeline_under_a_validator_regress(
         check(*given)
 
     monkeypatch.setattr(checks, "check", checked)
-    whole = fitted = Pipeline(stages=[*stages("features"), split]).fit(df)
+    fitted = split.fit(prepared)
     assert alone == [True, True]
     assert [len(run.trials) for run in runs_of(tmp_path)] == [2, 1]
-    bad, good = fitted.stages[-1].validationMetrics
+    bad, good = fitted.validationMetrics
     assert good > 0.5 > bad
-    best = fitted.stages[-1].bestModel
-    out = fitted.transform(df)
+    best = fitted.bestModel
+    assert cerebro_hydra.replay(best.run_path, best.trial.trial_id).identical
+    out = fitted.transform(prepared)
     assert dict(out.dtypes)["expected"] == "double" and evaluator.evaluate(out) > 0.5
 
     best.write().save(str(tmp_path / "model"))
     best.write().overwrite().save(str(tmp_path / "model"))
     loaded = SparkModel.load(str(tmp_path / "model"))
     assert loaded.uid == best.uid and loaded.trial == best.trial
-    inputs = out.drop("expected")
-    assert [r.expected for r in loaded.transform(inputs).orderBy("id").collect()] == [
-        r.expected for r in out.orderBy("id").collect()
-    ]
+    rows = out.orderBy("id").collect()
+    assert loaded.transform(prepared).orderBy("id").collect() == rows
     renamed = loaded.copy({loaded.predictionCol: "other", loaded.output: "raw"})
-    assert renamed.transform(inputs).columns[-1] == "other"
-    assert renamed.source is loaded.source  # and with it what executors hold
+    assert renamed.transform(prepared).columns[-1] == "other"
+    assert renamed.network is loaded.network  # and with it what executors hold
 
     with pytest.warns(UserWarning, match=f"{estimator.uid} is saved without what builds its model"):
-        whole.save(str(tmp_path / "whole"))
-    again = PipelineModel.load(str(tmp_path / "whole"))
-    assert again.transform(df).orderBy("id").collect() == out.orderBy("id").collect()
-    unfit = again.stages[-1].getEstimator()
+        fitted.save(str(tmp_path / "fitted"))
+    again = TrainValidationSplitModel.load(str(tmp_path / "fitted"))
+    assert again.transform(prepared).orderBy("id").collect() == rows
+    unfit = again.getEstimator()
     assert unfit.uid == estimator.uid and unfit.getPredictionCol() == "expected"
-    assert [map_[unfit.lr] for map_ in again.stages[-1].getEstimatorParamMaps()] == [1e-6, 0.1]
+    assert [map_[unfit.lr] for map_ in again.getEstimatorParamMaps()] == [1e-6, 0.1]
     with pytest.raises(ConfigurationError, match="was saved without what builds its model"):
-        unfit.fit(df)
+        unfit.fit(prepared)
 
 
 class Decides(nn.Module):
@@ -283,14 +298,12 @@ class Decides(nn.Module):
 
 
 def test_what_cannot_be_exported_is_refused_before_an_old_file_is_lost(
-    spark: Any, df: Any, tmp_path: Path
+    prepared: Any, tmp_path: Path
 ) -> None:
     from pyspark.ml.evaluation import BinaryClassificationEvaluator
-    from pyspark.ml.feature import VectorAssembler
     from pyspark.sql import functions
 
-    rows = VectorAssembler(inputCols=list(COLUMNS), outputCol="features").transform(df)
-    rows = rows.withColumn("label", (functions.col("a") > 0).cast("double"))
+    rows = prepared.withColumn("label", (functions.col("a") > 0).cast("double"))
     model = Decides()
     estimator = SparkEstimator(
         model=model,
@@ -298,12 +311,12 @@ def test_what_cannot_be_exported_is_refused_before_an_old_file_is_lost(
         loss=nn.BCEWithLogitsLoss(),
         num_epochs=1,
         store=LocalStore(str(tmp_path)),
+        backend=LocalBackend(2),  # type: ignore[arg-type]
         verbose=0,
     )
-    fitted = estimator.fit(rows)
+    fitted = estimator.fit(nets.arrays())  # type: ignore[arg-type]
     auc = BinaryClassificationEvaluator().evaluate(fitted.transform(rows))
     assert 0 <= auc <= 1
-    assert cerebro_hydra.replay(fitted.run_path, fitted.trial.trial_id).identical
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "of-another").write_text("old")
