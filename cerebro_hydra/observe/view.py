@@ -15,7 +15,7 @@ from cerebro_hydra.observe.records import Decision, Progress, Record, RunEnded, 
 from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.plan import events, instructions
-from cerebro_hydra.plan.outcome import best_epoch
+from cerebro_hydra.plan.trial_end import best_epoch
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 

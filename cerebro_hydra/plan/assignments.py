@@ -17,7 +17,6 @@ from cerebro_hydra.plan.instructions import (
     StartSubEpoch,
     StateSource,
 )
-from cerebro_hydra.plan.outcome import outcome
 from cerebro_hydra.plan.progress import (
     Attempt,
     LiveAgent,
@@ -26,6 +25,7 @@ from cerebro_hydra.plan.progress import (
     TrialProgress,
     visit_order,
 )
+from cerebro_hydra.plan.trial_end import outcome
 
 
 class Assignments:

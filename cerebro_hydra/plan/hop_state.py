@@ -50,10 +50,10 @@ from cerebro_hydra.plan.instructions import (
     MergeMetrics,
     Redo,
 )
-from cerebro_hydra.plan.outcome import best_visit, outcome, result_visit
 from cerebro_hydra.plan.policy import Policy
 from cerebro_hydra.plan.progress import Attempt, CommittedVisit, LiveAgent, TrialProgress
 from cerebro_hydra.plan.retention import Retention
+from cerebro_hydra.plan.trial_end import best_visit, outcome, result_visit
 
 MAX_TRANSFER_FAILURES = 3
 

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from cerebro_hydra.plan.holders import STORE
-from cerebro_hydra.plan.outcome import best_visit, needed_visits, result_visit
 from cerebro_hydra.plan.progress import Attempt, TrialProgress
+from cerebro_hydra.plan.trial_end import best_visit, needed_visits, result_visit
 
 if TYPE_CHECKING:
     from cerebro_hydra.plan.hop_state import HopState

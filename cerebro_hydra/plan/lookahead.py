@@ -6,8 +6,8 @@ import heapq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cerebro_hydra.plan.outcome import outcome
 from cerebro_hydra.plan.progress import TaskKind, TrialProgress, visit_order
+from cerebro_hydra.plan.trial_end import outcome
 
 if TYPE_CHECKING:
     from cerebro_hydra.plan.hop_state import HopState

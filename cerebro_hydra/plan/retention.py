@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cerebro_hydra.plan.holders import STORE, Holders
 from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.outcome import best_visit, needed_visits
 from cerebro_hydra.plan.progress import TrialProgress
+from cerebro_hydra.plan.trial_end import best_visit, needed_visits
 
 StateCopy = tuple[int, str]  # visit, place
 

@@ -18,11 +18,11 @@ from cerebro_hydra.shards.cut_choice import (
     choose_whole,
 )
 from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
+from cerebro_hydra.shards.cut_report import CutReport
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import UnfitShape
 from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.module_graph import layer_starts
-from cerebro_hydra.shards.report import CutReport
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.shard_times import measure_layers, measure_shards
 from cerebro_hydra.shards.state_template import StateTemplate

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
-from cerebro_hydra.spark.gpus import pinned
+from cerebro_hydra.spark.agent_gpus import pinned
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder
 from cerebro_hydra.spark.worker_check import worker_failure
 from cerebro_hydra.wire.credentials import TLS

@@ -15,9 +15,9 @@ from cerebro_hydra.data.arguments import matching_columns
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.spark import arrow_columns
-from cerebro_hydra.spark.devices import task_device
 from cerebro_hydra.spark.outputs import Outputs
 from cerebro_hydra.spark.predictors import Predict, Predictor
+from cerebro_hydra.spark.transform_device import task_device
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.outcome import best_epoch
+from cerebro_hydra.plan.trial_end import best_epoch
 from tests.plan.driver import Driver, in_order, of
 
 EPOCHS = 4

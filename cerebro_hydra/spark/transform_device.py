@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cerebro_hydra.spark.gpus import VISIBLE
+from cerebro_hydra.spark.agent_gpus import VISIBLE
 
 
 def task_device() -> torch.device:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.spark import gpu_discovery, gpus
+from cerebro_hydra.spark import agent_gpus
+from cerebro_hydra.spark import gpu_discovery
 
 
 @pytest.mark.parametrize(
@@ -24,45 +25,45 @@ from cerebro_hydra.spark import gpu_discovery, gpus
 def test_cuda_is_shown_the_addresses(
     addresses: list[str], allowed: str | None, expected: str
 ) -> None:
-    assert gpus.visible(addresses, allowed) == expected
+    assert agent_gpus.visible(addresses, allowed) == expected
 
 
 @pytest.mark.parametrize("allowed", ["2,3", "", "GPU-ab"])
 def test_a_gpu_that_the_cluster_does_not_allow_is_refused(allowed: str) -> None:
     with pytest.raises(SetupError, match=r"GPU '0'.*cerebro-hydra-gpus"):
-        gpus.visible(["0"], allowed)
+        agent_gpus.visible(["0"], allowed)
 
 
 def test_the_environment_is_pinned_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(gpus.VISIBLE, raising=False)
-    monkeypatch.setenv(gpus.ORDER, "FASTEST_FIRST")
+    monkeypatch.delenv(agent_gpus.VISIBLE, raising=False)
+    monkeypatch.setenv(agent_gpus.ORDER, "FASTEST_FIRST")
     for address in ("5", "4"):  # a Python worker is reused, by an agent with another GPU
-        with gpus.pinned([address]):
-            assert os.environ[gpus.VISIBLE] == address
-            assert os.environ[gpus.ORDER] == gpus.BY_BUS
-        assert gpus.VISIBLE not in os.environ
-        assert os.environ[gpus.ORDER] == "FASTEST_FIRST"
+        with agent_gpus.pinned([address]):
+            assert os.environ[agent_gpus.VISIBLE] == address
+            assert os.environ[agent_gpus.ORDER] == agent_gpus.BY_BUS
+        assert agent_gpus.VISIBLE not in os.environ
+        assert os.environ[agent_gpus.ORDER] == "FASTEST_FIRST"
 
 
 def test_without_gpus_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gpus.VISIBLE, "7")
-    with gpus.pinned([]):
-        assert os.environ[gpus.VISIBLE] == "7"
+    monkeypatch.setenv(agent_gpus.VISIBLE, "7")
+    with agent_gpus.pinned([]):
+        assert os.environ[agent_gpus.VISIBLE] == "7"
 
 
 def test_a_worker_whose_cuda_was_started_for_another_gpu_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No GPU is here to start CUDA with: only that it has started is made up."""
-    monkeypatch.delenv(gpus.VISIBLE, raising=False)
-    monkeypatch.setattr(gpus, "_started_with", None)
-    with gpus.pinned(["4"]):
-        monkeypatch.setattr(gpus, "_cuda_has_started", lambda: True)
-    with gpus.pinned(["4"]):
+    monkeypatch.delenv(agent_gpus.VISIBLE, raising=False)
+    monkeypatch.setattr(agent_gpus, "_started_with", None)
+    with agent_gpus.pinned(["4"]):
+        monkeypatch.setattr(agent_gpus, "_cuda_has_started", lambda: True)
+    with agent_gpus.pinned(["4"]):
         pass
-    with pytest.raises(SetupError, match=r"'4'.*GPU '5'"), gpus.pinned(["5"]):
+    with pytest.raises(SetupError, match=r"'4'.*GPU '5'"), agent_gpus.pinned(["5"]):
         pass
-    assert gpus.VISIBLE not in os.environ
+    assert agent_gpus.VISIBLE not in os.environ
 
 
 def discover(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
