@@ -66,7 +66,8 @@ else:
     raise SystemExit("the source is here, so nothing would be shown")
 spark = cerebro_hydra.local_spark(workers=1)
 model = cerebro_hydra.SparkModel.load(path)
-found = model.transform(spark.read.parquet(rows)).orderBy("id").collect()
+found = model.transform(spark.read.parquet(rows)).collect()
+found.sort(key=lambda row: row.id)
 numbers = [[*r.rawPrediction.toArray(), *r.probability.toArray(), r.prediction] for r in found]
 told = {"numbers": numbers, "history": model.history, "trial": model.trial.trial_id}
 open(out, "w").write(json.dumps(told))
@@ -100,6 +101,11 @@ def prepared(df: Any) -> Any:
     from pyspark.ml import Pipeline
 
     return Pipeline(stages=stages("features")).fit(df).transform(df).cache()
+
+
+def by_id(df: Any) -> list[Any]:
+    """All rows in order; Spark would compute them twice to sort them."""
+    return sorted(df.collect(), key=lambda row: row.id)
 
 
 def runs_of(store: Path) -> list[SearchResult]:
@@ -172,7 +178,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     out = fitted.transform(df)
     log_loss = MulticlassClassificationEvaluator(metricName="logLoss").evaluate(out)
     assert 0 < log_loss < 1.1
-    rows = out.orderBy("id").collect()
+    rows = by_id(out)
     features = torch.tensor(np.array([r.features.toArray() for r in rows], np.float32))
     with torch.no_grad():
         expected = model.torch()(features).double()
@@ -192,9 +198,8 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     out.select("id", "features").write.parquet(str(tmp_path / "rows"))
     shutil.rmtree(tmp_path / "store")
     (tmp_path / "nets_of_a_user.py").unlink()
-    monkeypatch.delitem(sys.modules, "nets_of_a_user")
+    monkeypatch.setitem(sys.modules, "nets_of_a_user", None)  # whoever imports it fails
     whole = PipelineModel.load(str(path)).stages[-1]
-    assert "nets_of_a_user" not in sys.modules
     assert whole.bestModel.getTransformBatchSize() == 1
     assert whole.getEstimator().trial_params() == {"lr": 0.01, "hidden": 8}
     with pytest.raises(ReplayError, match="can't import 'nets_of_a_user'"):
@@ -267,8 +272,8 @@ def test_instances_under_a_validator_regress(
     best.write().overwrite().save(str(tmp_path / "model"))
     loaded = SparkModel.load(str(tmp_path / "model"))
     assert loaded.uid == best.uid and loaded.trial == best.trial
-    rows = out.orderBy("id").collect()
-    assert loaded.transform(prepared).orderBy("id").collect() == rows
+    rows = by_id(out)
+    assert by_id(loaded.transform(prepared)) == rows
     renamed = loaded.copy({loaded.predictionCol: "other", loaded.output: "raw"})
     assert renamed.transform(prepared).columns[-1] == "other"
     assert renamed.network is loaded.network  # and with it what executors hold
@@ -276,7 +281,7 @@ def test_instances_under_a_validator_regress(
     with pytest.warns(UserWarning, match=f"{estimator.uid} is saved without what builds its model"):
         fitted.save(str(tmp_path / "fitted"))
     again = TrainValidationSplitModel.load(str(tmp_path / "fitted"))
-    assert again.transform(prepared).orderBy("id").collect() == rows
+    assert by_id(again.transform(prepared)) == rows
     unfit = again.getEstimator()
     assert unfit.uid == estimator.uid and unfit.getPredictionCol() == "expected"
     assert [map_[unfit.lr] for map_ in again.getEstimatorParamMaps()] == [1e-6, 0.1]
