@@ -115,8 +115,8 @@ class TestT5(ModelCase):
         later = ["decoder.block.0", "decoder.block.1", "decoder.final_layer_norm"]
         trial = self.start(["encoder.block.1", *later])
         assert trial.cut_model.tied == {"shared.weight": (0, 1, 4)}
-        reads = [set(program.reads) for program in trial.cut_model.train]
-        assert reads[2] & reads[3] & reads[4]
+        live_in = [set(graph.live_in) for graph in trial.cut_model.train]
+        assert live_in[2] & live_in[3] & live_in[4]
 
 
 class TestLSTM(ModelCase):

@@ -20,7 +20,7 @@ from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.errors import ConfigurationError, ReplayError
 from cerebro_hydra.ml import trial_estimator
 from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
-from cerebro_hydra.spark import checks
+from cerebro_hydra.spark import preflight
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import SearchResult
 from tests.ml import nets
@@ -123,6 +123,7 @@ def factory(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return factory
 
 
+@pytest.mark.long
 def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     df: Any, factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,13 +252,13 @@ def test_instances_under_a_validator_regress(
         estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, parallelism=2, seed=1
     )
     # A backend's checks need all slots at once, which another thread's run would hold.
-    check, alone = checks.check, []
+    require_ready, alone = preflight.require_ready, []
 
     def checked(*given: Any) -> None:
         alone.append(trial_estimator._one_run.locked())
-        check(*given)
+        require_ready(*given)
 
-    monkeypatch.setattr(checks, "check", checked)
+    monkeypatch.setattr(preflight, "require_ready", checked)
     fitted = split.fit(prepared)
     assert alone == [True, True]
     assert [len(run.trials) for run in runs_of(tmp_path)] == [2, 1]
