@@ -15,9 +15,9 @@ PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-co
 # Flight; Java's choice; of Spark one whole run.
 MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py holders.py \
   hop_state.py schedules.py seeds.py) \
-  $(addprefix tests/data/test_data_,assignment.py cache.py cells.py existing.py manifest.py \
+  $(addprefix tests/data/test_data_,assignment.py cache.py column_decoder.py existing.py manifest.py \
   row_ranges.py readers.py row_ids.py) \
-  tests/storage tests/wire/test_wire_shards.py tests/observe/test_observe_view.py \
+  tests/storage tests/wire tests/observe/test_observe_view.py \
   tests/spark/test_spark_checks.py tests/spark/test_spark_java.py \
   tests/end_to_end/test_spark_runs.py::test_a_grid_on_spark_replays_and_transforms
 
