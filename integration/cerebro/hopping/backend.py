@@ -45,6 +45,10 @@ class HoppingBackend:
         """Return the sets of models that train together, in the order in which they began."""
         return list(self._groups.values())
 
+    def _num_workers(self) -> int:
+        """Return the number of workers; Cerebro's `TPESearch` asks for it by this name."""
+        return self._backend.num_workers
+
     def prepare_data(self, store: HoppingStore, df: DataFrame, validation: Any) -> tuple[Any, ...]:
         """Write all columns of a DataFrame to the store and return its sizes and metadata.
 
