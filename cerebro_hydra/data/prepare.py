@@ -82,10 +82,9 @@ def prepare(df: DataFrame, store: Store, num_partitions: int, spec: DataSpec) ->
 
 
 def _check_arguments(df: DataFrame, num_partitions: int, spec: DataSpec) -> None:
-    if isinstance(num_partitions, bool) or not isinstance(num_partitions, int):
-        raise ConfigurationError(f"num_partitions is {num_partitions!r}: it must be an integer")
-    if num_partitions < 1:
-        raise ConfigurationError(f"num_partitions is {num_partitions}: it must be at least 1")
+    is_count = isinstance(num_partitions, int) and not isinstance(num_partitions, bool)
+    if not is_count or num_partitions < 1:
+        raise ConfigurationError(f"num_partitions is {num_partitions!r}: give an integer above 0")
     needed = dict.fromkeys(spec.columns, "column")
     if spec.validation_column is not None:
         needed.setdefault(spec.validation_column, "validation column")
@@ -200,10 +199,10 @@ class _Content:
 
     rows: int
     sums: Mapping[str, int]
-    buckets: Mapping[bool, Sequence[int]]
+    buckets: Mapping[bool | None, Sequence[int]]
+    """The rows in each bucket, by the mark for validation; None where it is neither."""
     faults: Mapping[tuple[str, str], int]
     lengths: Mapping[str, Sequence[tuple[int, int]]]
-    unflagged: int
 
     @staticmethod
     def of(rows: DataFrame, plans: Sequence[_Plan]) -> _Content:
@@ -244,9 +243,7 @@ class _Content:
             ]
             for plan in plans
         }
-        unflagged = sum(buckets[None])
-        flagged = {flag: counts for flag, counts in buckets.items() if flag is not None}
-        return _Content(sums["rows"], sums, flagged, faults, lengths, unflagged)
+        return _Content(sums["rows"], sums, buckets, faults, lengths)
 
 
 def _known(groups: Sequence[Row], name: str) -> list[int]:
@@ -273,10 +270,11 @@ def _refuse_faults(
             if count:
                 example = _example(df, plan, condition)
                 raise faults.faulty(plan.name, fault, example, (count, content.rows))
-    if marker is not None and content.unflagged:
+    unmarked = sum(content.buckets[None])
+    if marker is not None and unmarked:
         row = df.where(_flag(df, marker).isNull()).first()
         raise DataError(
-            f"validation column {marker!r} is neither true nor false in {content.unflagged} "
+            f"validation column {marker!r} is neither true nor false in {unmarked} "
             f"of {content.rows} rows, as in {_shown(row)}: fill it with true or false"
         )
 
