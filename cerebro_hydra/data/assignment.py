@@ -63,10 +63,8 @@ class Assignment:
 
     def ids(self, split: str, index: int) -> range:
         """Return the row ids of one partition, ascending as they are stored."""
-        start, stop = {
-            "val": (0, self.validation_rows),
-            "train": (self.validation_rows, self.rows),
-        }[split]
+        held_back = self.validation_rows
+        start, stop = (0, held_back) if split == "val" else (held_back, self.rows)
         return range(start + index, stop, self.num_partitions)
 
     def partitions(self) -> tuple[PartitionInfo, ...]:

@@ -55,20 +55,16 @@ class CachedPartition:
                 except DataError as error:
                     # The user knows the files in the store, not their passing copies.
                     raise DataError(str(error).replace(copied, data_path)) from error
-                _publish(building, folder)
+                try:
+                    os.rename(building, folder)
+                except OSError:
+                    if not folder.is_dir():  # else another process was first
+                        raise
         columns = {
             spec.name: _opened(folder / f"{stored_name(i)}.npy", spec, info)
             for i, spec in enumerate(manifest.columns)
         }
         return cls(info.rows, columns)
-
-
-def _publish(building: str, folder: Path) -> None:
-    try:
-        os.rename(building, folder)
-    except OSError:
-        if not folder.is_dir():  # else another process was first
-            raise
 
 
 def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str) -> None:

@@ -101,9 +101,8 @@ def describe(store: Store, num_partitions: int, spec: DataSpec, mapper: Mapper =
     """
     train, val = _folders(store, spec)
     requests = _column_requests([train, *val], spec.columns)
-    base = store.data_path("described")
-    train_files = train.described(store, base)
-    val_files = [file for folder in val for file in folder.described(store, base)]
+    train_files = train.described(store)
+    val_files = [file for folder in val for file in folder.described(store)]
     rows, val_rows = (sum(file.rows for file in files) for files in (train_files, val_files))
     held_back = 0 if val else round(rows * spec.validation_share)
     validated = None if spec.validation is None else val_rows or held_back
@@ -205,9 +204,10 @@ class _Folder:
             )
         return _Folder(path, tuple(list_files(path)))
 
-    def described(self, store: Store, base: str) -> list[SourceFile]:
+    def described(self, store: Store) -> list[SourceFile]:
         """Describe the files; those in the store by relative paths, so that the store can move."""
         inside = os.path.join(store.prefix, "")
+        base = store.data_path("any")  # all data sets lie in folders side by side
         return [
             describe_file(path, os.path.relpath(path, base) if path.startswith(inside) else path)
             for path in self.files

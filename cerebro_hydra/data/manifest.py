@@ -171,6 +171,7 @@ class Manifest:
                 f"the manifest has format {document.get('format')!r}, this version reads {FORMAT}: "
                 "prepare the data again"
             )
+        source = document.get("source")
         try:
             return Manifest(
                 fingerprint=document["fingerprint"],
@@ -179,9 +180,7 @@ class Manifest:
                     for spec in document["columns"]
                 ),
                 partitions=tuple(map(PartitionInfo.from_json, document["partitions"])),
-                source=ExistingFiles.from_json(document["source"])
-                if "source" in document
-                else None,
+                source=None if source is None else ExistingFiles.from_json(source),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(

@@ -206,28 +206,24 @@ class _Content:
 
     @staticmethod
     def of(rows: DataFrame, plans: Sequence[_Plan]) -> _Content:
-        aggregates = [F.count(F.lit(1)).alias("rows")]
+        aggregates = {"rows": F.count(F.lit(1))}
         for half, hashed in enumerate((F.col(_HASH), F.col(_HASH_2))):
             # Halves, because a sum of whole hashes overflows, which is an error in ANSI mode.
-            low = F.sum(hashed.bitwiseAND(F.lit(_HALF)))
-            high = F.sum(F.shiftrightunsigned(hashed, 32))
-            aggregates += [low.alias(f"low_{half}"), high.alias(f"high_{half}")]
+            aggregates[f"low_{half}"] = F.sum(hashed.bitwiseAND(F.lit(_HALF)))
+            aggregates[f"high_{half}"] = F.sum(F.shiftrightunsigned(hashed, 32))
+        summed = list(aggregates)
         for plan in plans:
             for i, fault in enumerate(plan.faults().values()):
-                aggregates.append(F.sum(fault.cast("bigint")).alias(f"{plan.stored}_fault_{i}"))
+                aggregates[f"{plan.stored}_fault_{i}"] = F.sum(fault.cast("bigint"))
             for i, (low, high) in enumerate(plan.lengths()):
-                aggregates.append(F.min(low).alias(f"{plan.stored}_low_{i}"))
-                aggregates.append(F.max(high).alias(f"{plan.stored}_high_{i}"))
-        groups = _hashed(rows, plans).groupBy(_FLAG, _BUCKET).agg(*aggregates).collect()
-        buckets: dict[bool | None, list[int]] = {
-            flag: [0] * _BUCKETS for flag in (False, True, None)
-        }
+                aggregates[f"{plan.stored}_low_{i}"] = F.min(low)
+                aggregates[f"{plan.stored}_high_{i}"] = F.max(high)
+        columns = [column.alias(name) for name, column in aggregates.items()]
+        groups = _hashed(rows, plans).groupBy(_FLAG, _BUCKET).agg(*columns).collect()
+        buckets = {flag: [0] * _BUCKETS for flag in (False, True, None)}
         for group in groups:
             buckets[group[_FLAG]][group[_BUCKET]] = group["rows"]
-        sums = {
-            name: sum(group[name] for group in groups)
-            for name in ("rows", "low_0", "high_0", "low_1", "high_1")
-        }
+        sums = {name: sum(group[name] for group in groups) for name in summed}
         faults = {
             (plan.name, fault): sum(group[f"{plan.stored}_fault_{i}"] for group in groups)
             for plan in plans

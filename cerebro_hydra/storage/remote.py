@@ -66,13 +66,13 @@ class RemoteStore(Store):
         with explained("read", path):
             for _ in range(_READS - 1):
                 try:
-                    return self._content(path)
+                    return self._files.cat_file(self._path(path))
                 except FileNotFoundError:
                     raise
                 except Exception:
                     # A file that is replaced while it is read can lose its bytes under the reader.
                     continue
-            return self._content(path)
+            return self._files.cat_file(self._path(path))
 
     def write(self, path: str, data: bytes | bytearray | memoryview) -> None:
         """Write a file atomically: write beside it, then rename that over it."""
@@ -135,11 +135,6 @@ class RemoteStore(Store):
         for found in self._files.ls(path, detail=False, refresh=True):
             name = str(found).rstrip("/").rpartition("/")[2]
             self._copy(found, os.path.join(target, name))
-
-    def _content(self, path: str) -> bytes:
-        with self._files.open(self._path(path), "rb") as file:
-            content: bytes = file.read()
-            return content
 
     @contextmanager
     def _finished_file(self, path: str, data: bytes | bytearray | memoryview) -> Iterator[str]:
