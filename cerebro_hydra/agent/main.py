@@ -73,7 +73,7 @@ def _decode(
     splits: dict[str, Partitions] = {"train": {}, "val": {}}
     for info in manifest.partitions:
         if info.index in own:
-            cached = CachedPartition.of_store(info, manifest, store, scratch)
+            cached = CachedPartition.build(info, manifest, store, scratch)
             splits[info.split][info.index] = cached
     return splits["train"], splits["val"]
 

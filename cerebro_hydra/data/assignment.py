@@ -63,10 +63,8 @@ class Assignment:
 
     def ids(self, split: str, index: int) -> range:
         """Return the row ids of one partition, ascending as they are stored."""
-        start, stop = {
-            "val": (0, self.validation_rows),
-            "train": (self.validation_rows, self.rows),
-        }[split]
+        held_back = self.validation_rows
+        start, stop = (0, held_back) if split == "val" else (held_back, self.rows)
         return range(start + index, stop, self.num_partitions)
 
     def partitions(self) -> tuple[PartitionInfo, ...]:
@@ -91,13 +89,12 @@ def check_rows(train_rows: int, validation_rows: int | None, num_partitions: int
     Raises:
         DataError: a split has fewer rows than there are partitions.
     """
-    if train_rows < num_partitions:
-        raise DataError(
-            f"{train_rows} training rows are fewer than {num_partitions} partitions: "
-            "use fewer workers, more rows or a smaller validation part"
-        )
-    if validation_rows is not None and validation_rows < num_partitions:
-        raise DataError(
-            f"{validation_rows} validation rows are fewer than {num_partitions} "
-            "partitions: use fewer workers, more rows or a larger validation part"
-        )
+    for rows, which, other in (
+        (train_rows, "training", "smaller"),
+        (validation_rows, "validation", "larger"),
+    ):
+        if rows is not None and rows < num_partitions:
+            raise DataError(
+                f"{rows} {which} rows are fewer than {num_partitions} partitions: use fewer "
+                f"workers, more rows or a {other} validation part"
+            )

@@ -85,15 +85,13 @@ def batches(
             f"column {missing[0]!r} is not in the prepared data, which has "
             f"{sorted(part.columns)}: prepare it with this column"
         )
-    if order is not None and order.size and not 0 <= order.min() <= order.max() < part.rows:
+    if order is None:
+        order = np.arange(part.rows)
+    elif order.size and not 0 <= order.min() <= order.max() < part.rows:
         raise DataError(f"the row order goes beyond the partition's {part.rows} rows")
-    rows = part.rows if order is None else len(order)
     start = 0
-    for size in batch_sizes(rows, batch_size):
-        if order is None:
-            chosen: NDArray[np.int64] = np.arange(start, start + size)
-        else:
-            chosen = order[start : start + size]
+    for size in batch_sizes(len(order), batch_size):
+        chosen = order[start : start + size]
         yield Batch(
             features=tuple(_take(part.columns[name], chosen) for name in feature_columns),
             labels=tuple(_take(part.columns[name], chosen) for name in label_columns),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,67 +29,42 @@ class CachedPartition:
 
     @classmethod
     def build(
-        cls, info: PartitionInfo, manifest: Manifest, data_path: str, cache_dir: str
+        cls, info: PartitionInfo, manifest: Manifest, store: Store, cache_dir: str
     ) -> CachedPartition:
-        """Open the partition's cache; if it is not there, decode the files into it first.
+        """Open the partition's cache; if it is not there, decode the store's files into it first.
 
         A cache appears whole, by a rename, or not at all. If several processes build the same one,
         the first wins and the others use it.
 
         Raises:
             DataError: count, row ids or types of the rows are not those of the manifest.
-        """
-        folder = _folder(cache_dir, manifest, info)
-        if not folder.is_dir():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            building = tempfile.mkdtemp(prefix=".building-", dir=folder.parent)
-            try:
-                _decode(info, manifest, data_path, building)
-                _publish(building, folder)
-            finally:
-                shutil.rmtree(building, ignore_errors=True)
-        return cls._open(info, manifest, folder)
-
-    @classmethod
-    def of_store(
-        cls, info: PartitionInfo, manifest: Manifest, store: Store, cache_dir: str
-    ) -> CachedPartition:
-        """Build the cache from a store, whose files are on this machine while they are decoded.
-
-        Raises:
-            DataError: see `build`.
             StoreError: the store can't be read.
         """
-        folder = _folder(cache_dir, manifest, info)
-        if folder.is_dir():
-            return cls._open(info, manifest, folder)
         data_path = store.data_path(manifest.fingerprint)
-        with store.local_copy(data_path, info.path, cache_dir) as copied:
-            try:
-                return cls.build(info, manifest, copied, cache_dir)
-            except DataError as error:
-                # The user knows the files in the store, not their passing copies.
-                raise DataError(str(error).replace(copied, data_path)) from error
-
-    @classmethod
-    def _open(cls, info: PartitionInfo, manifest: Manifest, folder: Path) -> CachedPartition:
+        folder = Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with (
+                tempfile.TemporaryDirectory(
+                    prefix=".building-", dir=folder.parent, ignore_cleanup_errors=True
+                ) as building,
+                store.local_copy(data_path, info.path, cache_dir) as copied,
+            ):
+                try:
+                    _decode(info, manifest, copied, building)
+                except DataError as error:
+                    # The user knows the files in the store, not their passing copies.
+                    raise DataError(str(error).replace(copied, data_path)) from error
+                try:
+                    os.rename(building, folder)
+                except OSError:
+                    if not folder.is_dir():  # else another process was first
+                        raise
         columns = {
             spec.name: _opened(folder / f"{stored_name(i)}.npy", spec, info)
             for i, spec in enumerate(manifest.columns)
         }
         return cls(info.rows, columns)
-
-
-def _folder(cache_dir: str, manifest: Manifest, info: PartitionInfo) -> Path:
-    return Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
-
-
-def _publish(building: str, folder: Path) -> None:
-    try:
-        os.rename(building, folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
 
 
 def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str) -> None:
@@ -128,16 +101,16 @@ def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str
     if start != info.rows:
         raise DataError(f"{what}: the reader gave {start} rows, the footers promise {info.rows}")
     if info.checksum is not None:
-        _check_ids(ids, info, what, info.checksum)
+        _check_ids(ids, info.checksum, what)
     for mapped in maps:
         mapped.flush()
 
 
-def _check_ids(ids: NDArray[np.int64], info: PartitionInfo, what: str, promised: int) -> None:
+def _check_ids(ids: NDArray[np.int64], promised: int, what: str) -> None:
     found = checksum(ids)
     if found != promised:
         raise DataError(
-            f"{what}: the checksum of its {info.rows} row ids is {found:016x}, the manifest says "
+            f"{what}: the checksum of its {len(ids)} row ids is {found:016x}, the manifest says "
             f"{promised:016x}, so that rows were lost, repeated or exchanged; delete the "
             "data and prepare it again"
         )

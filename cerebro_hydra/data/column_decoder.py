@@ -134,7 +134,7 @@ def dtype_from_arrow(name: str, kind: pa.DataType) -> str:
     Raises:
         DataError: training can't use the type.
     """
-    element = "float32" if is_vector(kind) else decoded_type(kind).split()[-1]
+    element = decoded_type(kind).split()[-1]
     if element in _DTYPES.values():
         return element
     raise faults.unusable(name, str(kind), text=element in ("string", "large_string"))
@@ -146,7 +146,7 @@ def decoded_type(kind: pa.DataType) -> str:
     Types that differ in width, in names of fields, or in where null may be become the same.
     """
     if is_vector(kind):
-        return "vector"
+        return "vector float32"
     if pa.types.is_dictionary(kind):
         return decoded_type(kind.value_type)
     if _is_list(kind):

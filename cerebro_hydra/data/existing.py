@@ -23,7 +23,7 @@ from cerebro_hydra.data import faults, row_store
 from cerebro_hydra.data.assignment import check_rows
 from cerebro_hydra.data.column_decoder import decoded_type, dtype_from_arrow
 from cerebro_hydra.data.data_spec import DataSpec
-from cerebro_hydra.data.manifest import ColumnSpec, ExistingFiles, Manifest, SourceFile
+from cerebro_hydra.data.manifest import Codec, ColumnSpec, ExistingFiles, Manifest, SourceFile
 from cerebro_hydra.data.parquet_files import column_type, describe_file, list_files, metadata_of
 from cerebro_hydra.data.prepared import (
     check_files,
@@ -101,9 +101,8 @@ def describe(store: Store, num_partitions: int, spec: DataSpec, mapper: Mapper =
     """
     train, val = _folders(store, spec)
     requests = _column_requests([train, *val], spec.columns)
-    base = store.data_path("described")
-    train_files = train.described(store, base)
-    val_files = [file for folder in val for file in folder.described(store, base)]
+    train_files = train.described(store)
+    val_files = [file for folder in val for file in folder.described(store)]
     rows, val_rows = (sum(file.rows for file in files) for files in (train_files, val_files))
     held_back = 0 if val else round(rows * spec.validation_share)
     validated = None if spec.validation is None else val_rows or held_back
@@ -191,24 +190,24 @@ def _bytes(metadata: pq.FileMetaData) -> int:
 @dataclass(frozen=True)
 class _Folder:
     root: str
-    whole: bool
-    """Whether all files of the folder are meant, or a single one."""
+    """The folder, or the path of a single file."""
     files: tuple[str, ...]
 
     @staticmethod
     def open(path: str, what: str) -> _Folder:
         if os.path.isfile(path):
-            return _Folder(os.path.dirname(path), False, (path,))
+            return _Folder(path, (path,))
         if not os.path.isdir(path):
             raise ConfigurationError(
                 f"{what} {path!r} does not exist: check the path; what backend.prepare_data writes "
                 "lies in the store's own folder, and is found by a store without train_path"
             )
-        return _Folder(path, True, tuple(os.path.join(path, name) for name in list_files(path)))
+        return _Folder(path, tuple(list_files(path)))
 
-    def described(self, store: Store, base: str) -> list[SourceFile]:
+    def described(self, store: Store) -> list[SourceFile]:
         """Describe the files; those in the store by relative paths, so that the store can move."""
         inside = os.path.join(store.prefix, "")
+        base = store.data_path("any")  # all data sets lie in folders side by side
         return [
             describe_file(path, os.path.relpath(path, base) if path.startswith(inside) else path)
             for path in self.files
@@ -245,7 +244,7 @@ def _column_requests(
     folders: Sequence[_Folder], columns: Sequence[str]
 ) -> tuple[ColumnRequest, ...]:
     """Return the columns, which all files must hold in one way."""
-    found: list[tuple[ColumnRequest, ...]] = []
+    codecs: list[list[tuple[str | None, Codec | None]]] = []
     types: dict[str, tuple[pa.DataType, str]] = {}
     for folder in folders:
         filled = [path for path in folder.files if metadata_of(path).num_rows]
@@ -258,20 +257,17 @@ def _column_requests(
                 first, first_path = types.setdefault(name, (kind, path))
                 if decoded_type(kind) != decoded_type(first):
                     raise faults.mixed_types(name, first, first_path, kind, path)
-        if folder.whole and row_store.is_row_store(folder.root):
-            codecs = row_store.read_codecs(folder.root, columns)
+        if row_store.is_row_store(folder.root):
+            codecs.append(row_store.read_codecs(folder.root, columns))
         else:
-            codecs = [(None, None)] * len(columns)
-        found.append(
-            tuple(
-                ColumnRequest(name, dtype or dtype_from_arrow(name, types[name][0]), codec)
-                for name, (dtype, codec) in zip(columns, codecs, strict=True)
+            codecs.append([(None, None)] * len(columns))
+    for name, here, there in zip(columns, codecs[0], codecs[-1], strict=True):
+        if here != there:
+            raise DataError(
+                f"column {name!r} is kept in another way in {folders[-1].root!r} than in "
+                f"{folders[0].root!r}: write both alike"
             )
-        )
-    if found[0] != found[-1]:
-        name = next(a.name for a, b in zip(found[0], found[-1], strict=True) if a != b)
-        raise DataError(
-            f"column {name!r} is kept in another way in {folders[-1].root!r} than in "
-            f"{folders[0].root!r}: write both alike"
-        )
-    return found[0]
+    return tuple(
+        ColumnRequest(name, dtype or dtype_from_arrow(name, types[name][0]), codec)
+        for name, (dtype, codec) in zip(columns, codecs[0], strict=True)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from cerebro_hydra.errors import DataError, StoreError
@@ -97,21 +97,17 @@ class PartitionInfo:
 
     def to_json(self) -> dict[str, Any]:
         """Describe the partition; the checksum as text, because JSON numbers have 53 bits."""
-        document: dict[str, Any] = {
-            name: getattr(self, name) for name in ("split", "index", "rows")
-        }
+        document: dict[str, Any] = {"split": self.split, "index": self.index, "rows": self.rows}
         if self.checksum is None:
-            return {**document, "row_ranges": [[p.file, p.first, p.rows] for p in self.row_ranges]}
+            return {**document, "row_ranges": [astuple(each) for each in self.row_ranges]}
         return {**document, "checksum": f"{self.checksum:016x}", "path": self.path}
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> PartitionInfo:
         """Rebuild a partition from `to_json`."""
         if "row_ranges" in document:
-            row_ranges = tuple(RowRange(*row_range) for row_range in document["row_ranges"])
-            return PartitionInfo(
-                **{**document, "checksum": None, "path": "", "row_ranges": row_ranges}
-            )
+            ranges = tuple(RowRange(*row_range) for row_range in document["row_ranges"])
+            return PartitionInfo(**{**document, "row_ranges": ranges}, checksum=None, path="")
         return PartitionInfo(**{**document, "checksum": int(document["checksum"], 16)})
 
 
@@ -156,10 +152,7 @@ class Manifest:
         document = {
             "format": FORMAT,
             "fingerprint": self.fingerprint,
-            "columns": [
-                {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
-                for spec in self.columns
-            ],
+            "columns": [asdict(spec) for spec in self.columns],
             "partitions": [info.to_json() for info in self.partitions],
         }
         return document if self.source is None else {**document, "source": asdict(self.source)}
@@ -178,17 +171,16 @@ class Manifest:
                 f"the manifest has format {document.get('format')!r}, this version reads {FORMAT}: "
                 "prepare the data again"
             )
+        source = document.get("source")
         try:
             return Manifest(
                 fingerprint=document["fingerprint"],
                 columns=tuple(
-                    ColumnSpec(spec["name"], spec["dtype"], tuple(spec["shape"]))
+                    ColumnSpec(**{**spec, "shape": tuple(spec["shape"])})
                     for spec in document["columns"]
                 ),
                 partitions=tuple(map(PartitionInfo.from_json, document["partitions"])),
-                source=ExistingFiles.from_json(document["source"])
-                if "source" in document
-                else None,
+                source=None if source is None else ExistingFiles.from_json(source),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import BinaryIO
 
 import numpy as np
@@ -22,7 +23,7 @@ _TAIL = 8  # length of the footer, and the magic number
 
 
 def list_files(root: str) -> list[str]:
-    """Return the sorted paths, relative to `root`, of the files that hold rows.
+    """Return the sorted paths of the files below `root` that hold rows.
 
     Names that start with `_` or `.` (Spark's `_SUCCESS`, petastorm's `_common_metadata`, checksums)
     are not data; every other file is.
@@ -30,12 +31,11 @@ def list_files(root: str) -> list[str]:
     Raises:
         DataError: there are none.
     """
-    found = []
+    found: list[str] = []
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(("_", "."))]
-        for name in names:
-            if not name.startswith(("_", ".")):
-                found.append(os.path.relpath(os.path.join(folder, name), root))
+        shown = [name for name in names if not name.startswith(("_", "."))]
+        found += [os.path.join(folder, name) for name in shown]
     if not found:
         raise DataError(f"there are no Parquet files in {root!r}: check the path")
     return sorted(found)
@@ -78,14 +78,13 @@ def describe_file(path: str, named: str) -> SourceFile:
     Raises:
         DataError: it can't be read.
     """
-    rows = metadata_of(path).num_rows
+    metadata = metadata_of(path)
+    length = metadata.serialized_size
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(size - _TAIL)
-        length = int.from_bytes(file.read(4), "little")
         file.seek(size - _TAIL - length)
         footer = hashlib.sha256(file.read(length)).hexdigest()[:32]
-    return SourceFile(named, rows, size, footer)
+    return SourceFile(named, metadata.num_rows, size, footer)
 
 
 def check_file(path: str, described: SourceFile) -> None:
@@ -115,43 +114,31 @@ def read_range(
     Raises:
         DataError: the file can't be read, or ends before.
     """
+    last = first + rows
     done = 0
     try:
         with pq.ParquetFile(path) as file:
-            start = 0
-            for number in range(file.num_row_groups):
-                group = file.metadata.row_group(number)
-                if start + group.num_rows > first and start < first + rows:
-                    for batch in _overlap(
-                        file, number, columns, first - start, first + rows - start
-                    ):
-                        if chosen is None:
-                            yield batch
-                        else:
-                            mask = chosen[done : done + batch.num_rows]
-                            yield batch.filter(pa.array(mask))
-                        done += batch.num_rows
-                start += group.num_rows
+            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+            bounds = pairwise(accumulate((group.num_rows for group in groups), initial=0))
+            for number, (start, stop) in enumerate(bounds):
+                if start == stop or stop <= first or start >= last:
+                    continue
+                at = start
+                per_row = max(1, groups[number].total_byte_size // (stop - start))
+                size = min(_BATCH_ROWS, max(1, _BATCH_BYTES // per_row))
+                for batch in file.iter_batches(size, row_groups=[number], columns=list(columns)):
+                    low, high = max(first - at, 0), min(last - at, batch.num_rows)
+                    at += batch.num_rows
+                    if low < high:
+                        mask = None if chosen is None else chosen[done : done + high - low]
+                        part = batch.slice(low, high - low)
+                        yield part if mask is None else part.filter(pa.array(mask))
+                        done += high - low
+                    if at >= last:
+                        break
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"can't read {list(columns)} from {path!r}: {error}") from error
     if done != rows:
         raise DataError(
             f"{path!r} gave {done} rows from row {first} on, its footer promises {rows}"
         )
-
-
-def _overlap(
-    file: pq.ParquetFile, number: int, columns: Sequence[str], start: int, stop: int
-) -> Iterator[pa.RecordBatch]:
-    """Yield the rows [start, stop) of a row group in batches, as far as it has them."""
-    group = file.metadata.row_group(number)
-    per_row = max(1, group.total_byte_size // max(1, group.num_rows))
-    size = int(min(_BATCH_ROWS, max(1, _BATCH_BYTES // per_row)))
-    at = 0
-    for batch in file.iter_batches(size, row_groups=[number], columns=list(columns)):
-        low, high = max(start - at, 0), min(stop - at, batch.num_rows)
-        if low < high:
-            yield batch.slice(low, high - low)
-        at += batch.num_rows
-        if at >= stop:
-            return

@@ -52,15 +52,14 @@ class ParquetFolder:
                     f"{path!r} holds {name!r}, which petastorm would unpickle; prepared data has "
                     "none: delete the data and prepare it again"
                 )
-        names = sorted(f.name for f in Path(path).glob("*.parquet") if f.name[0] not in "._")
-        if not names:
+        files = sorted(str(f) for f in Path(path).glob("*.parquet") if f.name[0] not in "._")
+        if not files:
             raise DataError(f"there are no Parquet files in {path!r}: check the path")
         filled = []
         rows = 0
-        first = os.path.join(path, names[0])
         kinds: dict[str, pa.DataType] = {}
         null_free = set(columns)
-        for file in (os.path.join(path, name) for name in names):
+        for file in files:
             footer = metadata_of(file)
             schema = footer.schema.to_arrow_schema()
             for name in columns:
@@ -71,7 +70,7 @@ class ParquetFolder:
                         "integers, float, double, or lists of them; cast it to one of these"
                     )
                 if kind != kinds.setdefault(name, kind):
-                    raise faults.mixed_types(name, kinds[name], first, kind, file)
+                    raise faults.mixed_types(name, kinds[name], files[0], kind, file)
             null_free -= _may_hold_null(footer)
             rows += footer.num_rows
             if footer.num_rows:

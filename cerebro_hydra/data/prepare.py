@@ -82,10 +82,9 @@ def prepare(df: DataFrame, store: Store, num_partitions: int, spec: DataSpec) ->
 
 
 def _check_arguments(df: DataFrame, num_partitions: int, spec: DataSpec) -> None:
-    if isinstance(num_partitions, bool) or not isinstance(num_partitions, int):
-        raise ConfigurationError(f"num_partitions is {num_partitions!r}: it must be an integer")
-    if num_partitions < 1:
-        raise ConfigurationError(f"num_partitions is {num_partitions}: it must be at least 1")
+    is_count = isinstance(num_partitions, int) and not isinstance(num_partitions, bool)
+    if not is_count or num_partitions < 1:
+        raise ConfigurationError(f"num_partitions is {num_partitions!r}: give an integer above 0")
     needed = dict.fromkeys(spec.columns, "column")
     if spec.validation_column is not None:
         needed.setdefault(spec.validation_column, "validation column")
@@ -200,35 +199,31 @@ class _Content:
 
     rows: int
     sums: Mapping[str, int]
-    buckets: Mapping[bool, Sequence[int]]
+    buckets: Mapping[bool | None, Sequence[int]]
+    """The rows in each bucket, by the mark for validation; None where it is neither."""
     faults: Mapping[tuple[str, str], int]
     lengths: Mapping[str, Sequence[tuple[int, int]]]
-    unflagged: int
 
     @staticmethod
     def of(rows: DataFrame, plans: Sequence[_Plan]) -> _Content:
-        aggregates = [F.count(F.lit(1)).alias("rows")]
+        aggregates = {"rows": F.count(F.lit(1))}
         for half, hashed in enumerate((F.col(_HASH), F.col(_HASH_2))):
             # Halves, because a sum of whole hashes overflows, which is an error in ANSI mode.
-            low = F.sum(hashed.bitwiseAND(F.lit(_HALF)))
-            high = F.sum(F.shiftrightunsigned(hashed, 32))
-            aggregates += [low.alias(f"low_{half}"), high.alias(f"high_{half}")]
+            aggregates[f"low_{half}"] = F.sum(hashed.bitwiseAND(F.lit(_HALF)))
+            aggregates[f"high_{half}"] = F.sum(F.shiftrightunsigned(hashed, 32))
+        summed = list(aggregates)
         for plan in plans:
             for i, fault in enumerate(plan.faults().values()):
-                aggregates.append(F.sum(fault.cast("bigint")).alias(f"{plan.stored}_fault_{i}"))
+                aggregates[f"{plan.stored}_fault_{i}"] = F.sum(fault.cast("bigint"))
             for i, (low, high) in enumerate(plan.lengths()):
-                aggregates.append(F.min(low).alias(f"{plan.stored}_low_{i}"))
-                aggregates.append(F.max(high).alias(f"{plan.stored}_high_{i}"))
-        groups = _hashed(rows, plans).groupBy(_FLAG, _BUCKET).agg(*aggregates).collect()
-        buckets: dict[bool | None, list[int]] = {
-            flag: [0] * _BUCKETS for flag in (False, True, None)
-        }
+                aggregates[f"{plan.stored}_low_{i}"] = F.min(low)
+                aggregates[f"{plan.stored}_high_{i}"] = F.max(high)
+        columns = [column.alias(name) for name, column in aggregates.items()]
+        groups = _hashed(rows, plans).groupBy(_FLAG, _BUCKET).agg(*columns).collect()
+        buckets = {flag: [0] * _BUCKETS for flag in (False, True, None)}
         for group in groups:
             buckets[group[_FLAG]][group[_BUCKET]] = group["rows"]
-        sums = {
-            name: sum(group[name] for group in groups)
-            for name in ("rows", "low_0", "high_0", "low_1", "high_1")
-        }
+        sums = {name: sum(group[name] for group in groups) for name in summed}
         faults = {
             (plan.name, fault): sum(group[f"{plan.stored}_fault_{i}"] for group in groups)
             for plan in plans
@@ -244,9 +239,7 @@ class _Content:
             ]
             for plan in plans
         }
-        unflagged = sum(buckets[None])
-        flagged = {flag: counts for flag, counts in buckets.items() if flag is not None}
-        return _Content(sums["rows"], sums, flagged, faults, lengths, unflagged)
+        return _Content(sums["rows"], sums, buckets, faults, lengths)
 
 
 def _known(groups: Sequence[Row], name: str) -> list[int]:
@@ -273,10 +266,11 @@ def _refuse_faults(
             if count:
                 example = _example(df, plan, condition)
                 raise faults.faulty(plan.name, fault, example, (count, content.rows))
-    if marker is not None and content.unflagged:
+    unmarked = sum(content.buckets[None])
+    if marker is not None and unmarked:
         row = df.where(_flag(df, marker).isNull()).first()
         raise DataError(
-            f"validation column {marker!r} is neither true nor false in {content.unflagged} "
+            f"validation column {marker!r} is neither true nor false in {unmarked} "
             f"of {content.rows} rows, as in {_shown(row)}: fill it with true or false"
         )
 

@@ -85,7 +85,7 @@ def choose_prepared(
     if given is None:
         found = prepared_in(store)
     else:
-        manifest = find_prepared(store, given.fingerprint)
+        manifest = _read(store, given.fingerprint)
         found = [] if manifest is None else [manifest]
     problems = {each.fingerprint: _problem(each, num_partitions, spec) for each in found}
     fitting = [each for each in found if problems[each.fingerprint] is None]
@@ -127,8 +127,7 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
     """
     folder = store.data_path(manifest.fingerprint)
     check_files(manifest, store)
-    content = json.dumps(manifest.to_json(), indent=1).encode()
-    store.write(f"{folder}/{MANIFEST_NAME}", content)
+    store.write(f"{folder}/{MANIFEST_NAME}", json.dumps(manifest.to_json(), indent=1).encode())
     return manifest
 
 
@@ -153,14 +152,13 @@ def _read(store: Store, fingerprint: str) -> Manifest | None:
     path = f"{folder}/{MANIFEST_NAME}"
     if not store.exists(path):
         return None
+    content = store.read(path)
     try:
-        document: Any = json.loads(store.read(path))
+        return Manifest.from_json(json.loads(content))
     except ValueError as error:
         raise StoreError(
             f"{path!r} is not JSON ({error}): delete {folder!r} and prepare the data again"
         ) from error
-    try:
-        return Manifest.from_json(document)
     except StoreError as error:
         raise StoreError(f"{path!r}: {error}") from error
 
@@ -181,17 +179,14 @@ def check_files(manifest: Manifest, store: Store) -> None:
                     f"{error}; restore it, or start a new run on the files as they are now"
                 ) from error
         return
-    for info in manifest.partitions:
-        path = os.path.join(folder, info.path)
-        remedy = f"delete {folder!r} and prepare the data again"
-        try:
+    try:
+        for info in manifest.partitions:
+            path = os.path.join(folder, info.path)
             rows = sum(footer.num_rows for footer in footers(store, path))
-        except DataError as error:
-            raise StoreError(
-                f"prepared data doesn't match its manifest: {error}; {remedy}"
-            ) from error
-        if rows != info.rows:
-            raise StoreError(
-                f"prepared data doesn't match its manifest: {path!r} holds {rows} rows, the "
-                f"manifest says {info.rows}; {remedy}"
-            )
+            if rows != info.rows:
+                raise DataError(f"{path!r} holds {rows} rows, the manifest says {info.rows}")
+    except DataError as error:
+        raise StoreError(
+            f"prepared data doesn't match its manifest: {error}; delete {folder!r} and prepare the "
+            "data again"
+        ) from error

@@ -153,11 +153,7 @@ def _decoder(kind: str) -> Callable[[bytes], NDArray[Any]]:
     with _petastorm_for("a petastorm row store"):
         from petastorm import codecs
     try:
-        codec = {
-            "ndarray": codecs.NdarrayCodec,
-            "compressed_ndarray": codecs.CompressedNdarrayCodec,
-            "image": codecs.CompressedImageCodec,
-        }[kind]()
+        codec = getattr(codecs, next(name for name in _KINDS if _KINDS[name] == kind))()
     except AssertionError as error:
         raise SetupError(
             "petastorm's CompressedImageCodec needs OpenCV: install opencv-python-headless on every"

@@ -72,21 +72,17 @@ def survey(task: SurveyTask) -> SurveyOutcome:
 
     Spark would try a task that raises again, and wrap what it raised.
     """
-    try:
-        return _survey(task)
-    except CerebroHydraError as error:
-        return error
-
-
-def _survey(task: SurveyTask) -> Survey:
     found: Survey = {request.name: ColumnSurvey() for request in task.columns}
     first = task.first
-    for batch in read_range(task.path, list(found), first, task.rows):
-        where = partial(faults.row_of_file, task.path, first)
-        for request in task.columns:
-            decoded = row_store.decode(batch.column(request.name), request.codec, request.dtype)
-            _merge(found[request.name], _column_survey(decoded, where), request.name)
-        first += batch.num_rows
+    try:
+        for batch in read_range(task.path, list(found), first, task.rows):
+            where = partial(faults.row_of_file, task.path, first)
+            for each in task.columns:
+                decoded = row_store.decode(batch.column(each.name), each.codec, each.dtype)
+                _merge(found[each.name], _column_survey(decoded, where), each.name)
+            first += batch.num_rows
+    except CerebroHydraError as error:
+        return error
     return found
 
 

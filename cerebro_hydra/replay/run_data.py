@@ -39,7 +39,7 @@ class RunData:
         manifest = Manifest.from_json(json.loads(folder.store.read(f"{data_path}/{MANIFEST_NAME}")))
         parts: dict[str, dict[int, CachedPartition]] = {"train": {}, "val": {}}
         for info in sorted(manifest.partitions, key=lambda info: info.index):
-            cached = CachedPartition.of_store(info, manifest, folder.store, scratch)
+            cached = CachedPartition.build(info, manifest, folder.store, scratch)
             parts[info.split][info.index] = cached
         return cls(folder, document, parts["train"], parts["val"])
 

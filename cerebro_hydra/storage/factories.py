@@ -58,8 +58,7 @@ def import_factory(name: str) -> Factory:
         found = getattr(found, attribute, None)
     if not callable(found):
         raise ReplayError(f"factory {name!r}: module {module!r} has no function {qualname!r}")
-    factory: Factory = found
-    return factory
+    return found
 
 
 def find(run_path: str, recorded: str | None, given: Factory | str | None = None) -> Factory:
@@ -68,15 +67,9 @@ def find(run_path: str, recorded: str | None, given: Factory | str | None = None
     Raises:
         ReplayError: none of them leads to a function; says how to give one.
     """
-    if callable(given):
-        return given
-    if given is not None:
-        return import_factory(given)
-    remembered = _remembered.get(os.path.realpath(run_path))
-    if remembered is not None:
-        return remembered
-    if recorded is not None:
-        return import_factory(recorded)
+    for each in (given, _remembered.get(os.path.realpath(run_path)), recorded):
+        if each is not None:
+            return import_factory(each) if isinstance(each, str) else each
     raise ReplayError(
         f"the run {run_path!r} has no recorded factory, because its estimator_gen_fn was defined "
         "in a script, a notebook or another function; give it as factory=, or on the command line "

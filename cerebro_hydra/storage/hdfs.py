@@ -49,7 +49,8 @@ class HDFSStore(RemoteStore):
         user: str | None = None,
     ) -> None:
         """Create the prefix with its `data` and `runs` folders."""
-        if user is not None and user != (acting := _acting_user()):
+        acting = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
+        if user is not None and user != acting:
             raise ConfigurationError(
                 f"the store is to be used by {user!r} and this process acts as {acting!r}: set "
                 f"HADOOP_USER_NAME={user} before Spark starts, and for executors on other machines "
@@ -95,7 +96,3 @@ def _url(prefix_path: str, host: str | None, port: int | None) -> str:
         raise ConfigurationError(f"port is {port} without a host: give both")
     netloc = given.netloc or (f"{host or ''}" if port is None else f"{host}:{port}")
     return f"hdfs://{netloc}{urlunsplit(('', '', *given[2:]))}"
-
-
-def _acting_user() -> str:
-    return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()

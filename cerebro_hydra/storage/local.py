@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cerebro_hydra.errors import ConfigurationError, StoreError
-from cerebro_hydra.storage.store import Store
-
-_UNFINISHED = ".unfinished-"
+from cerebro_hydra.storage.store import UNFINISHED, Store, explained
 
 
 class LocalStore(Store):
@@ -52,15 +50,13 @@ class LocalStore(Store):
             None if val_path is None else _absolute("val_path", val_path),
         )
         for name in ("data", "runs"):
-            folder = Path(prefix, name)
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise _explained(error, "create", str(folder)) from error
-            if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-                # Spark would meet it late, and say it in Java.
-                refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-                raise _explained(refused, "write to", str(folder))
+            folder = os.path.join(prefix, name)
+            with explained("create", folder):
+                os.makedirs(folder, exist_ok=True)
+            with explained("write to", folder):
+                if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+                    # Spark would meet it late, and say it in Java.
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     @classmethod
     def existing(cls, prefix_path: str) -> LocalStore:
@@ -74,19 +70,17 @@ class LocalStore(Store):
 
     def read(self, path: str) -> bytes:
         """Return the whole content of a file; StoreError if there is none."""
-        try:
+        with explained("read", path):
             return Path(path).read_bytes()
-        except OSError as error:
-            raise _explained(error, "read", path) from error
 
     def write(self, path: str, data: bytes | bytearray | memoryview) -> None:
         """Write a file atomically: write beside it, flush that to the disk, rename it."""
-        with _finished_file(path, data) as unfinished:
+        with explained("write", path), _finished_file(path, data) as unfinished:
             os.replace(unfinished, path)
 
     def create(self, path: str, data: bytes | bytearray | memoryview) -> None:
         """Write a file atomically; StoreError if it is there already, which is then unchanged."""
-        with _finished_file(path, data) as unfinished:
+        with explained("write", path), _finished_file(path, data) as unfinished:
             os.link(unfinished, path)
             os.unlink(unfinished)
 
@@ -96,32 +90,25 @@ class LocalStore(Store):
 
     def list(self, path: str) -> list[str]:
         """Sorted names in a folder, without unfinished writes; empty if there is no such folder."""
-        try:
-            names = os.listdir(path)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise _explained(error, "list", path) from error
-        return sorted(name for name in names if not name.startswith(_UNFINISHED))
+        with explained("list", path):
+            try:
+                names = os.listdir(path)
+            except FileNotFoundError:
+                return []
+        return sorted(name for name in names if not name.startswith(UNFINISHED))
 
     def delete(self, path: str) -> None:
         """Delete a file, or a folder with all in it; nothing happens if it is absent."""
-        try:
+        with explained("delete", path), suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise _explained(error, "delete", path) from error
 
     def open(self, path: str) -> BinaryIO:
         """Open a file to read parts of it; StoreError if there is none."""
-        try:
+        with explained("read", path):
             return Path(path).open("rb")
-        except OSError as error:
-            raise _explained(error, "read", path) from error
 
     def url(self, path: str) -> str:
         """Return what Spark calls the same file or folder."""
@@ -150,38 +137,21 @@ def _absolute(argument: str, path: Any) -> str:
 def _finished_file(path: str, data: bytes | bytearray | memoryview) -> Iterator[str]:
     """Yield a file beside `path` that holds `data` on the disk, to be moved there by the caller."""
     folder = os.path.dirname(path)
-    unfinished = os.path.join(folder, f"{_UNFINISHED}{uuid.uuid4().hex}")
+    unfinished = os.path.join(folder, f"{UNFINISHED}{uuid.uuid4().hex}")
+    os.makedirs(folder, exist_ok=True)
     try:
-        os.makedirs(folder, exist_ok=True)
         with open(unfinished, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         yield unfinished
-        _sync_folder(folder)
-    except OSError as error:
+    except BaseException:
         with suppress(OSError):
             os.unlink(unfinished)
-        raise _explained(error, "write", path) from error
-
-
-def _sync_folder(folder: str) -> None:
+        raise
     # A rename lives in the folder: without this a power cut could take it back.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _explained(error: OSError, action: str, path: str) -> StoreError:
-    remedy = {
-        errno.ENOENT: "check the path",
-        errno.EACCES: "choose a folder that this user may write, or change its permissions",
-        errno.EPERM: "choose a folder that this user may write, or change its permissions",
-        errno.EROFS: "the file system is read-only: choose another folder",
-        errno.ENOSPC: "the disk is full: free space or choose another disk",
-        errno.EEXIST: "it exists already and may not change: delete it, or use another name",
-        errno.ENOTDIR: "a part of the path is a file: choose another folder",
-    }.get(error.errno or 0, "check the file system")
-    return StoreError(f"can't {action} {path!r}: {error.strerror or error}; {remedy}")

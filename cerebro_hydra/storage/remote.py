@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import uuid
 from abc import abstractmethod
@@ -11,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from cerebro_hydra.errors import CerebroHydraError, StoreError
-from cerebro_hydra.storage.store import Store
+from cerebro_hydra.errors import StoreError
+from cerebro_hydra.storage.store import UNFINISHED, Store, explained
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-_UNFINISHED = ".unfinished-"
 _READS = 3
 
 
@@ -46,7 +44,7 @@ class RemoteStore(Store):
         super().__init__(prefix)
         self._connected: tuple[int, AbstractFileSystem] | None = None
         for name in ("data", "runs"):
-            with _explained("create", f"{prefix}/{name}"):
+            with explained("create", f"{prefix}/{name}"):
                 self._files.makedirs(self._path(f"{prefix}/{name}"), exist_ok=True)
 
     @abstractmethod
@@ -65,30 +63,30 @@ class RemoteStore(Store):
 
     def read(self, path: str) -> bytes:
         """Return the whole content of a file; StoreError if there is none."""
-        with _explained("read", path):
+        with explained("read", path):
             for _ in range(_READS - 1):
                 try:
-                    return self._content(path)
+                    return self._files.cat_file(self._path(path))
                 except FileNotFoundError:
                     raise
                 except Exception:
                     # A file that is replaced while it is read can lose its bytes under the reader.
                     continue
-            return self._content(path)
+            return self._files.cat_file(self._path(path))
 
     def write(self, path: str, data: bytes | bytearray | memoryview) -> None:
         """Write a file atomically: write beside it, then rename that over it."""
-        with _explained("write", path), self._finished_file(path, data) as unfinished:
+        with explained("write", path), self._finished_file(path, data) as unfinished:
             self._files.mv(unfinished, self._path(path), overwrite=True)
 
     def create(self, path: str, data: bytes | bytearray | memoryview) -> None:
         """Write a file atomically; StoreError if it is there already, which is then unchanged."""
-        with _explained("write", path), self._finished_file(path, data) as unfinished:
+        with explained("write", path), self._finished_file(path, data) as unfinished:
             self._files.mv(unfinished, self._path(path), overwrite=False)
 
     def exists(self, path: str) -> bool:
         """Say whether there is a file or folder at `path`."""
-        with _explained("look at", path):
+        with explained("look at", path):
             try:
                 self._files.info(self._path(path))
             except FileNotFoundError:
@@ -97,22 +95,22 @@ class RemoteStore(Store):
 
     def list(self, path: str) -> list[str]:
         """Sorted names in a folder, without unfinished writes; empty if there is no such folder."""
-        with _explained("list", path):
+        with explained("list", path):
             try:
                 paths = self._files.ls(self._path(path), detail=False, refresh=True)
             except FileNotFoundError:
                 return []
         names = (str(found).rstrip("/").rpartition("/")[2] for found in paths)
-        return sorted(name for name in names if not name.startswith(_UNFINISHED))
+        return sorted(name for name in names if not name.startswith(UNFINISHED))
 
     def delete(self, path: str) -> None:
         """Delete a file, or a folder with all in it; nothing happens if it is absent."""
-        with _explained("delete", path), suppress(FileNotFoundError):
+        with explained("delete", path), suppress(FileNotFoundError):
             self._files.rm(self._path(path), recursive=True)
 
     def open(self, path: str) -> BinaryIO:
         """Open a file to read parts of it; StoreError if there is none."""
-        with _explained("read", path):
+        with explained("read", path):
             file: BinaryIO = self._files.open(self._path(path), "rb")
             return file
 
@@ -124,7 +122,7 @@ class RemoteStore(Store):
     def local_copy(self, folder: str, below: str, scratch: str | None = None) -> Iterator[str]:
         """Yield a folder with a copy of what lies at `below`; it is deleted afterwards."""
         with tempfile.TemporaryDirectory(prefix=".copy-", dir=scratch) as copied:
-            with _explained("copy", f"{folder}/{below}"):
+            with explained("copy", f"{folder}/{below}"):
                 self._copy(self._path(f"{folder}/{below}"), os.path.join(copied, below))
             yield copied
 
@@ -138,16 +136,11 @@ class RemoteStore(Store):
             name = str(found).rstrip("/").rpartition("/")[2]
             self._copy(found, os.path.join(target, name))
 
-    def _content(self, path: str) -> bytes:
-        with self._files.open(self._path(path), "rb") as file:
-            content: bytes = file.read()
-            return content
-
     @contextmanager
     def _finished_file(self, path: str, data: bytes | bytearray | memoryview) -> Iterator[str]:
         """Yield a file beside `path` that holds `data`, to be moved there by the caller."""
         folder = self._path(path).rpartition("/")[0]
-        unfinished = f"{folder}/{_UNFINISHED}{uuid.uuid4().hex}"
+        unfinished = f"{folder}/{UNFINISHED}{uuid.uuid4().hex}"
         self._files.makedirs(folder, exist_ok=True)
         try:
             with self._files.open(unfinished, "wb") as file:
@@ -173,32 +166,3 @@ class RemoteStore(Store):
     def __getstate__(self) -> dict[str, Any]:
         """A store is its paths; what it is copied to connects by itself."""
         return {**self.__dict__, "_connected": None}
-
-
-@contextmanager
-def _explained(action: str, path: str) -> Iterator[None]:
-    """Turn whatever a file system's client raises into a StoreError that says what to do."""
-    try:
-        yield
-    except CerebroHydraError:
-        raise
-    except Exception as error:
-        # A Java server adds its stack to the message, below the first line.
-        said = str(error).split("\\n")[0].split("\n")[0].strip() or type(error).__name__
-        raise StoreError(f"can't {action} {path!r}: {said}; {_remedy(error)}") from error
-
-
-def _remedy(error: Exception) -> str:
-    match error:
-        case FileNotFoundError():
-            return "check the path"
-        case FileExistsError():
-            return "it exists already and may not change: delete it, or use another name"
-        case NotADirectoryError() | IsADirectoryError():
-            return "choose another name or folder"
-        case ConnectionError() | TimeoutError() | socket.gaierror():
-            return "check that the server runs, and its host and port"
-        case _ if isinstance(error, PermissionError) or "AccessControlException" in str(error):
-            return "choose a folder that this user may write, or change its permissions"
-        case _:
-            return "check the file system"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, BinaryIO, ClassVar
 
-from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+
+UNFINISHED = ".unfinished-"
+"""How the names of files begin that are still written."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -156,6 +161,42 @@ class Store(ABC):
                 "import the module that defines it"
             )
         return kind(**{name: path for name, path in description.items() if name != "type"})
+
+
+@contextmanager
+def explained(action: str, path: str) -> Iterator[None]:
+    """Turn whatever a file system or its client raises into a StoreError that says what to do."""
+    try:
+        yield
+    except CerebroHydraError:
+        raise
+    except Exception as error:
+        # A Java server adds its stack to the message, below the first line.
+        text = str(getattr(error, "strerror", None) or error)
+        said = text.split("\\n")[0].split("\n")[0].strip() or type(error).__name__
+        raise StoreError(f"can't {action} {path!r}: {said}; {_remedy(error)}") from error
+
+
+def _remedy(error: Exception) -> str:
+    match error:
+        case FileNotFoundError():
+            return "check the path"
+        case FileExistsError():
+            return "it exists already and may not change: delete it, or use another name"
+        case NotADirectoryError():
+            return "a part of the path is a file: choose another folder"
+        case IsADirectoryError():
+            return "choose another name or folder"
+        case OSError(errno=errno.EROFS):
+            return "the file system is read-only: choose another folder"
+        case OSError(errno=errno.ENOSPC):
+            return "the disk is full: free space or choose another disk"
+        case ConnectionError() | TimeoutError() | socket.gaierror():
+            return "check that the server runs, and its host and port"
+        case _ if isinstance(error, PermissionError) or "AccessControlException" in str(error):
+            return "choose a folder that this user may write, or change its permissions"
+        case _:
+            return "check the file system"
 
 
 def require_store(store: object) -> None:

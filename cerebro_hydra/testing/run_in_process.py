@@ -48,7 +48,7 @@ def run_in_process(
     """
     manifest = write_dataset(store, arrays, PARTITIONS, None, SEED)
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-") as scratch:
-        parts = [CachedPartition.of_store(i, manifest, store, scratch) for i in manifest.partitions]
+        parts = [CachedPartition.build(i, manifest, store, scratch) for i in manifest.partitions]
     recipe = trial.recipe
     steps = tuple(num_windows(p.rows, recipe.batch_size, recipe.accumulate) for p in parts)
     trial.steps_per_epoch = sum(steps)

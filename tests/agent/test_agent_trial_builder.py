@@ -27,8 +27,7 @@ def test_equal_models_are_exported_once_and_a_run_that_goes_on_takes_the_next_or
     store = LocalStore(str(tmp_path))
     manifest = find_prepared(store, document.fingerprint)
     part = CachedPartition.build(
-        manifest.partition("train", 0), manifest,
-        store.data_path(document.fingerprint), str(tmp_path / "cache"),
+        manifest.partition("train", 0), manifest, store, str(tmp_path / "cache"),
     )  # fmt: skip
     builder = TrialBuilder(document, models.feed_forward, {0: part}, {})
     built = [builder.get(trial) for trial in range(3)]

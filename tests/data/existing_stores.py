@@ -92,9 +92,8 @@ def describe(
 
 def read_all(store: Store, manifest: Manifest, split: str, cache: Path) -> list[CachedPartition]:
     """Every partition of a split as agents have it."""
-    path = store.data_path(manifest.fingerprint)
     return [
-        CachedPartition.build(info, manifest, path, str(cache))
+        CachedPartition.build(info, manifest, store, str(cache))
         for info in manifest.partitions
         if info.split == split
     ]

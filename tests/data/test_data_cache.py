@@ -42,9 +42,8 @@ def manifest(store: LocalStore) -> Manifest:
 
 
 def build(store: LocalStore, manifest: Manifest, split: str = "train", index: int = 0, cache="c"):
-    data_path = store.data_path(manifest.fingerprint)
     info = manifest.partition(split, index)
-    return CachedPartition.build(info, manifest, data_path, os.path.join(store.prefix, cache))
+    return CachedPartition.build(info, manifest, store, os.path.join(store.prefix, cache))
 
 
 def file_of(store: LocalStore, manifest: Manifest, split: str = "train", index: int = 0) -> Path:
@@ -192,17 +191,19 @@ BUILDER = """
 import json, sys
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.storage import LocalStore
 import cerebro_hydra.data.reader
 manifest = Manifest.from_json(json.loads(sys.stdin.readline()))
 print("ready", flush=True)
 sys.stdin.readline()
-part = CachedPartition.build(manifest.partition("train", 0), manifest, *sys.argv[1:])
+store, folder = LocalStore(sys.argv[1]), sys.argv[2]
+part = CachedPartition.build(manifest.partition("train", 0), manifest, store, folder)
 print(json.dumps(part.columns["class"].tolist()))
 """
 
 
 def test_processes_that_build_the_same_cache_agree(store: LocalStore, manifest: Manifest) -> None:
-    command = [sys.executable, "-c", BUILDER, store.data_path(manifest.fingerprint)]
+    command = [sys.executable, "-c", BUILDER, store.prefix]
     builders = [
         subprocess.Popen(
             [*command, os.path.join(store.prefix, "raced")],

@@ -78,9 +78,8 @@ def prepared(
 
 def columns_of(store: LocalStore, manifest: Manifest, split: str) -> dict[str, np.ndarray]:
     """All rows of a split, partition after partition."""
-    data_path = store.data_path(manifest.fingerprint)
     parts = [
-        CachedPartition.build(info, manifest, data_path, f"{store.prefix}/cache")
+        CachedPartition.build(info, manifest, store, f"{store.prefix}/cache")
         for info in manifest.partitions
         if info.split == split
     ]

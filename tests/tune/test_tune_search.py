@@ -199,7 +199,7 @@ def test_torch_gives_the_model_that_was_evaluated(result: SearchResult, tmp_path
             part = CachedPartition.build(
                 manifest.partition("val", index),
                 manifest,
-                store.data_path(manifest.fingerprint),
+                store,
                 str(tmp_path),
             )
             with torch.no_grad():
