@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS
 
 LONGEST_MESSAGE = 256 << 20
 """Bytes of JSON in one message. The largest are those with the states of custom metrics."""
-
-GOODBYE_SECONDS = 5.0
-"""Seconds, at most, that a peer has to hang up after a goodbye."""
 
 Message = dict[str, Any]
 
@@ -41,7 +39,7 @@ class Connection(asyncio.Protocol):
     """Talks to one peer on an event loop, whose thread alone calls everything but `send`.
 
     A line is `{kind: value}`; an empty one is a heartbeat. Until `open` is called, lines go to
-    `on_line`, none may be longer than `limit`, and after `greeting_seconds` seconds the connection ends.
+    `on_line`, none may be longer than `limit`, and after `greeting_seconds` the connection ends.
     From then on messages go to `on_message`. `on_end(reason)` is called once, when the peer says
     goodbye, its process dies, it is silent for too long, or `hang_up` is called.
 
@@ -100,11 +98,9 @@ class Connection(asyncio.Protocol):
         """Give the peer a few seconds to open the conversation."""
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
-        self._timer = self._loop.call_later(
-            self._greeting_seconds,
-            self.hang_up,
-            f"no greeting came within {self._greeting_seconds:.1f} s",
-        )
+        seconds = self._greeting_seconds
+        reason = f"no greeting came within {seconds:.1f} s"
+        self._timer = self._loop.call_later(seconds, self.hang_up, reason)
 
     def data_received(self, data: bytes) -> None:
         """Hand over the lines that are complete; hang up where one grows beyond its limit."""

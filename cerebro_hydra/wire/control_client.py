@@ -17,9 +17,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.wire.connection import GOODBYE_SECONDS, LONGEST_MESSAGE, Connection, Message
+from cerebro_hydra.wire.connection import LONGEST_MESSAGE, Connection, Message
 from cerebro_hydra.wire.credentials import Credentials
-from cerebro_hydra.wire.heartbeat import HEARTBEAT_SECONDS, SILENCE_SECONDS
+from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS, HEARTBEAT_SECONDS, SILENCE_SECONDS
 from cerebro_hydra.wire.messages import ControlFailed
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class ControlClient:
 
     `hello` names the agent's `incarnation`. `on_message(message)` is called for each message, in
     order, and `on_closed(reason)` once after the last: the driver said goodbye, its process died
-    (at once), or nothing came for `silence_seconds` seconds. After the agent's own `close()` neither is
+    (at once), or nothing came for `silence_seconds`. After the agent's own `close()` neither is
     called. Callbacks run one at a time on a thread of their own, possibly before the constructor
     has returned; they may take long, and may call `send` and `close`. `send` works from any thread
     and never waits. Another thread sends and receives.
@@ -99,9 +99,8 @@ class ControlClient:
         self._loop = asyncio.get_running_loop()
         driver = urlsplit(self._uri)
         try:
-            dialled = socket.create_connection(
-                (driver.hostname, driver.port), self._silence_seconds
-            )
+            address = driver.hostname, driver.port
+            dialled = socket.create_connection(address, self._silence_seconds)
             _, self._connection = await self._loop.create_connection(
                 self._made, sock=dialled, **tls
             )

@@ -15,15 +15,9 @@ from functools import partial
 from typing import Any
 
 from cerebro_hydra.wire.address import bracketed, listening_socket
-from cerebro_hydra.wire.connection import (
-    GOODBYE_SECONDS,
-    LONGEST_MESSAGE,
-    Connection,
-    Message,
-    encode,
-)
+from cerebro_hydra.wire.connection import LONGEST_MESSAGE, Connection, Message, encode
 from cerebro_hydra.wire.credentials import Credentials
-from cerebro_hydra.wire.heartbeat import HEARTBEAT_SECONDS, SILENCE_SECONDS
+from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS, HEARTBEAT_SECONDS, SILENCE_SECONDS
 
 _GREETING_SECONDS = 5.0  # seconds in which a connection must show the secret and say hello
 
@@ -32,10 +26,10 @@ class ControlServer:
     """Speaks with every agent of a run, on one thread.
 
     An agent's first line is the secret, its second the hello. `on_hello(hello)` may refuse an agent
-    by raising. Then `on_message(incarnation, message)`
-    for each message, in order, and at the end exactly one `on_closed(incarnation, reason)`: the
-    agent said goodbye, its connection broke (at once after kill -9), or nothing came for `silence_seconds`
-    seconds. `close()` itself calls no `on_closed`.
+    by raising. Then `on_message(incarnation, message)` is called for each message, in order, and at
+    the end exactly one `on_closed(incarnation, reason)`: the agent said goodbye, its connection
+    broke (at once after kill -9), or nothing came for `silence_seconds`. `close()` itself calls no
+    `on_closed`.
 
     Callbacks run one at a time on the server's thread and must return at once: while one runs, no
     agent is heard. They put what they are told into a queue. They may call `send`, but not `close`.
