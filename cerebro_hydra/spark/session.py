@@ -14,7 +14,7 @@ import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.spark import java
 from cerebro_hydra.spark.checks import DAEMON_MODULE, MAX_FAILURES, check_settings, check_slots
-from cerebro_hydra.spark.finding import Finding, raise_findings
+from cerebro_hydra.spark.findings import Finding, raise_findings
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.spark.slots import Slots, count_slots, parse_local_master
 

@@ -20,6 +20,7 @@ from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec
 from cerebro_hydra.spark import SparkLauncher
 from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.wire.credentials import Credentials
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -106,7 +107,7 @@ def make_spec(exchange: Exchange | None = None) -> AgentSpec:
         label_columns=("y",), store={}, fingerprint="f", validated=False, threads=1, trials=(),
     )  # fmt: skip
     control = "" if exchange is None else str(exchange.port)
-    return AgentSpec(control, "a secret", 3, document, Manifest("f", (), ()))
+    return AgentSpec(control, Credentials("a secret"), 3, document, Manifest("f", (), ()))
 
 
 @pytest.fixture
