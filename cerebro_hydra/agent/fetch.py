@@ -88,13 +88,13 @@ class Fetch:
 
     def _retry(self, number: int) -> Shard:
         """Ask the owner, a few times: a transfer may break while both ends live."""
-        for left in reversed(range(TRIES)):
+        for _ in range(TRIES - 1):
             try:
                 return self._from_peer(number)
             except TransferError:
-                if not left or self._cancelled.wait(RETRY_SECONDS):
+                if self._cancelled.wait(RETRY_SECONDS):
                     raise
-        raise AssertionError("unreachable: the last try returns or raises")
+        return self._from_peer(number)
 
     def _from_peer(self, number: int) -> Shard:
         request = self.request
