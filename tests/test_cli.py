@@ -13,7 +13,7 @@ import pytest
 import cerebro_hydra
 from cerebro_hydra import cli
 from cerebro_hydra.spark import preflight
-from cerebro_hydra.spark.doctor_report import Check, DoctorReport
+from cerebro_hydra.spark.findings import Check, DoctorReport
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice

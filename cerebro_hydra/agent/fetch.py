@@ -25,27 +25,6 @@ RETRY_SECONDS = 1.0
 """Seconds between tries; together the tries outlast the time in which a dead owner is noticed."""
 
 
-class HopMeter:
-    """Bytes moved and saved, and seconds of transfer, since they were last taken."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._total = Hop(0, 0, 0.0)
-
-    def add(self, moved: int, saved: int, seconds: float) -> None:
-        with self._lock:
-            total = self._total
-            self._total = Hop(
-                total.bytes_moved + moved, total.bytes_saved + saved, total.seconds + seconds
-            )
-
-    def take(self) -> Hop:
-        """Return what came since the last `take`, so that no byte is counted twice."""
-        with self._lock:
-            total, self._total = self._total, Hop(0, 0, 0.0)
-            return total
-
-
 @dataclass(frozen=True)
 class FetchRequest:
     """A state and where it is: at a peer's address, or in the store (no address)."""
@@ -61,14 +40,15 @@ class FetchRequest:
 class Fetch:
     """One state on its way here, on a thread of its own; its shards appear in the shard store.
 
-    A fetch that fails retracts the state, which ends the waits for it; `error` says why.
+    A fetch that fails retracts the state, which ends the waits for it; `error` says why. `on_hop`
+    is given the cost of each part of the state as it comes.
     """
 
     request: FetchRequest
     shard_store: ShardStore
     folder: RunFolder
     connect: Connect
-    meter: HopMeter
+    on_hop: Callable[[Hop], None]
     on_whole: Callable[[int, int], None]
     error: str | None = None
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -108,13 +88,13 @@ class Fetch:
 
     def _retry(self, number: int) -> Shard:
         """Ask the owner, a few times: a transfer may break while both ends live."""
-        for left in reversed(range(TRIES)):
+        for _ in range(TRIES - 1):
             try:
                 return self._from_peer(number)
             except TransferError:
-                if not left or self._cancelled.wait(RETRY_SECONDS):
+                if self._cancelled.wait(RETRY_SECONDS):
                     raise
-        raise AssertionError("unreachable: the last try returns or raises")
+        return self._from_peer(number)
 
     def _from_peer(self, number: int) -> Shard:
         request = self.request
@@ -126,7 +106,7 @@ class Fetch:
         key = ShardKey(request.trial, request.visit, number, request.incarnation)
         held = self.shard_store.segments()
         fetched = self._client.fetch(key, held, aligned)
-        self.meter.add(fetched.bytes_moved, fetched.bytes_saved, fetched.seconds)
+        self.on_hop(Hop(fetched.bytes_moved, fetched.bytes_saved, fetched.seconds))
         segments = {
             name: (each.digest, held[each.digest] if each.buffer is None else each.buffer)
             for name, each in fetched.segments.items()
@@ -143,9 +123,9 @@ class Fetch:
         return Shard(segments, entry["cursor"] or {})
 
     def _object(self, name: str) -> tuple[str, Bytes]:
-        held = self.shard_store.segment(name)
+        held = self.shard_store.segments().get(name)
         if held is not None:
-            self.meter.add(0, held.nbytes, 0.0)
+            self.on_hop(Hop(0, held.nbytes, 0.0))
             return name, held
         begun = time.perf_counter()
         content = np.frombuffer(self.folder.read_object(name), np.uint8)
@@ -153,5 +133,5 @@ class Fetch:
         buffer[:] = content
         if (found := digest(buffer)) != name:
             raise TransferError(f"object {name} of the run folder is damaged: it has {found}")
-        self.meter.add(buffer.nbytes, 0, time.perf_counter() - begun)
+        self.on_hop(Hop(buffer.nbytes, 0, time.perf_counter() - begun))
         return name, buffer

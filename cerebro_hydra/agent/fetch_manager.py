@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
-from cerebro_hydra.agent.fetch import Connect, Fetch, FetchRequest, HopMeter
+from cerebro_hydra.agent.fetch import Connect, Fetch, FetchRequest
 from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.plan.events import Hop
 from cerebro_hydra.storage.run_folder import RunFolder
+
+_NO_HOP = Hop(0, 0, 0.0)
 
 
 class FetchManager:
@@ -35,7 +37,7 @@ class FetchManager:
         self._on_whole = on_whole
         self._lock = threading.Lock()
         self._fetches: dict[tuple[int, int], Fetch] = {}
-        self._meters: dict[int, HopMeter] = defaultdict(HopMeter)
+        self._hops: dict[int, Hop] = {}
 
     def fetch(self, request: FetchRequest) -> None:
         """Start fetching a state, unless it is here, on its way, or made here."""
@@ -54,7 +56,7 @@ class FetchManager:
                 self._shard_store,
                 self._folder,
                 self._connect,
-                self._meters[request.trial],
+                partial(self._add_hop, request.trial),
                 self._on_whole,
             ).start()
 
@@ -65,9 +67,18 @@ class FetchManager:
             return None if fetch is None else fetch.error
 
     def take_hop(self, trial: int) -> Hop:
-        """Return what was moved for a trial since the last call."""
+        """Return what was moved for a trial since the last call, so that no byte counts twice."""
         with self._lock:
-            return self._meters[trial].take()
+            return self._hops.pop(trial, _NO_HOP)
+
+    def _add_hop(self, trial: int, hop: Hop) -> None:
+        with self._lock:
+            total = self._hops.get(trial, _NO_HOP)
+            self._hops[trial] = Hop(
+                total.bytes_moved + hop.bytes_moved,
+                total.bytes_saved + hop.bytes_saved,
+                total.seconds + hop.seconds,
+            )
 
     def drop(self, trial: int, visit: int) -> None:
         """Forget a state, and end its fetch."""

@@ -69,13 +69,13 @@ def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -
 
 def _decode(
     manifest: Manifest, own: Sequence[int], store: Store, scratch: str
-) -> tuple[Partitions, Partitions]:
+) -> dict[str, Partitions]:
     splits: dict[str, Partitions] = {"train": {}, "val": {}}
     for info in manifest.partitions:
         if info.index in own:
             cached = CachedPartition.build(info, manifest, store, scratch)
             splits[info.split][info.index] = cached
-    return splits["train"], splits["val"]
+    return splits
 
 
 class _Agent:
@@ -117,11 +117,11 @@ class _Agent:
         )
         own = spec.partitions(start.worker)
         try:
-            training, validation = _decode(spec.manifest, own, self._folder.store, start.scratch)
+            splits = _decode(spec.manifest, own, self._folder.store, start.scratch)
         except Exception as error:
             self._fail(error)
             raise
-        self._builder = TrialBuilder(spec.document, factory, training, validation)
+        self._builder = TrialBuilder(spec.document, factory, splits["train"], splits["val"])
         self._trainer = Trainer(
             self._incarnation,
             self._builder,

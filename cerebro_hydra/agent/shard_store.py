@@ -117,11 +117,6 @@ class ShardStore:
         with self._changed:
             return (trial, visit) in self._states
 
-    def segment(self, digest: str) -> Bytes | None:
-        """Return a segment, if it is here."""
-        with self._changed:
-            return self._segments.get(digest)
-
     def segments(self) -> dict[str, Bytes]:
         """Return all segments that need not be sent here, by digest."""
         with self._changed:

@@ -107,8 +107,7 @@ class Trainer:
         runtime = self._builder.get(task.trial)
         state = self._announce(task, runtime.num_shards)
         inputs: dict[int, Shard] = {}
-        digests: dict[int, tuple[str, str]] = {}
-        nbytes = 0
+        outputs: dict[int, Shard] = {}
 
         def shard(number: int) -> Shard:
             if number not in inputs:
@@ -125,12 +124,10 @@ class Trainer:
             return {"frozen": given.buffers["frozen"], "trainable": trainable}, cursor
 
         def publish(number: int, segments: dict[str, Bytes], cursor: dict[str, Any]) -> None:
-            nonlocal nbytes
             frozen = inputs[number].segments["frozen"]
             trainable = segments["trainable"]
             ready = Shard({"frozen": frozen, "trainable": (digest(trainable), trainable)}, cursor)
-            digests[number] = ready.digests
-            nbytes += sum(buffer.nbytes for buffer in ready.buffers.values())
+            outputs[number] = ready
             self._shard_store.put(state, number, ready)
 
         start_step = int(shard(0).cursor.get("step", 0))
@@ -145,14 +142,15 @@ class Trainer:
         )
         seconds = time.perf_counter() - begun
         self._check_rows(task, totals.rows)
+        published = [outputs[number] for number in range(runtime.num_shards)]
         self._report(
             events.SubEpochDone(
                 attempt=task.attempt,
                 incarnation=self._incarnation,
                 rows=totals.rows,
                 loss_sum=totals.loss_sum,
-                digests=tuple(digests[number] for number in range(runtime.num_shards)),
-                nbytes=nbytes,
+                digests=tuple(each.digests for each in published),
+                nbytes=sum(b.nbytes for each in published for b in each.buffers.values()),
                 seconds=seconds,
                 hop=self._fetch_manager.take_hop(task.trial),
             )

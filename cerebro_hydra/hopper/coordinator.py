@@ -53,7 +53,7 @@ from cerebro_hydra.plan.instructions import (
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control_server import ControlServer
-from cerebro_hydra.wire.credentials import Credentials, new_credentials
+from cerebro_hydra.wire.credentials import new_credentials
 
 FATAL = {kind.__name__: kind for kind in (DataError, StoreError)}
 """Errors of an agent that any other agent in its place would meet too."""
@@ -152,11 +152,14 @@ class Coordinator:
             self._launcher.host, credentials, self._on_hello, self._on_message, self._on_closed
         )
         try:
-            self._launcher.start(
-                self._agent_spec(credentials),
-                self._factory,
-                lambda error: self._inbox.put(_JobEnded(error)),
+            spec = AgentSpec(
+                self._control.uri,
+                credentials,
+                self._launcher.num_workers,
+                self._document,
+                self._manifest,
             )
+            self._launcher.start(spec, self._factory, self._on_exit)
             self._decide_until_over()
         finally:
             # An interrupt ends here too: whatever happened, no agent is left behind.
@@ -178,16 +181,10 @@ class Coordinator:
         if results:
             self._folder.sweep(results)
 
-    def _agent_spec(self, credentials: Credentials) -> AgentSpec:
-        return AgentSpec(
-            control=self._control.uri,
-            credentials=credentials,
-            num_workers=self._launcher.num_workers,
-            document=self._document,
-            manifest=self._manifest,
-        )
+    # ------------------------------------------------------------------ callbacks
 
-    # ------------------------------------------------------------------ callbacks of the wire
+    def _on_exit(self, error: BaseException | None) -> None:
+        self._inbox.put(_JobEnded(error))
 
     def _on_hello(self, hello: dict[str, Any]) -> None:
         self._inbox.put(AgentInfo.of_hello(hello, self._roster.num_workers))

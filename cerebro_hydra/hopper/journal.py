@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from cerebro_hydra.errors import JournalError
 from cerebro_hydra.observe.records import Decision
-from cerebro_hydra.plan.codec import from_json, to_json
+from cerebro_hydra.plan.codec import to_json
 from cerebro_hydra.plan.events import Event
 from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction
-from cerebro_hydra.plan.journal import fold
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
@@ -46,24 +42,3 @@ class Journal:
             self._segments += 1
             self._decisions += len(decisions)
         return decisions
-
-
-def read(folder: RunFolder) -> tuple[HopConfig, list[dict[str, Any]]]:
-    """Return the configuration and all records of a run.
-
-    Raises:
-        JournalError: the journal is empty, has a gap or does not begin with a configuration.
-    """
-    lines = [line for segment in folder.read_segments() for line in segment]
-    if not lines or "config" not in lines[0]:
-        raise JournalError(
-            f"the journal in {folder.path} doesn't begin with a configuration; "
-            "restore its first segment from a copy of the run"
-        )
-    return from_json(lines[0]["config"]), lines[1:]
-
-
-def restore(folder: RunFolder) -> HopState:
-    """Return the state of a run as of its last journalled event."""
-    config, records = read(folder)
-    return fold(config, records)

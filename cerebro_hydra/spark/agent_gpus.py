@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from cerebro_hydra.errors import SetupError
+from cerebro_hydra.spark.places import environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -56,24 +57,18 @@ def pinned(addresses: Sequence[str]) -> Iterator[None]:
     if not addresses:
         yield
         return
-    before = {name: os.environ.get(name) for name in (VISIBLE, ORDER)}
-    wanted = visible(addresses, before[VISIBLE])
+    wanted = visible(addresses, os.environ.get(VISIBLE))
     if _cuda_has_started() and _started_with != wanted:
         raise SetupError(
             f"CUDA was started in this Python worker with {VISIBLE}={_started_with!r}, and this "
             f"agent has GPU {wanted!r}; Spark will start it again in another worker"
         )
-    os.environ.update({VISIBLE: wanted, ORDER: BY_BUS})
     try:
-        yield
+        with environment(**{VISIBLE: wanted, ORDER: BY_BUS}):
+            yield
     finally:
         if _cuda_has_started():
             _started_with = wanted
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _cuda_has_started() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,21 +78,14 @@ def output_type(output: Tensor) -> DataType:
 
 def from_tensor(output: Tensor) -> pa.Array:
     """Return a model's output of shape (rows, ...) as an Arrow array of `output_type`."""
-    import pyarrow as pa
-
-    shape = output.shape
-    single = math.prod(shape[1:]) == 1
+    single = math.prod(output.shape[1:]) == 1
+    dtype = torch.int64
     if output.is_floating_point():
-        flat = output.to(torch.float64 if single else torch.float32).reshape(-1)
-    else:
-        flat = output.to(torch.int64).reshape(-1)
-    array = pa.array(flat.contiguous().numpy())
-    if single:
-        return array
-    for dimension in range(len(shape) - 1, 0, -1):
-        lists = math.prod(shape[:dimension])
-        offsets = torch.arange(lists + 1, dtype=torch.int32) * shape[dimension]
-        array = pa.ListArray.from_arrays(pa.array(offsets.numpy()), array)
+        dtype = torch.float64 if single else torch.float32
+    array = _flat(output, dtype)
+    if not single:
+        for dimension in range(output.dim() - 1, 0, -1):
+            array = _lists(array, output.shape[: dimension + 1])
     return array
 
 
@@ -107,13 +100,25 @@ def from_vectors(values: Tensor) -> pa.Array:
     """Return numbers of shape (rows, entries) as Spark ML's dense vectors in Arrow."""
     import pyarrow as pa
 
-    rows, entries = values.shape
-    flat = pa.array(values.to(torch.float64).reshape(-1).contiguous().numpy())
-    offsets = torch.arange(rows + 1, dtype=torch.int32) * entries
+    rows = len(values)
     fields = {
         "type": pa.array([1] * rows, pa.int8()),
         "size": pa.nulls(rows, pa.int32()),
         "indices": pa.nulls(rows, pa.list_(pa.int32())),
-        "values": pa.ListArray.from_arrays(pa.array(offsets.numpy()), flat),
+        "values": _lists(_flat(values, torch.float64), values.shape),
     }
     return pa.StructArray.from_arrays(list(fields.values()), names=list(fields))
+
+
+def _flat(values: Tensor, dtype: torch.dtype) -> pa.Array:
+    import pyarrow as pa
+
+    return pa.array(values.to(dtype).reshape(-1).contiguous().numpy())
+
+
+def _lists(values: pa.Array, shape: Sequence[int]) -> pa.Array:
+    """Group values into lists as long as the last dimension of the shape that they all have."""
+    import pyarrow as pa
+
+    offsets = torch.arange(math.prod(shape[:-1]) + 1, dtype=torch.int32) * shape[-1]
+    return pa.ListArray.from_arrays(pa.array(offsets.numpy()), values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from cerebro_hydra.spark.finding import Finding
+from cerebro_hydra.spark.findings import Finding
 from cerebro_hydra.spark.java import parse_version, pip_java, supported_versions
 from cerebro_hydra.spark.slots import Slots, parse_local_master
 

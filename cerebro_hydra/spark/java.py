@@ -141,10 +141,8 @@ def java_home(environ: Mapping[str, str], spark_version: str) -> Path:
 
 
 def _read_release(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        return {}
-    pairs = (line.split("=", 1) for line in path.read_text().splitlines() if "=" in line)
-    return {key: value.strip('"') for key, value in pairs}
+    text = path.read_text() if path.is_file() else ""
+    return dict(re.findall(r'^(\w+)="?([^"\n]*)', text, re.MULTILINE))
 
 
 def _ask_version(binary: Path) -> str | None:

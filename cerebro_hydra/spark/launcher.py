@@ -8,6 +8,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ class SparkLauncher:
         self._group = f"cerebro-hydra-{uuid.uuid4().hex}"
         self._cancelled.clear()
         text = json.dumps(spec.to_json())
-        task = _task(text, pickle_factory(factory), self._agent, self._group)
+        task = partial(run_task, text, pickle_factory(factory), self._agent, self._group)
         self._thread = InheritableThread(
             target=self._run, args=(task, on_exit), name="cerebro-hydra-agents", daemon=True
         )
@@ -152,24 +153,15 @@ def pickle_factory(factory: Callable[..., Any]) -> bytes:
         ) from error
 
 
-def _task(
-    spec: str, factory: bytes, agent: Agent, run: str
-) -> Callable[[int, Iterable[int]], Iterable[int]]:
-    def task(worker: int, rows: Iterable[int]) -> Iterable[int]:
-        # Spark reuses a Python worker only if its input was read to the end.
-        for _ in rows:
-            pass
-        run_task(worker, spec, factory, agent, run)
-        return ()
-
-    return task
-
-
-def run_task(worker: int, spec: str, factory: bytes, agent: Agent, run: str) -> None:
+def run_task(
+    spec: str, factory: bytes, agent: Agent, run: str, worker: int, rows: Iterable[int]
+) -> Iterable[int]:
     """Run an agent in one task, in Spark's Python worker."""
     from pyspark import TaskContext
     from pyspark.serializers import CloudPickleSerializer
 
+    for _ in rows:  # Spark reuses a Python worker only if its input was read to the end
+        pass
     context = TaskContext.get()
     assert context is not None
     # The same folder in every incarnation, so that a relaunched agent finds its caches.
@@ -187,3 +179,4 @@ def run_task(worker: int, spec: str, factory: bytes, agent: Agent, run: str) -> 
         loaded = CloudPickleSerializer().loads(factory)
         agent(AgentSpec.from_json(json.loads(spec)), start, loaded)
     shutil.rmtree(scratch, ignore_errors=True)
+    return ()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cerebro_hydra.errors import CerebroHydraError, SetupError
-from cerebro_hydra.spark.finding import Finding
+from cerebro_hydra.spark.findings import Finding
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host
 from cerebro_hydra.spark.store_probe import StoreProbe
 from cerebro_hydra.wire.address import own_host

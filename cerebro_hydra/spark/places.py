@@ -1,8 +1,10 @@
-"""Where a Spark job's processes are reached, and where they may write."""
+"""Where a Spark job's processes are reached, where they may write, and their environment."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +12,21 @@ if TYPE_CHECKING:
 
 LOCAL_IP = "SPARK_LOCAL_IP"
 """Spark's own variable for the one address of a machine that its servers shall use."""
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set variables of this process's environment during the block, and put all back after it."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def driver_host(spark_context: SparkContext) -> str:

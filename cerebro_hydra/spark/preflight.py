@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import cerebro_hydra
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, SetupError
 from cerebro_hydra.spark import checks, network_check, session, worker_check
-from cerebro_hydra.spark.doctor_report import Check, DoctorReport
-from cerebro_hydra.spark.finding import Finding, raise_findings
+from cerebro_hydra.spark.findings import Check, DoctorReport, Finding, raise_findings
 from cerebro_hydra.spark.slots import Slots, parse_local_master, wait_for_slots
 from cerebro_hydra.spark.store_probe import StoreProbe
 from cerebro_hydra.storage import HDFSStore, LocalStore, Store

@@ -14,7 +14,8 @@ import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.spark import java
 from cerebro_hydra.spark.checks import DAEMON_MODULE, MAX_FAILURES, check_settings, check_slots
-from cerebro_hydra.spark.finding import Finding, raise_findings
+from cerebro_hydra.spark.findings import Finding, raise_findings
+from cerebro_hydra.spark.places import environment
 from cerebro_hydra.spark.slots import Slots, count_slots, parse_local_master
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ def local_spark(workers: int = 2, **settings: object) -> SparkSession:
         SetupError: there is no Java that this Spark runs on, or the active session does not suit;
             the message says which setting and what to do.
     """
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ConfigurationError(f"workers is {workers!r}; it is a whole number from 1")
+    _require_count("workers", workers)
     asked = {name: _setting(value) for name, value in settings.items()}
     for name in asked:
         if not name.startswith("spark."):
@@ -82,7 +82,7 @@ def started(settings: Mapping[str, str]) -> SparkSession:
 
     builder = SparkSession.builder
     # Java is one per process and outlives a stopped session.
-    with _start_environment(os.environ, needs_java=SparkContext._gateway is None) as log_option:
+    with _start_environment(needs_java=SparkContext._gateway is None) as log_option:
         for name, value in settings.items():
             builder = builder.config(name, value)
         if log_option:
@@ -127,7 +127,7 @@ def _setting(value: object) -> str:
 
 
 @contextlib.contextmanager
-def _start_environment(environ: os._Environ[str], needs_java: bool) -> Iterator[str]:
+def _start_environment(needs_java: bool) -> Iterator[str]:
     """Set what Spark reads from the environment while it starts, and put everything back after.
 
     This is the one place where the process environment changes: spark-submit takes JAVA_HOME from
@@ -135,22 +135,14 @@ def _start_environment(environ: os._Environ[str], needs_java: bool) -> Iterator[
     """
     import pyspark
 
-    wanted = {"PYSPARK_PYTHON": environ.get("PYSPARK_PYTHON", sys.executable)}
+    wanted = {"PYSPARK_PYTHON": os.environ.get("PYSPARK_PYTHON", sys.executable)}
     if needs_java:
-        wanted["JAVA_HOME"] = str(java.java_home(environ, pyspark.__version__))
-    before = {name: environ.get(name) for name in wanted}
+        wanted["JAVA_HOME"] = str(java.java_home(os.environ, pyspark.__version__))
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-log-") as folder:
         log_file = Path(folder) / "log4j2.properties"
         log_file.write_text(_QUIET_LOG)
-        environ.update(wanted)
-        try:
+        with environment(**wanted):
             yield f"-Dlog4j2.configurationFile={log_file.as_uri()}" if needs_java else ""
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    environ.pop(name, None)
-                else:
-                    environ[name] = value
 
 
 def _require_suitable(spark_context: SparkContext, workers: int, asked: Mapping[str, str]) -> None:
@@ -216,6 +208,10 @@ def workers_of(spark_context: SparkContext, num_workers: int | None) -> int:
     if num_workers is None:
         made_for = spark_context.getConf().get(WORKERS_SETTING)
         return int(made_for) if made_for else max(1, count_slots(spark_context).total)
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ConfigurationError(f"num_workers is {num_workers!r}; it is a whole number from 1")
+    _require_count("num_workers", num_workers)
     return num_workers
+
+
+def _require_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name} is {value!r}; it is a whole number from 1")

@@ -97,23 +97,17 @@ class Inference:
         """
         _check_output_names(df, outputs.names)
 
-        from pyspark.sql import types
+        from pyspark.sql.types import StructType
 
         # By position, because names may have dots or come twice; names of rows are put back last.
         features = [arrow_columns.feature(df, spec) for spec in self.specs]
         numbered = df.select("*", *features)
         numbered = numbered.toDF(*(str(i) for i in range(len(numbered.columns))))
-        fields = [*df.schema.fields]
-        fields += [
-            types.StructField(name, data_type)
-            for name, data_type in zip(outputs.names, outputs.types(self.sample), strict=True)
-        ]
-        schema = types.StructType(
-            [
-                types.StructField(str(i), field.dataType, field.nullable, field.metadata)
-                for i, field in enumerate(fields)
-            ]
-        )
+        schema = StructType()
+        for i, field in enumerate(df.schema.fields):
+            schema.add(str(i), field.dataType, field.nullable, field.metadata)
+        for i, data_type in enumerate(outputs.types(self.sample), start=len(df.columns)):
+            schema.add(str(i), data_type)
         job = _Job(
             name=self._name,
             predictor=self._broadcast_once(df.sparkSession.sparkContext),
@@ -122,7 +116,7 @@ class Inference:
             outputs=outputs,
             batch_size=self.batch_size if batch_size is None else batch_size,
         )
-        return numbered.mapInArrow(job.predict, schema).toDF(*(field.name for field in fields))
+        return numbered.mapInArrow(job.predict, schema).toDF(*df.columns, *outputs.names)
 
     def _broadcast_once(self, context: SparkContext) -> Broadcast[Predictor]:
         if self._broadcast is None or self._broadcast[0] is not context:

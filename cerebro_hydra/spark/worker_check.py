@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import cerebro_hydra
 from cerebro_hydra.data.petastorm_reader import obstacle
-from cerebro_hydra.spark.finding import Finding
+from cerebro_hydra.spark.findings import Finding
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS
 
 LONGEST_MESSAGE = 256 << 20
-"""Bytes of JSON in one message. The largest is the welcome, with one to ten KiB for each trial."""
-
-GRACE = 5.0
-"""Seconds, at most, that a peer has to hang up after a goodbye."""
+"""Bytes of JSON in one message. The largest are those with the states of custom metrics."""
 
 Message = dict[str, Any]
 
@@ -32,7 +30,7 @@ def encode(kind: str, value: Any) -> bytes:
     if len(line) > LONGEST_MESSAGE:
         raise ConfigurationError(
             f"a {kind} of {len(line) >> 20} MiB is too long for one message, which may have "
-            f"{LONGEST_MESSAGE >> 20} MiB; use fewer trials in one run, or smaller metric states"
+            f"{LONGEST_MESSAGE >> 20} MiB; use smaller metric states"
         )
     return line + b"\n"
 
@@ -41,14 +39,14 @@ class Connection(asyncio.Protocol):
     """Talks to one peer on an event loop, whose thread alone calls everything but `send`.
 
     A line is `{kind: value}`; an empty one is a heartbeat. Until `open` is called, lines go to
-    `on_line`, none may be longer than `limit`, and after `patience` seconds the connection ends.
+    `on_line`, none may be longer than `limit`, and after `greeting_seconds` the connection ends.
     From then on messages go to `on_message`. `on_end(reason)` is called once, when the peer says
     goodbye, its process dies, it is silent for too long, or `hang_up` is called.
 
     `connections` holds this object for as long as its socket is open.
     """
 
-    def __init__(self, connections: set[Connection], limit: int, patience: float) -> None:
+    def __init__(self, connections: set[Connection], limit: int, greeting_seconds: float) -> None:
         self.limit = limit
         self.on_line: Callable[[bytes], None] = self._hear
         self.on_message: Callable[[Message], None] = _ignore
@@ -56,7 +54,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self.gone = self._loop.create_future()
         self._connections = connections
-        self._patience = patience
+        self._greeting_seconds = greeting_seconds
         self._received = bytearray()
         self._missed_beats = 0
         self._opened = self._ended = False
@@ -77,11 +75,11 @@ class Connection(asyncio.Protocol):
         if not self._ended:
             self._transport.write(line)
 
-    def open(self, interval: float, silence: float) -> None:
-        """Begin the conversation, with a heartbeat each `interval` seconds."""
+    def open(self, heartbeat_seconds: float, silence_seconds: float) -> None:
+        """Begin the conversation, with a heartbeat each `heartbeat_seconds`."""
         self._timer.cancel()
         self._opened = True
-        self._interval, self._silence = interval, silence
+        self._heartbeat_seconds, self._silence_seconds = heartbeat_seconds, silence_seconds
         self.limit = LONGEST_MESSAGE
         self.on_line = self._hear
         self._beat()
@@ -100,9 +98,9 @@ class Connection(asyncio.Protocol):
         """Give the peer a few seconds to open the conversation."""
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
-        self._timer = self._loop.call_later(
-            self._patience, self.hang_up, f"no greeting came within {self._patience:.1f} s"
-        )
+        seconds = self._greeting_seconds
+        reason = f"no greeting came within {seconds:.1f} s"
+        self._timer = self._loop.call_later(seconds, self.hang_up, reason)
 
     def data_received(self, data: bytes) -> None:
         """Hand over the lines that are complete; hang up where one grows beyond its limit."""
@@ -145,20 +143,20 @@ class Connection(asyncio.Protocol):
 
     def _beat(self) -> None:
         # Beats are counted, not seconds: a pause of this process is no silence of the peer.
-        if self._missed_beats * self._interval >= self._silence:
-            self.hang_up(f"no heartbeat for {self._silence:.1f} s")
+        if self._missed_beats * self._heartbeat_seconds >= self._silence_seconds:
+            self.hang_up(f"no heartbeat for {self._silence_seconds:.1f} s")
             self._transport.abort()  # the goodbye waits in the peer's socket; nobody waits here
         else:
             self._missed_beats += 1
             self.write(b"\n")
-            self._timer = self._loop.call_later(self._interval, self._beat)
+            self._timer = self._loop.call_later(self._heartbeat_seconds, self._beat)
 
     def _end(self, reason: str) -> None:
         if self._ended:
             return
         self._ended = True
         self._timer.cancel()
-        grace = min(GRACE, self._silence) if self._opened else GRACE
+        grace = min(GOODBYE_SECONDS, self._silence_seconds) if self._opened else GOODBYE_SECONDS
         self._timer = self._loop.call_later(grace, self._transport.abort)
         try:
             self.on_end(reason)

@@ -17,19 +17,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.wire.connection import GRACE, LONGEST_MESSAGE, Connection, Message
+from cerebro_hydra.wire.connection import LONGEST_MESSAGE, Connection, Message
 from cerebro_hydra.wire.credentials import Credentials
+from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS, HEARTBEAT_SECONDS, SILENCE_SECONDS
 from cerebro_hydra.wire.messages import ControlFailed
 
 _log = logging.getLogger(__name__)
 
 
 class ControlClient:
-    """One agent's connection to the driver; `welcome` is the driver's reply to `hello`.
+    """One agent's connection to the driver, open once the constructor returns.
 
     `hello` names the agent's `incarnation`. `on_message(message)` is called for each message, in
     order, and `on_closed(reason)` once after the last: the driver said goodbye, its process died
-    (at once), or nothing came for `silence` seconds. After the agent's own `close()` neither is
+    (at once), or nothing came for `silence_seconds`. After the agent's own `close()` neither is
     called. Callbacks run one at a time on a thread of their own, possibly before the constructor
     has returned; they may take long, and may call `send` and `close`. `send` works from any thread
     and never waits. Another thread sends and receives.
@@ -48,25 +49,25 @@ class ControlClient:
         on_message: Callable[[Message], None],
         on_closed: Callable[[str], None],
         *,
-        interval: float = 0.5,
-        silence: float = 10.0,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         if not hello.get("incarnation"):
             raise ConfigurationError("hello has no 'incarnation'; give the uuid of this process")
         self._uri = uri
         self._on_message = on_message
         self._on_closed = on_closed
-        self._interval = interval
-        self._silence = silence
+        self._heartbeat_seconds = heartbeat_seconds
+        self._silence_seconds = silence_seconds
         self._closing = False
         self._inbox: SimpleQueue[Message | str] = SimpleQueue()
-        self._answer: Future[Message] = Future()
+        self._accepted: Future[None] = Future()
         tls: dict[str, Any] = {}
         if (certificate := credentials.certificate_for(uri)) is not None:
             tls["ssl"] = certificate.client_context()
             tls["server_hostname"] = certificate.name
-            tls["ssl_handshake_timeout"] = silence
-            tls["ssl_shutdown_timeout"] = GRACE
+            tls["ssl_handshake_timeout"] = silence_seconds
+            tls["ssl_shutdown_timeout"] = GOODBYE_SECONDS
         greeting = f"{credentials.secret}\n{json.dumps(dict(hello))}\n".encode()
         self._thread = threading.Thread(
             target=asyncio.run,
@@ -75,7 +76,7 @@ class ControlClient:
             daemon=True,
         )
         self._thread.start()
-        self.welcome = self._answer.result()
+        self._accepted.result()
         threading.Thread(target=self._deliver, name="wire-messages", daemon=True).start()
         atexit.register(self.close)
 
@@ -98,7 +99,8 @@ class ControlClient:
         self._loop = asyncio.get_running_loop()
         driver = urlsplit(self._uri)
         try:
-            dialled = socket.create_connection((driver.hostname, driver.port), self._silence)
+            address = driver.hostname, driver.port
+            dialled = socket.create_connection(address, self._silence_seconds)
             _, self._connection = await self._loop.create_connection(
                 self._made, sock=dialled, **tls
             )
@@ -106,13 +108,13 @@ class ControlClient:
             why = getattr(error, "strerror", None) or str(error)
             if isinstance(error, ssl.SSLError):
                 why += "; the driver has another certificate than this run's, or no TLS"
-            self._answer.set_exception(self._failed(why))
+            self._accepted.set_exception(self._failed(why))
         else:
             self._connection.write(greeting)
             await self._connection.gone
 
     def _made(self) -> Connection:
-        connection = Connection(set(), LONGEST_MESSAGE, self._silence)
+        connection = Connection(set(), LONGEST_MESSAGE, self._silence_seconds)
         connection.on_line = self._take_answer
         connection.on_message = self._inbox.put
         connection.on_end = self._end
@@ -121,16 +123,16 @@ class ControlClient:
     def _take_answer(self, line: bytes) -> None:
         answer = json.loads(line)
         if "welcome" in answer:
-            self._connection.open(self._interval, self._silence)
-            self._answer.set_result(answer["welcome"])
+            self._connection.open(self._heartbeat_seconds, self._silence_seconds)
+            self._accepted.set_result(None)
         else:
             refusal = f"the driver at {self._uri} refused: {answer['bye']}"
-            self._answer.set_exception(ControlFailed(refusal))
+            self._accepted.set_exception(ControlFailed(refusal))
             self._connection.hang_up(refusal)
 
     def _end(self, reason: str) -> None:
-        if not self._answer.done():
-            self._answer.set_exception(
+        if not self._accepted.done():
+            self._accepted.set_exception(
                 self._failed(f"{reason}; if the driver uses TLS, this agent must too")
             )
         self._inbox.put(reason)

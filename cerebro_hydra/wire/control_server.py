@@ -15,20 +15,21 @@ from functools import partial
 from typing import Any
 
 from cerebro_hydra.wire.address import bracketed, listening_socket
-from cerebro_hydra.wire.connection import GRACE, LONGEST_MESSAGE, Connection, Message, encode
+from cerebro_hydra.wire.connection import LONGEST_MESSAGE, Connection, Message, encode
 from cerebro_hydra.wire.credentials import Credentials
+from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS, HEARTBEAT_SECONDS, SILENCE_SECONDS
 
-_PATIENCE = 5.0  # seconds in which a connection must show the secret and say hello
+_GREETING_SECONDS = 5.0  # seconds in which a connection must show the secret and say hello
 
 
 class ControlServer:
     """Speaks with every agent of a run, on one thread.
 
     An agent's first line is the secret, its second the hello. `on_hello(hello)` may refuse an agent
-    by raising; its reply reaches the agent as `welcome`. Then `on_message(incarnation, message)`
-    for each message, in order, and at the end exactly one `on_closed(incarnation, reason)`: the
-    agent said goodbye, its connection broke (at once after kill -9), or nothing came for `silence`
-    seconds. `close()` itself calls no `on_closed`.
+    by raising. Then `on_message(incarnation, message)` is called for each message, in order, and at
+    the end exactly one `on_closed(incarnation, reason)`: the agent said goodbye, its connection
+    broke (at once after kill -9), or nothing came for `silence_seconds`. `close()` itself calls no
+    `on_closed`.
 
     Callbacks run one at a time on the server's thread and must return at once: while one runs, no
     agent is heard. They put what they are told into a queue. They may call `send`, but not `close`.
@@ -45,19 +46,19 @@ class ControlServer:
         self,
         host: str,
         credentials: Credentials,
-        on_hello: Callable[[Message], Mapping[str, Any] | None],
+        on_hello: Callable[[Message], object],
         on_message: Callable[[str, Message], None],
         on_closed: Callable[[str, str], None],
         *,
-        interval: float = 0.5,
-        silence: float = 10.0,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         self._secret = credentials.secret.encode()
         self._on_hello = on_hello
         self._on_message = on_message
         self._on_closed = on_closed
-        self._interval = interval
-        self._silence = silence
+        self._heartbeat_seconds = heartbeat_seconds
+        self._silence_seconds = silence_seconds
         self._connections: set[Connection] = set()
         self._agents: dict[str, Connection] = {}
         self._known: set[str] = set()
@@ -65,8 +66,8 @@ class ControlServer:
         tls: dict[str, Any] = {}
         if credentials.certificate is not None:
             tls["ssl"] = credentials.certificate.server_context()
-            tls["ssl_handshake_timeout"] = _PATIENCE
-            tls["ssl_shutdown_timeout"] = GRACE
+            tls["ssl_handshake_timeout"] = _GREETING_SECONDS
+            tls["ssl_shutdown_timeout"] = GOODBYE_SECONDS
         listener = listening_socket(host)
         self.uri = f"{'tls' if tls else 'tcp'}://{bracketed(host)}:{listener.getsockname()[1]}"
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
@@ -102,7 +103,7 @@ class ControlServer:
         await asyncio.gather(*(connection.gone for connection in self._connections))
 
     def _connection(self) -> Connection:
-        connection = Connection(self._connections, len(self._secret), _PATIENCE)
+        connection = Connection(self._connections, len(self._secret), _GREETING_SECONDS)
         connection.on_line = partial(self._prove, connection)
         return connection
 
@@ -119,15 +120,14 @@ class ControlServer:
             incarnation = self._admitted(hello)
             self._agents[incarnation] = connection
             connection.on_end = partial(self._end, incarnation)
-            reply = self._on_hello(hello)
-            self._known.add(incarnation)  # from here on its end is reported
-            welcome = encode("welcome", dict(reply or {}))
+            self._on_hello(hello)
         except Exception as error:
             connection.hang_up(str(error) or type(error).__name__)
             return
+        self._known.add(incarnation)  # from here on its end is reported
         connection.on_message = partial(self._on_message, incarnation)
-        connection.write(welcome)
-        connection.open(self._interval, self._silence)
+        connection.write(encode("welcome", None))
+        connection.open(self._heartbeat_seconds, self._silence_seconds)
 
     def _admitted(self, hello: Any) -> str:
         if not isinstance(hello, dict) or not hello.get("incarnation"):

@@ -82,9 +82,7 @@ def ticket_to_bytes(key: ShardKey, have: Collection[str]) -> bytes:
 
 
 def ticket_from_bytes(ticket: bytes) -> tuple[ShardKey, frozenset[str]]:
-    """Decode what `ticket_to_bytes` made; raises KeyError or ValueError on anything else."""
+    """Decode what `ticket_to_bytes` made; raises KeyError, TypeError or ValueError on all else."""
     fields = json.loads(ticket)
-    key = ShardKey(
-        int(fields["trial"]), int(fields["visit"]), int(fields["shard"]), str(fields["incarnation"])
-    )
-    return key, frozenset(map(str, fields["have"]))
+    have = frozenset(fields.pop("have"))
+    return ShardKey(**fields), have

@@ -26,22 +26,6 @@ class SecretRequired(fl.ServerMiddlewareFactory):
             raise fl.FlightUnauthenticatedError("the secret of this run is missing or wrong")
 
 
-class SecretSent(fl.ClientMiddlewareFactory):
-    """Adds the secret, as a client's middleware, to every call."""
-
-    def __init__(self, secret: str) -> None:
-        super().__init__()
-        self._secret = secret
-
-    def start_call(self, info: fl.CallInfo) -> fl.ClientMiddleware:
-        """Return the middleware of one call."""
-        return _SecretOfCall(self._secret)
-
-
-class _SecretOfCall(fl.ClientMiddleware):
-    def __init__(self, secret: str) -> None:
-        super().__init__()
-        self._secret = secret
-
-    def sending_headers(self) -> dict[str, str]:
-        return {_HEADER: _SCHEME + self._secret}
+def with_secret(secret: str) -> fl.FlightCallOptions:
+    """Return the options of a call that shows the secret."""
+    return fl.FlightCallOptions(headers=[(_HEADER.encode(), (_SCHEME + secret).encode())])

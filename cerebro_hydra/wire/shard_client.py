@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from cerebro_hydra.errors import Cancelled, TransferError
-from cerebro_hydra.wire.cancellation import Cancellation
 from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.messages import (
     Bytes,
@@ -23,7 +22,7 @@ from cerebro_hydra.wire.messages import (
     ShardKey,
     ticket_to_bytes,
 )
-from cerebro_hydra.wire.secret import SecretSent
+from cerebro_hydra.wire.secret import with_secret
 
 _CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # peers are reached directly, whatever the environment says
@@ -47,15 +46,19 @@ class ShardClient:
     ) -> None:
         self._uri = uri
         self._digest = digest
-        self._client = connect(uri, credentials)
-        self._all = Cancellation()
+        certificate = credentials.certificate_for(uri)
+        tls = {}
+        if certificate is not None:
+            tls = {"tls_root_certs": certificate.pem, "override_hostname": certificate.name}
+        # Nothing is dialled yet.
+        self._client = fl.FlightClient(uri, generic_options=_CHANNEL_OPTIONS, **tls)
+        self._options = with_secret(credentials.secret)
+        self._lock = threading.Lock()
+        self._calls: set[_Call] = set()
+        self._cancelled = False
 
     def fetch(
-        self,
-        key: ShardKey,
-        have: Collection[str],
-        allocate: Callable[[int], Bytes],
-        cancellation: Cancellation | None = None,
+        self, key: ShardKey, have: Collection[str], allocate: Callable[[int], Bytes]
     ) -> FetchedShard:
         """Wait until the owner has published the shard, and receive what isn't in `have`.
 
@@ -66,16 +69,16 @@ class ShardClient:
         Raises:
             TransferError: the owner refused (with its words), died, or sent other bytes than it
                 announced. What `allocate` returned may be partly filled.
-            Cancelled: `cancel()` of this client or of `cancellation` was called, before or during.
+            Cancelled: `cancel()` was called, before or during the fetch.
         """
         call = _Call()
+        with self._lock:
+            self._calls.add(call)
+            call.cancelled = self._cancelled
         try:
-            with (
-                self._all.ending(call.cancel),
-                (cancellation or Cancellation()).ending(call.cancel),
-            ):
-                reader = call.open(self._client, ticket_to_bytes(key, have))
-                return self._receive(reader, allocate)
+            ticket = fl.Ticket(ticket_to_bytes(key, have))
+            reader = call.open(lambda: self._client.do_get(ticket, self._options))
+            return self._receive(reader, allocate)
         except (pa.ArrowException, OSError, TransferError) as error:
             if call.cancelled:
                 raise Cancelled(f"the fetch of {key} from {self._uri} was cancelled") from None
@@ -83,10 +86,15 @@ class ShardClient:
             raise TransferError(f"{key} from {self._uri}: {words}") from error
         finally:
             call.cancel()  # a stream that was left early must not keep the owner sending
+            with self._lock:
+                self._calls.remove(call)
 
     def cancel(self) -> None:
         """End all fetches of this client, now and later, with Cancelled."""
-        self._all.cancel()
+        with self._lock:
+            self._cancelled = True
+            for call in self._calls:
+                call.cancel()
 
     def _receive(
         self, reader: fl.FlightStreamReader, allocate: Callable[[int], Bytes]
@@ -122,24 +130,6 @@ class ShardClient:
             )
 
 
-def connect(uri: str, credentials: Credentials) -> fl.FlightClient:
-    """Return a client that sends the secret with every call; nothing is dialled yet.
-
-    Raises:
-        ConfigurationError: only one side uses TLS.
-    """
-    certificate = credentials.certificate_for(uri)
-    tls = {}
-    if certificate is not None:
-        tls = {"tls_root_certs": certificate.pem, "override_hostname": certificate.name}
-    return fl.FlightClient(
-        uri,
-        middleware=[SecretSent(credentials.secret)],
-        generic_options=_CHANNEL_OPTIONS,
-        **tls,
-    )
-
-
 class _Call:
     """Holds one request, which another thread can cancel at any moment."""
 
@@ -149,12 +139,11 @@ class _Call:
         self._opened: SimpleQueue[fl.FlightStreamReader | Exception] = SimpleQueue()
         self.cancelled = False
 
-    def open(self, client: fl.FlightClient, ticket: bytes) -> fl.FlightStreamReader:
+    def open(self, do_get: Callable[[], fl.FlightStreamReader]) -> fl.FlightStreamReader:
         """Start the request, on its own thread because `do_get` waits for an owner that hangs."""
-        if not self.cancelled:
-            threading.Thread(
-                target=self._do_get, args=(client, ticket), name="wire-fetch", daemon=True
-            ).start()
+        if self.cancelled:
+            raise TransferError("cancelled")
+        threading.Thread(target=self._open, args=(do_get,), name="wire-fetch", daemon=True).start()
         opened = self._opened.get()
         if isinstance(opened, Exception):
             raise opened
@@ -169,9 +158,9 @@ class _Call:
         if reader is not None:
             reader.cancel()
 
-    def _do_get(self, client: fl.FlightClient, ticket: bytes) -> None:
+    def _open(self, do_get: Callable[[], fl.FlightStreamReader]) -> None:
         try:
-            reader = client.do_get(fl.Ticket(ticket))
+            reader = do_get()
         except Exception as error:
             self._opened.put(error)
             return

@@ -23,9 +23,9 @@ from cerebro_hydra.wire.secret import SecretRequired
 BATCH_BYTES = 2 << 20
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 
-_GRACE = 5.0  # seconds that close() gives to transfers under way
-_MOMENT = 0.5  # seconds that receivers have to let go of idle connections
-_LOOK = 1.0  # seconds after which a waiting call looks whether its caller still exists
+_CLOSE_SECONDS = 5.0  # seconds that close() gives to transfers under way
+_SHUTDOWN_SECONDS = 0.5  # seconds that receivers have to let go of idle connections
+_LOOK_SECONDS = 1.0  # seconds after which a waiting call looks whether its caller still exists
 
 _Batch: TypeAlias = tuple[pa.RecordBatch, bytes] | pa.RecordBatch
 
@@ -75,7 +75,7 @@ class ShardServer:
             self._closed = True
             for answer in self._waiting:
                 answer.put(TransferError("the owner has closed"))
-            self._changed.wait_for(lambda: not self._serving, _GRACE)
+            self._changed.wait_for(lambda: not self._serving, _CLOSE_SECONDS)
         _shut_down(self._flight)
 
     def _serve(self, context: fl.ServerCallContext, ticket: bytes) -> Iterator[_Batch]:
@@ -140,7 +140,7 @@ class ShardServer:
             threading.Thread(target=look_up, name=f"lookup {key}", daemon=True).start()
             while not context.is_cancelled():
                 try:
-                    found = answer.get(timeout=_LOOK)
+                    found = answer.get(timeout=_LOOK_SECONDS)
                 except Empty:
                     continue  # only frees this thread when its caller has gone
                 if isinstance(found, Exception):
@@ -163,7 +163,7 @@ def _shut_down(server: fl.FlightServerBase) -> None:
             held.atexit = False
     stopping = threading.Thread(target=server.shutdown, name="wire-shutdown", daemon=True)
     stopping.start()
-    stopping.join(_MOMENT)
+    stopping.join(_SHUTDOWN_SECONDS)
 
 
 def _batch(buffer: pa.Buffer) -> pa.RecordBatch:

@@ -14,9 +14,10 @@ from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.hopper.coordinator import Coordinator, hop_config
-from cerebro_hydra.hopper.journal import read, restore
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan import events
+from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.instructions import FinishTrial, StartSubEpoch
 from cerebro_hydra.plan.journal import comparable, fold
 from cerebro_hydra.replay.record import read_trial
@@ -105,6 +106,16 @@ def run(
     return folder, coordinator.run(), tape
 
 
+def journal(folder: RunFolder) -> tuple[HopConfig, list[dict[str, Any]]]:
+    """The configuration and all records of a run."""
+    first, *records = [line for segment in folder.read_segments() for line in segment]
+    return from_json(first["config"]), records
+
+
+def restored(folder: RunFolder) -> dict[str, Any]:
+    return comparable(fold(*journal(folder)))
+
+
 def test_every_trial_visits_every_partition_once_per_epoch(tmp_path: Any) -> None:
     folder, state, tape = run(tmp_path, ScriptedLauncher(3), document(5, 3, 2))
     for trial in range(5):
@@ -122,10 +133,10 @@ def test_every_trial_visits_every_partition_once_per_epoch(tmp_path: Any) -> Non
 
 def test_the_fold_of_every_prefix_of_the_journal_is_the_state_at_that_time(tmp_path: Any) -> None:
     folder, state, _ = run(tmp_path, ScriptedLauncher(2), document(3, 2, 2))
-    config, records = read(folder)
+    config, records = journal(folder)
     for length in range(len(records) + 1):
         fold(config, records[:length]).validate()
-    assert comparable(restore(folder)) == comparable(state)
+    assert restored(folder) == comparable(state)
 
 
 def test_a_trial_that_fails_fails_alone_with_its_traceback(tmp_path: Any) -> None:
@@ -189,7 +200,7 @@ def test_a_trial_with_patience_stops_early_and_its_best_state_is_the_result(tmp_
         record = read_trial(folder, trial)
         assert (record.status, record.result_visit) == ("finished", 2)
         assert sorted(record.metrics) == [0, 1, 2, 3]
-    assert comparable(restore(folder)) == comparable(state)
+    assert restored(folder) == comparable(state)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +234,7 @@ def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp
     assert threads == {threading.current_thread()}
     assert [read_trial(folder, t).status for t in range(3)] == ["finished", "failed", "finished"]
     assert [m["val_seen"] for m in read_trial(folder, 2).metrics.values()] == [22.0, 22.0]
-    assert comparable(restore(folder)) == comparable(state)
+    assert restored(folder) == comparable(state)
 
 
 def test_a_custom_metric_without_a_value_fails_its_trial_with_both_names(tmp_path: Any) -> None:

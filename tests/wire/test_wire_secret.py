@@ -20,7 +20,7 @@ from cerebro_hydra.wire.control_client import ControlClient
 from cerebro_hydra.wire.control_server import ControlServer
 from cerebro_hydra.wire.credentials import Credentials, new_credentials, new_secret
 from cerebro_hydra.wire.messages import ControlFailed, ShardKey
-from cerebro_hydra.wire.secret import SecretSent
+from cerebro_hydra.wire.secret import with_secret
 from cerebro_hydra.wire.shard_client import ShardClient
 from cerebro_hydra.wire.shard_server import ShardServer
 
@@ -54,27 +54,29 @@ def shards() -> Iterator[ShardServer]:
     server.close()
 
 
-def exchange(client: fl.FlightClient) -> None:
-    writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(b'{"incarnation": "a"}'))
+def exchange(client: fl.FlightClient, options: fl.FlightCallOptions) -> None:
+    hello = fl.FlightDescriptor.for_command(b'{"incarnation": "a"}')
+    writer, reader = client.do_exchange(hello, options)
     writer.write_metadata(pa.py_buffer(b"[]"))
     reader.read_chunk()
 
 
-def put(client: fl.FlightClient) -> None:
-    writer, _ = client.do_put(fl.FlightDescriptor.for_command(b"{}"), pa.schema([]))
+def put(client: fl.FlightClient, options: fl.FlightCallOptions) -> None:
+    writer, _ = client.do_put(fl.FlightDescriptor.for_command(b"{}"), pa.schema([]), options)
     writer.close()
 
 
-CALLS: dict[str, Callable[[fl.FlightClient], Any]] = {
-    "Handshake": lambda client: client.authenticate_basic_token("user", "password"),
-    "ListFlights": lambda client: list(client.list_flights()),
-    "GetFlightInfo": lambda client: client.get_flight_info(fl.FlightDescriptor.for_path("a")),
-    "GetSchema": lambda client: client.get_schema(fl.FlightDescriptor.for_path("a")),
-    "DoGet": lambda client: client.do_get(fl.Ticket(b"{}")).read_chunk(),
+PATH = fl.FlightDescriptor.for_path("a")
+CALLS: dict[str, Callable[[fl.FlightClient, fl.FlightCallOptions], Any]] = {
+    "Handshake": lambda client, options: client.authenticate_basic_token("u", "p", options),
+    "ListFlights": lambda client, options: list(client.list_flights(options=options)),
+    "GetFlightInfo": lambda client, options: client.get_flight_info(PATH, options),
+    "GetSchema": lambda client, options: client.get_schema(PATH, options),
+    "DoGet": lambda client, options: client.do_get(fl.Ticket(b"{}"), options).read_chunk(),
     "DoPut": put,
     "DoExchange": exchange,
-    "DoAction": lambda client: list(client.do_action(fl.Action("stop", b""))),
-    "ListActions": lambda client: list(client.list_actions()),
+    "DoAction": lambda client, options: list(client.do_action(fl.Action("stop", b""), options)),
+    "ListActions": lambda client, options: list(client.list_actions(options)),
 }
 
 
@@ -83,10 +85,11 @@ CALLS: dict[str, Callable[[fl.FlightClient], Any]] = {
 def test_every_kind_of_flight_call_without_the_secret_is_refused(
     shards: ShardServer, call: str, wrong: str | None
 ) -> None:
-    client = fl.FlightClient(shards.uri, middleware=[] if wrong is None else [SecretSent(wrong)])
+    client = fl.FlightClient(shards.uri)
+    options = fl.FlightCallOptions() if wrong is None else with_secret(wrong)
     # pyarrow 14 forgets the kind of an error on some calls, never its words.
     with pytest.raises((fl.FlightUnauthenticatedError, OSError), match="missing or wrong"):
-        CALLS[call](client)
+        CALLS[call](client, options)
 
 
 def dialled(uri: str) -> socket.socket:
@@ -128,7 +131,7 @@ def test_a_first_line_of_400_megabytes_is_refused_without_being_read(
 def test_a_connection_that_says_nothing_is_closed_and_costs_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(control_server, "_PATIENCE", 0.5)
+    monkeypatch.setattr(control_server, "_GREETING_SECONDS", 0.5)
     server = ControlServer("127.0.0.1", PLAIN, refuse, refuse, refuse)
     threads = threading.active_count()
     idle = [dialled(server.uri) for _ in range(100)]
@@ -143,7 +146,7 @@ def test_a_connection_that_says_nothing_is_closed_and_costs_no_thread(
 def test_who_knows_the_secret_and_says_no_hello_is_closed_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(control_server, "_PATIENCE", 0.5)
+    monkeypatch.setattr(control_server, "_GREETING_SECONDS", 0.5)
     server = ControlServer("127.0.0.1", PLAIN, refuse, refuse, refuse)
     connection = dialled(server.uri)
     connection.sendall(f"{SECRET}\n".encode())

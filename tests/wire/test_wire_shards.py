@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.errors import Cancelled, TransferError
-from cerebro_hydra.wire.cancellation import Cancellation
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
 from cerebro_hydra.wire.messages import FetchedShard, ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
@@ -249,18 +248,15 @@ def test_a_waiting_fetch_ends_when_its_client_cancels(waiting: Waiting) -> None:
 
 def test_one_of_two_waiting_fetches_can_be_cancelled(waiting: Waiting) -> None:
     with serving(waiting) as server:
-        client = ShardClient(server.uri, PLAIN)
-        cancellation = Cancellation()
-        with fetching(client) as kept, fetching(client, cancellation=cancellation) as dropped:
+        patient, client = ShardClient(server.uri, PLAIN), ShardClient(server.uri, PLAIN)
+        with fetching(patient) as kept, fetching(client) as dropped:
             waiting.began.get(timeout=GUARD)
             waiting.began.get(timeout=GUARD)
-            cancellation.cancel()
+            client.cancel()
             with pytest.raises(Cancelled):
                 dropped.result(GUARD)
             waiting.published.set()
             assert kept.result(GUARD).bytes_moved == 1000
-        with pytest.raises(Cancelled):
-            client.fetch(KEY, (), empty, cancellation)
 
 
 def test_a_fetch_from_a_hung_owner_can_be_cancelled(

@@ -53,7 +53,7 @@ def agent(credentials: Credentials, uri: str, incarnation: str) -> None:
         lost.set()
 
     client = ControlClient(uri, credentials, {"incarnation": incarnation}, on_message, on_closed)
-    say({"welcome": client.welcome})
+    say({"accepted": True})
     for line in sys.stdin:
         if line.strip() == "close":
             client.send({"last": "word"})
@@ -68,10 +68,10 @@ def driver(credentials: Credentials, silence: str = "10") -> None:
     server = ControlServer(
         "127.0.0.1",
         credentials,
-        lambda hello: {"hello": hello["incarnation"]},
+        lambda hello: None,
         lambda incarnation, message: say(message),
         lambda incarnation, reason: say({"closed": reason}),
-        silence=float(silence),
+        silence_seconds=float(silence),
     )
     say({"uri": server.uri})
     if sys.stdin.readline().strip() == "crash":

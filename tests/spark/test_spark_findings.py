@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.spark.doctor_report import Check, DoctorReport
-from cerebro_hydra.spark.finding import Finding, raise_findings
+from cerebro_hydra.spark.findings import Check, DoctorReport, Finding, raise_findings
 
 PROBLEM = Finding("a", "is wrong", "mend it")
 ADVICE = Finding("b", "is slow", "hurry", prevents=False)

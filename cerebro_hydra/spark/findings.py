@@ -1,18 +1,41 @@
-"""The doctor's report: what was looked at and what is wrong, as something that prints."""
+"""What is wrong with a Spark, and the doctor's report of it, which prints."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cerebro_hydra.spark.finding import Finding
+from cerebro_hydra.errors import SetupError
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 _STYLES = {"OK": "green", "advice": "yellow", "PROBLEM": "bold red", "not checked": "dim"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Says which setting or executor is wrong, what that leads to, and what to change.
+
+    `prevents` says whether a run would fail or hang; without it the finding is advice.
+    """
+
+    setting: str
+    problem: str
+    remedy: str
+    prevents: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.problem}. Remedy: {self.remedy}"
+
+
+def raise_findings(found: Iterable[Finding], opening: str = "this Spark can't run agents") -> None:
+    """Raise one SetupError that lists all findings that prevent a run, if there are any."""
+    listed = [f"- {finding}" for finding in found if finding.prevents]
+    if listed:
+        raise SetupError("\n".join([f"{opening}:", *listed]))
 
 
 @dataclass(frozen=True)
