@@ -149,15 +149,15 @@ class RunView:
 
     def best_first(self) -> list[TrialView]:
         """Return the trials, best first by the evaluation metric, those without a value last."""
-        return sorted(self.trials, key=self.rank)
+        return sorted(self.trials, key=self._rank)
 
     @property
     def winner(self) -> TrialView | None:
         """The best trial; None if no finished trial has a number as its metric."""
         best = self.best_first()[0]
-        return best if self.rank(best)[0] == 0 else None
+        return best if self._rank(best)[0] == 0 else None
 
-    def rank(self, trial: TrialView) -> tuple[int, float]:
+    def _rank(self, trial: TrialView) -> tuple[int, float]:
         """Return a sort key: finished trials by the metric of their result, NaN and the rest last.
 
         Equal trials keep their order, so that the first wins.
