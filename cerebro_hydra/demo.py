@@ -6,9 +6,9 @@ three shards that hop between two workers.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
+from contextlib import nullcontext
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -69,132 +69,115 @@ def run(epochs: int = 5, workers: int = 2, keep: str | None = None) -> int:
         workers: agents, and partitions of the rows.
         keep: a folder for the store, which stays; None takes a temporary one.
     """
-    console = Console()
+    console = Console(highlight=False)
     begun = time.perf_counter()
-    folder = keep or tempfile.mkdtemp(prefix="cerebro-hydra-demo-")
-    try:
-        passed = _Demo(console, folder, epochs, workers).play()
-    finally:
-        if keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
+    store = (
+        nullcontext(keep)
+        if keep is not None
+        else TemporaryDirectory(prefix="cerebro-hydra-demo-", ignore_cleanup_errors=True)
+    )
+    with store as folder:
+        passed = _play(console, folder, epochs, workers)
     console.print()
     if keep is not None:
-        console.print(f"Everything is kept in {folder}", soft_wrap=True, highlight=False)
+        console.print(f"Everything is kept in {keep}", soft_wrap=True)
     console.print(
         f"{'Done' if passed else 'FAILED'} in {time.perf_counter() - begun:.0f} s.",
         style="bold green" if passed else "bold red",
-        highlight=False,
     )
     return 0 if passed else 1
 
 
-class _Demo:
-    """Plays the demo in five scenes."""
+def _play(console: Console, folder: str, epochs: int, workers: int) -> bool:
+    """Play five scenes; return whether the winner is good and every replay identical."""
+    import cerebro_hydra
+    from cerebro_hydra.tune.replays import print_replays
 
-    def __init__(self, console: Console, folder: str, epochs: int, workers: int) -> None:
-        self._console = console
-        self._folder = folder
-        self._epochs = epochs
-        self._workers = workers
-
-    def play(self) -> bool:
-        """Play all scenes; return whether the winner is good and every replay identical."""
-        import cerebro_hydra
-
-        self._say(
-            "cerebro_hydra trains many PyTorch models over one partitioned Spark DataFrame. "
-            "The rows stay where they are; the models hop from worker to worker, shard by shard."
+    console.print(
+        "cerebro_hydra trains many PyTorch models over one partitioned Spark DataFrame. "
+        "The rows stay where they are; the models hop from worker to worker, shard by shard."
+    )
+    _title(console, "1. A DataFrame")
+    spark = cerebro_hydra.local_spark(workers=workers)
+    try:
+        train, held_out = digits(spark)
+        console.print(
+            f"scikit-learn's digits, 64 pixels each; {HELD_OUT_ROWS} rows are held out. "
+            f"Spark runs on this machine with {workers} workers, one partition each."
         )
-        self._title("1. A DataFrame")
-        spark = cerebro_hydra.local_spark(workers=self._workers)
-        try:
-            train, held_out = digits(spark)
-            self._say(
-                f"scikit-learn's digits, 64 pixels each; {HELD_OUT_ROWS} rows are held out. "
-                f"Spark runs on this machine with "
-                f"{self._workers} workers, one partition each."
-            )
-            result = self._train(spark, train)
-            self._title("3. What the hops cost")
-            self._tell_hops(result)
-            self._title("4. The winner")
-            good = self._tell_winner(result, held_out)
-        finally:
-            spark.stop()
-        self._title("5. The proof")
-        return self._prove(result) and good
-
-    def _train(self, spark: SparkSession, train: DataFrame) -> SearchResult:
-        from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
-
-        # Agents find a factory by its module's name, which is another in `python -m`.
-        from cerebro_hydra.demo import estimator_gen_fn as factory
-
-        self._title("2. Eight models, each cut into three shards")
-        self._say(
+        _title(console, "2. Eight models, each cut into three shards")
+        console.print(
             "2 learning rates x 2 batch sizes x first layer frozen or not, "
-            f"{self._epochs} epochs. First each model is cut and checked against the uncut one:"
+            f"{epochs} epochs. First each model is cut and checked against the uncut one:"
         )
-        search = GridSearch(
-            backend=SparkBackend(spark_context=spark.sparkContext, num_workers=self._workers),
-            store=LocalStore(prefix_path=self._folder),
-            estimator_gen_fn=factory,
-            search_space={
-                "lr": hp_choice([3e-3, 1e-3]),
-                "batch_size": hp_choice([32, 64]),
-                "freeze_first": hp_choice([True, False]),
-            },
-            num_epochs=self._epochs,
-            evaluation_metric="accuracy",
-            validation=0.2,
-            feature_columns=["features"],
-            label_columns=["label"],
-            seed=0,
-        )
-        return search.fit(train)
-
-    def _tell_hops(self, result: SearchResult) -> None:
+        result = _train(spark, train, folder, epochs, workers)
+        _title(console, "3. What the hops cost")
         totals = result.totals
-        self._say(
+        console.print(
             f"{totals.hops} hops between workers moved {human_bytes(totals.bytes_moved)} over "
             f"Arrow Flight, {1000 * totals.seconds_per_hop:.0f} ms each on average. "
             f"{human_bytes(totals.bytes_saved)} were not sent, because the receiver had the same "
             "bytes already: frozen layers, which all trials share."
         )
+        _title(console, "4. The winner")
+        good = _tell_winner(console, result, held_out)
+    finally:
+        spark.stop()
+    _title(console, "5. The proof")
+    console.print(
+        "Now each trial trains again in plain PyTorch, in one process, without shards or hops, "
+        "along the partitions that it visited. Parameters, optimizer state and metrics must "
+        "agree in every bit:"
+    )
+    return print_replays(console, result.run_path) and good
 
-    def _tell_winner(self, result: SearchResult, held_out: DataFrame) -> bool:
-        best = result.best_trial
-        validated = best.history["val_accuracy"][-1]
-        accuracy = accuracy_of(result.set_output_columns(["prediction"]).transform(held_out))
-        self._say(
-            f"{best.trial_id} ({parameters(best.params)}): accuracy {validated:.1%} on validation "
-            "rows."
-        )
-        enough = accuracy >= LEAST_ACCURACY
-        self._console.print(
-            f"On the {HELD_OUT_ROWS} held-out rows, through result.transform(df): {accuracy:.1%}"
-            + ("" if enough else f", and it should be at least {LEAST_ACCURACY:.0%}"),
-            style="bold green" if enough else "bold red",
-            highlight=False,
-        )
-        return enough
 
-    def _prove(self, result: SearchResult) -> bool:
-        from cerebro_hydra.tune.replays import print_replays
+def _train(
+    spark: SparkSession, train: DataFrame, folder: str, epochs: int, workers: int
+) -> SearchResult:
+    from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 
-        self._say(
-            "Now each trial trains again in plain PyTorch, in one process, without shards or hops, "
-            "along the partitions that it visited. Parameters, optimizer state and metrics must "
-            "agree in every bit:"
-        )
-        return print_replays(self._console, result.run_path)
+    # Agents find a factory by its module's name, which is another in `python -m`.
+    from cerebro_hydra.demo import estimator_gen_fn as factory
 
-    def _title(self, text: str) -> None:
-        self._console.print()
-        self._console.print(Rule(f"[bold]{text}[/bold]", align="left", style="cyan"))
+    search = GridSearch(
+        backend=SparkBackend(spark_context=spark.sparkContext, num_workers=workers),
+        store=LocalStore(prefix_path=folder),
+        estimator_gen_fn=factory,
+        search_space={
+            "lr": hp_choice([3e-3, 1e-3]),
+            "batch_size": hp_choice([32, 64]),
+            "freeze_first": hp_choice([True, False]),
+        },
+        num_epochs=epochs,
+        evaluation_metric="accuracy",
+        validation=0.2,
+        feature_columns=["features"],
+        label_columns=["label"],
+        seed=0,
+    )
+    return search.fit(train)
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+
+def _tell_winner(console: Console, result: SearchResult, held_out: DataFrame) -> bool:
+    best = result.best_trial
+    validated = best.history["val_accuracy"][-1]
+    accuracy = accuracy_of(result.set_output_columns(["prediction"]).transform(held_out))
+    console.print(
+        f"{best.trial_id} ({parameters(best.params)}): accuracy {validated:.1%} on validation rows."
+    )
+    enough = accuracy >= LEAST_ACCURACY
+    console.print(
+        f"On the {HELD_OUT_ROWS} held-out rows, through result.transform(df): {accuracy:.1%}"
+        + ("" if enough else f", and it should be at least {LEAST_ACCURACY:.0%}"),
+        style="bold green" if enough else "bold red",
+    )
+    return enough
+
+
+def _title(console: Console, text: str) -> None:
+    console.print()
+    console.print(Rule(f"[bold]{text}[/bold]", align="left", style="cyan"))
 
 
 def digits(spark: SparkSession) -> tuple[DataFrame, DataFrame]:

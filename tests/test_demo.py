@@ -89,7 +89,9 @@ def test_demo_fails_if_it_trained_too_little_and_clears_up(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(module, "LEAST_ACCURACY", least)
     winner: Any = Winner()
-    monkeypatch.setattr(module._Demo, "play", lambda demo: demo._tell_winner(winner, winner))
+    monkeypatch.setattr(
+        module, "_play", lambda console, *_: module._tell_winner(console, winner, winner)
+    )
     assert module.run() == status
     printed = capsys.readouterr().out
     assert ("it should be at least 91%" in printed) == bool(status)

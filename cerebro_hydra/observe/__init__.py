@@ -16,9 +16,9 @@ from cerebro_hydra.observe.records import (
     Record,
     RunEnded,
     RunStarted,
+    records_of,
 )
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter
-from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.view import RunView, TrialView
 
 __all__ = [

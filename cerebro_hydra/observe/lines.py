@@ -18,6 +18,7 @@ from cerebro_hydra.observe.text import (
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import Event, WorkerLost
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
+from cerebro_hydra.storage.run_document import RunDocument
 
 _LOGGER = logging.getLogger("cerebro_hydra.trials")
 
@@ -48,8 +49,8 @@ class PlainLines:
             self._tell_loss(record.event)  # while the view still knows the worker
         self.view.apply(record)
         match record:
-            case RunStarted():
-                self._tell_start()
+            case RunStarted(document):
+                self._tell_start(document)
             case Decision():
                 for instruction in record.instructions:
                     self._tell(instruction)
@@ -63,9 +64,7 @@ class PlainLines:
     def close(self) -> None:
         """Do nothing: plain lines hold no screen."""
 
-    def _tell_start(self) -> None:
-        document = self.view.document
-        assert document is not None
+    def _tell_start(self, document: RunDocument) -> None:
         self._print(
             f"run {document.run_id}: {len(document.trials)} trials, {document.num_epochs} epochs, "
             f"{document.num_partitions} partitions"
@@ -78,12 +77,11 @@ class PlainLines:
     def _tell(self, instruction: Instruction) -> None:
         match instruction:
             case EndEpoch(index, epoch):
-                trial, document = self.view.trials[index], self.view.document
-                assert document is not None
+                trial = self.view.trials[index]
                 left = self.view.eta(trial)
                 rest = f", {duration(left)} left" if left else ""
                 self._print(
-                    f"{trial.trial_id} epoch {epoch + 1}/{document.num_epochs}: "
+                    f"{trial.trial_id} epoch {epoch + 1}/{self.view.document.num_epochs}: "
                     f"{numbers(trial.epochs[epoch])}{rest}"
                 )
             case FinishTrial(index):
@@ -92,9 +90,9 @@ class PlainLines:
                     self._print(f"{trial.trial_id} {trial.reason}")
                 elif trial.status != "finished":
                     self._print(f"{trial.trial_id} {trial.status}: {trial.reason.rstrip()}")
-            case Redo(index):
+            case Redo(index, reason=reason):
                 trial = self.view.trials[index]
-                self._print(f"{trial.trial_id} repeats sub-epochs: {instruction.reason}")
+                self._print(f"{trial.trial_id} repeats sub-epochs: {reason}")
 
     def _tell_loss(self, event: Event) -> None:
         if isinstance(event, WorkerLost):

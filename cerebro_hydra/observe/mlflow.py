@@ -12,6 +12,7 @@ from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction
+from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
 
@@ -46,27 +47,22 @@ class MLflowTracker:
             ) from error
         self._client: Any = MlflowClient(tracking_uri=tracking_uri)
         self._experiment = experiment
-        self._view = RunView()
-        self._parent = ""
-        self._runs: list[str] = []
 
     def on_record(self, record: Record) -> None:
         """Log the epochs and ends that a record tells of; another search may follow."""
         if isinstance(record, RunStarted):
-            self._view, self._runs = RunView(), []
+            self._view = RunView()
         self._view.apply(record)
         match record:
-            case RunStarted():
-                self._start()
+            case RunStarted(document):
+                self._start(document)
             case Decision():
                 for instruction in record.instructions:
                     self._instruction(instruction, round(1000 * record.time))
             case RunEnded():
                 self._finish()
 
-    def _start(self) -> None:
-        document = self._view.document
-        assert document is not None
+    def _start(self, document: RunDocument) -> None:
         found = self._client.get_experiment_by_name(self._experiment)
         place = found.experiment_id if found else self._client.create_experiment(self._experiment)
         settings = {
@@ -76,9 +72,10 @@ class MLflowTracker:
             "seed": document.seed,
         }
         self._parent = self._create(place, document.run_id, {}, settings)
-        for trial in self._view.trials:
-            tags = {"mlflow.parentRunId": self._parent}
-            self._runs.append(self._create(place, trial.trial_id, tags, trial.params))
+        tags = {"mlflow.parentRunId": self._parent}
+        self._runs = [
+            self._create(place, trial.trial_id, tags, trial.params) for trial in self._view.trials
+        ]
 
     def _create(self, place: str, name: str, tags: dict[str, str], params: Any) -> str:
         from mlflow.entities import Param
@@ -112,20 +109,17 @@ class MLflowTracker:
         from mlflow.entities import Metric, RunTag
 
         view, document = self._view, self._view.document
-        assert document is not None
-        for trial in view.trials:
-            if not trial.over:
-                self._end(trial)
-        best = view.best_first()[0]
-        score = view.score(best)
-        if view.rank(best)[0] == 0 and score is not None and best.result_epoch is not None:
-            metric = Metric(allowed(view.metric), score, 0, best.result_epoch + 1)
+        unended = [trial for trial in view.trials if not trial.over]
+        for trial in unended:
+            self._end(trial)
+        best = view.winner
+        if best is not None and best.result_epoch is not None:
+            metric = Metric(allowed(view.metric), view.score(best), 0, best.result_epoch + 1)
             tags = [RunTag("best_trial", best.trial_id)]
             self._client.log_batch(self._parent, metrics=[metric], tags=tags)
         folder = RunFolder(Store.from_dict(dict(document.store)), document.run_id)
         self._client.log_text(self._parent, render(folder), REPORT_FILE)
-        over = all(trial.over for trial in view.trials)
-        self._client.set_terminated(self._parent, "FINISHED" if over else "KILLED")
+        self._client.set_terminated(self._parent, "KILLED" if unended else "FINISHED")
 
 
 def allowed(name: str) -> str:

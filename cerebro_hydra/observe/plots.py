@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.observe.text import metric_title
+from cerebro_hydra.observe.text import metric_title, parameter_names
 from cerebro_hydra.observe.view import RunView, TrialView
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
             self.savefig(buffer, format="png")
             return buffer.getvalue()
 
-    known = dict.fromkeys(name for trial in view.trials for name in trial.params)
+    known = parameter_names(view)
     for name in parameters:
         if name not in known:
-            raise ConfigurationError(f"there is no parameter {name!r}; there are {list(known)}")
+            raise ConfigurationError(f"there is no parameter {name!r}; there are {known}")
     measured = list(view.measured())
     count = len(measured) + len(parameters)
     columns, rows = min(count, _COLUMNS), math.ceil(count / _COLUMNS)
@@ -61,11 +61,8 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
     for axes, name in zip(panels, measured, strict=False):
         for place, trial in reversed(list(enumerate(ranked))):
             values = trial.history.get(name, [])
-            style = {
-                "color": _colour(place),
-                "label": trial.trial_id if name == view.metric else "",
-            }
-            axes.plot(range(1, len(values) + 1), values, marker=".", **style)
+            epochs = range(1, len(values) + 1)
+            axes.plot(epochs, values, marker=".", color=_colour(place), label=trial.trial_id)
         axes.set(title=_text(metric_title(view) if name == view.metric else name), xlabel="epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
     for axes, name in zip(panels[len(measured) :], parameters, strict=True):
@@ -79,16 +76,15 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
 
 
 def _against(axes: Any, name: str, ranked: Sequence[TrialView], view: RunView) -> None:
-    scored = [(place, trial, view.score(trial)) for place, trial in enumerate(ranked)]
-    points = [
-        (trial.params[name], score, _colour(place))
-        for place, trial, score in scored
-        if score is not None and math.isfinite(score) and name in trial.params
-    ]
-    values = [value for value, _, _ in points]
+    values, scores, colours = list[Any](), list[float](), list[str]()
+    for place, trial in enumerate(ranked):
+        score = view.score(trial)
+        if score is not None and math.isfinite(score) and name in trial.params:
+            values.append(trial.params[name])
+            scores.append(score)
+            colours.append(_colour(place))
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    shown = values if numeric else [_text(str(value)) for value in values]
-    axes.scatter(shown, [score for _, score, _ in points], c=[colour for *_, colour in points])
+    axes.scatter(values if numeric else [_text(str(v)) for v in values], scores, c=colours)
     if numeric and values and min(values) > 0 and max(values) >= 20 * min(values):
         axes.set_xscale("log")
     axes.set(title=_text(f"{view.metric} by {name}"), xlabel=_text(name))

@@ -1,8 +1,8 @@
-"""The stream of a run, record by record, as its observers are given it."""
+"""The stream of a run, record by record, as its observers are given it or its folder holds it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.events import Event
 from cerebro_hydra.plan.instructions import Instruction
 from cerebro_hydra.plan.journal import record as journal_record
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -96,3 +97,24 @@ class RunEnded:
 
 
 Record = RunStarted | AgentStarted | Decision | Progress | OutputLine | RunEnded
+
+
+def records_of(folder: RunFolder) -> Iterator[Record]:
+    """Yield the start, every decision, and the end, whose seconds are the journal's.
+
+    The folder keeps no other kind of record.
+
+    Raises:
+        StoreError: there is no run document.
+        JournalError: the journal is damaged.
+    """
+    yield RunStarted(RunDocument.from_json(folder.read_json(RUN_FILE)))
+    first = last = 0.0
+    for segment in folder.read_segments():
+        for line in segment:
+            if "event" in line:
+                decision = Decision.from_json(line)
+                last = decision.time
+                first = first or last
+                yield decision
+    yield RunEnded(last - first)

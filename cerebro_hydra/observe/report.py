@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,9 +13,8 @@ from jinja2 import Environment, PackageLoader, Template
 
 from cerebro_hydra import __version__
 from cerebro_hydra.observe.records import Record, RunEnded
-from cerebro_hydra.observe.stream import records_of
 from cerebro_hydra.observe.text import duration, metric_title, number, utf8
-from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline
+from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.storage.run_document import REFUSED_FILE
@@ -50,12 +50,8 @@ def render(folder: RunFolder) -> str:
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
-    view, timeline = RunView(), Timeline()
-    for record in records_of(folder):
-        view.apply(record)
-        timeline.apply(record)
-    refused = folder.read_json(REFUSED_FILE)
-    content = _content(view, timeline, refused)
+    view, timeline = read_run(folder)
+    content = _content(view, timeline, folder.read_json(REFUSED_FILE))
     return utf8(page().render(**content, version=__version__))
 
 
@@ -67,29 +63,22 @@ def page() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": human_bytes, "duration": duration, "number": _shown}
+    environment.filters |= {"bytes": human_bytes, "duration": duration, "number": number}
     return environment.get_template("page.html.j2")
 
 
 def _content(view: RunView, timeline: Timeline, refused: list[dict[str, Any]]) -> dict[str, Any]:
     ranked = view.best_first()
-    places = {trial.trial: place for place, trial in enumerate(ranked)}
-    rows = [_row(view, trial, places[trial.trial]) for trial in ranked]
-    rows += [
-        {
-            "id": each["trial_id"],
-            "params": _texts(each["params"]),
-            "status": "failed",
-            "error": each["error"],
-            "epochs": 0,
-            "seconds": 0.0,
-            "metrics": {},
-            "colour": -1,
-        }
-        for each in refused
-    ]
-    winner = ranked[0] if view.rank(ranked[0])[0] == 0 else None
-    span = max(timeline.end - timeline.begin, 1e-9) * max(len(timeline.workers), 1)
+    colours = {trial.trial: place for place, trial in enumerate(ranked[:COLOURS])}
+    rows = [_row(trial, colours.get(trial.trial, -1)) for trial in ranked]
+    for each in refused:
+        trial = TrialView(-1, each["trial_id"], each["params"], "failed", each["error"])
+        rows.append(_row(trial, -1))
+    winner = view.winner
+    begun = None
+    if timeline.begin is not None:
+        begun = f"{datetime.fromtimestamp(timeline.begin, UTC):%Y-%m-%d %H:%M} UTC"
+    span = max(timeline.end, 1e-9) * max(len(timeline.workers), 1)
     return {
         "view": view,
         "document": view.document,
@@ -100,21 +89,18 @@ def _content(view: RunView, timeline: Timeline, refused: list[dict[str, Any]]) -
         "metric_title": metric_title(view),
         "winner": winner,
         "winner_params": _texts(winner.params) if winner else {},
-        "begun": datetime.fromtimestamp(timeline.begin, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        if timeline.begin
-        else None,
+        "begun": begun,
         "busy": sum(bar.seconds for bar in timeline.tasks) / span,
         "hops": [
-            {"trial": view.trials[bar.trial].trial_id, "to": bar.worker, "bar": bar.hop}
+            {"trial": view.trials[bar.task.trial].trial_id, "to": bar.task.worker, "bar": bar.hop}
             for bar in timeline.tasks
             if bar.hop is not None and bar.hop.source is not None
         ],
-        "data": _data(view, timeline, places),
+        "data": _data(view, timeline, colours),
     }
 
 
-def _row(view: RunView, trial: TrialView, place: int) -> dict[str, Any]:
-    epoch = trial.result_epoch
+def _row(trial: TrialView, colour: int) -> dict[str, Any]:
     return {
         "id": trial.trial_id,
         "params": _texts(trial.params),
@@ -122,23 +108,22 @@ def _row(view: RunView, trial: TrialView, place: int) -> dict[str, Any]:
         "error": trial.reason,
         "epochs": len(trial.epochs),
         "seconds": trial.seconds,
-        "metrics": {} if epoch is None else trial.epochs[epoch],
-        "colour": place if place < COLOURS else -1,
+        "metrics": trial.result_metrics,
+        "colour": colour,
     }
 
 
-def _data(view: RunView, timeline: Timeline, places: Mapping[int, int]) -> str:
+def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int]) -> str:
     """Return what the page's script draws, as JSON that can stand in a `script` element."""
-    zero = timeline.begin
     content = {
         "metric": view.metric,
         "direction": view.direction,
         "measured": list(view.measured()),
-        "seconds": timeline.end - zero,
+        "seconds": timeline.end,
         "trials": [
             {
                 "id": trial.trial_id,
-                "colour": places[trial.trial] if places[trial.trial] < COLOURS else -1,
+                "colour": colours.get(trial.trial, -1),
                 "history": {
                     name: [_finite(value) for value in values]
                     for name, values in trial.history.items()
@@ -151,14 +136,9 @@ def _data(view: RunView, timeline: Timeline, places: Mapping[int, int]) -> str:
             {"worker": worker, "partitions": partitions}
             for worker, partitions in sorted(timeline.workers.items())
         ],
-        "tasks": [_task(bar, zero) for bar in timeline.tasks],
+        "tasks": [_task(bar) for bar in timeline.tasks],
         "absences": [
-            {
-                "worker": absence.worker,
-                "start": absence.start - zero,
-                "end": (timeline.end if absence.end is None else absence.end) - zero,
-                "reason": absence.reason,
-            }
+            asdict(absence) | {"end": timeline.end if absence.end is None else absence.end}
             for absence in timeline.absences
         ],
     }
@@ -167,27 +147,27 @@ def _data(view: RunView, timeline: Timeline, places: Mapping[int, int]) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _task(bar: TaskBar, zero: float) -> dict[str, Any]:
+def _task(bar: TaskBar) -> dict[str, Any]:
     return {
         "kind": bar.kind,
-        "worker": bar.worker,
-        "trial": bar.trial,
-        "epoch": bar.epoch,
-        "partition": bar.partition,
-        "assigned": bar.assigned - zero,
-        "start": bar.start - zero,
-        "end": bar.end - zero,
+        "worker": bar.task.worker,
+        "trial": bar.task.trial,
+        "epoch": bar.task.epoch,
+        "partition": bar.task.partition,
+        "assigned": bar.assigned,
+        "start": bar.start,
+        "end": bar.end,
         "outcome": bar.outcome,
         "loss": None if bar.loss is None else _finite(bar.loss),
-        "hop": None if bar.hop is None else _hop(bar.hop, zero),
+        "hop": None if bar.hop is None else _hop(bar.hop),
     }
 
 
-def _hop(hop: HopBar, zero: float) -> dict[str, Any]:
+def _hop(hop: HopBar) -> dict[str, Any]:
     return {
         "source": hop.source,
-        "start": hop.start - zero,
-        "end": hop.end - zero,
+        "start": hop.start,
+        "end": hop.end,
         "moved": human_bytes(hop.bytes_moved),
         "saved": human_bytes(hop.bytes_saved),
         "lane": hop.lane,
@@ -204,7 +184,3 @@ def _texts(params: Mapping[str, Any]) -> dict[str, str]:
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for name, value in params.items()
     }
-
-
-def _shown(value: float | None) -> str:
-    return "–" if value is None else number(value)

@@ -18,7 +18,6 @@ from cerebro_hydra.observe.text import (
     metric_heading,
     metric_title,
     number,
-    parameter_cells,
     parameters,
     prefixed,
     status_text,
@@ -45,9 +44,13 @@ class LiveTable:
         self.view.apply(record)
         match record:
             case RunStarted():
-                self._tell_reader()
+                if record.document.reader:
+                    reader = f"rows are read by {record.document.reader}"
+                    self._console.print(reader, highlight=False)
                 if self._console.width < _WIDTH_FOR_PARAMETERS:
-                    self._tell_parameters()
+                    for trial in self.view.trials:
+                        line = f"{trial.trial_id}: {parameters(trial.params)}"
+                        self._console.print(Text(line))
                 # Frames are drawn by records, so that no other thread reads the view.
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
@@ -68,46 +71,33 @@ class LiveTable:
             self._live.stop()
             self._live = None
 
-    def _tell_reader(self) -> None:
-        document = self.view.document
-        if document is not None and document.reader:
-            self._console.print(f"rows are read by {document.reader}", highlight=False)
-
-    def _tell_parameters(self) -> None:
-        for trial in self.view.trials:
-            self._console.print(Text(f"{trial.trial_id}: {parameters(trial.params)}"))
-
 
 def frame(view: RunView, width: int) -> Group:
     """Return the table as it stands, with what the hops have cost so far.
 
     A narrow table (`width` in characters) has no room for the parameters.
     """
-    assert view.document is not None
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("trial", no_wrap=True)
     wide = width >= _WIDTH_FOR_PARAMETERS
-    if wide:
-        add_parameter_columns(table, view)
+    parameter_cells = add_parameter_columns(table, view) if wide else [[]] * len(view.trials)
     table.add_column("status", no_wrap=True)
     for title in ("epoch", "partition", "worker", "train loss", metric_heading(view), "ETA"):
         table.add_column(Text(title), justify="right", no_wrap=True)
-    for trial in view.trials:
-        table.add_row(*_row(view, trial, wide))
+    for trial, cells in zip(view.trials, parameter_cells, strict=True):
+        table.add_row(*_row(view, trial, cells))
     below = f" {metric_title(view)}; {len(view.workers)} workers, {view.totals}"
     return Group(table, Text(below, style="dim"))
 
 
-def _row(view: RunView, trial: TrialView, wide: bool) -> tuple[str | Text, ...]:
-    assert view.document is not None
-    score, left = view.score(trial), view.eta(trial)
-    ended = len(trial.epochs)
+def _row(view: RunView, trial: TrialView, parameter_cells: list[Text]) -> tuple[str | Text, ...]:
+    score, left, num_epochs = view.score(trial), view.eta(trial), view.document.num_epochs
+    epoch = len(trial.epochs) if trial.over else min(trial.epoch + 1, num_epochs)
     return (
         trial.trial_id,
-        *(parameter_cells(view, trial) if wide else ()),
+        *parameter_cells,
         status_text(trial),
-        f"{min(trial.epoch + 1, view.document.num_epochs) if not trial.over else ended}"
-        f"/{view.document.num_epochs}",
+        f"{epoch}/{num_epochs}",
         "" if trial.partition is None else str(trial.partition),
         "" if trial.worker is None else str(trial.worker),
         "" if trial.loss is None else number(trial.loss),

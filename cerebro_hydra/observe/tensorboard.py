@@ -32,8 +32,6 @@ class TensorBoardTracker:
                 "pip install 'cerebro-hydra[tensorboard]'"
             ) from error
         self.log_dir = os.fspath(log_dir)
-        self._view = RunView()
-        self._writers: list[Any] = []
 
     def on_record(self, record: Record) -> None:
         """Write the epochs and ends that a record tells of; close all files with the last record.
@@ -41,11 +39,11 @@ class TensorBoardTracker:
         Another search may follow.
         """
         if isinstance(record, RunStarted):
-            self._view, self._writers = RunView(), []
+            self._view, self._writers = RunView(), list[Any]()
         self._view.apply(record)
         match record:
-            case RunStarted():
-                self._start()
+            case RunStarted(document):
+                self._start(document.run_id)
             case Decision():
                 for instruction in record.instructions:
                     self._instruction(instruction, record.time)
@@ -53,14 +51,12 @@ class TensorBoardTracker:
                 for writer in self._writers:
                     writer.close()
 
-    def _start(self) -> None:
+    def _start(self, run_id: str) -> None:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        document = self._view.document
-        assert document is not None
         for trial in self._view.trials:
-            folder = os.path.join(self.log_dir, document.run_id, trial.trial_id)
+            folder = os.path.join(self.log_dir, run_id, trial.trial_id)
             self._writers.append(EventFileWriter(folder))
             params = {utf8(name): _plain(value) for name, value in trial.params.items()}
             self._add(trial, time.time(), summary=hparams_pb(params, trial_id=trial.trial_id))

@@ -37,14 +37,19 @@ def utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def number(value: float) -> str:
-    """Format a measured value in four significant digits."""
-    return f"{value:.4g}"
+def number(value: float | None) -> str:
+    """Format a measured value in four significant digits, and a missing one as a dash."""
+    return "–" if value is None else f"{value:.4g}"
 
 
 def numbers(metrics: Mapping[str, float]) -> str:
     """Format measured values with their names."""
     return ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
+
+
+def parameter_names(view: RunView) -> list[str]:
+    """Return the names of all trials' parameters, in the order of the search space."""
+    return list(dict.fromkeys(name for trial in view.trials for name in trial.params))
 
 
 def parameters(params: Mapping[str, Any]) -> str:
@@ -87,25 +92,19 @@ def status_text(trial: TrialView) -> Text:
     return Text(words, style=STYLES[trial.status])
 
 
-def parameter_columns(view: RunView) -> list[str]:
-    """Return headings for the parameters of trials: one each if they are few, else one for all."""
-    names = list(dict.fromkeys(name for trial in view.trials for name in trial.params))
-    return names if len(names) <= _MOST_PARAMETER_COLUMNS else ["parameters"]
-
-
-def add_parameter_columns(table: Table, view: RunView) -> None:
-    """Add a column per heading; where room is short, headings fold before values do."""
-    for column, heading in enumerate(parameter_columns(view)):
-        widest = max(len(parameter_cells(view, trial)[column]) for trial in view.trials)
-        table.add_column(Text(heading), overflow="fold", min_width=min(max(widest, 5), 20))
-
-
-def parameter_cells(view: RunView, trial: TrialView) -> list[Text]:
-    """Return one trial's parameters, a cell for each of `parameter_columns`."""
-    headings = parameter_columns(view)
-    if headings == ["parameters"]:
-        return [Text(parameters(trial.params))]
-    return [Text(str(trial.params.get(name, ""))) for name in headings]
+def add_parameter_columns(table: Table, view: RunView) -> list[list[Text]]:
+    """Add a column per parameter if they are few, else one for all; return each trial's cells."""
+    names = parameter_names(view)
+    if len(names) <= _MOST_PARAMETER_COLUMNS:
+        rows = [[Text(str(t.params.get(name, ""))) for name in names] for t in view.trials]
+    else:
+        names = ["parameters"]
+        rows = [[Text(parameters(trial.params))] for trial in view.trials]
+    for heading, cells in zip(names, zip(*rows, strict=True), strict=True):
+        # Where room is short, headings fold before values do.
+        width = min(max(5, *map(len, cells)), 20)
+        table.add_column(Text(heading), overflow="fold", min_width=width)
+    return rows
 
 
 def final_table(view: RunView) -> Table:
@@ -114,22 +113,20 @@ def final_table(view: RunView) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("trial", no_wrap=True)
-    add_parameter_columns(table, view)
+    parameter_cells = add_parameter_columns(table, view)
     table.add_column("status", no_wrap=True)
     names = list(view.measured())
     for name in names:
         table.add_column(Text(name), justify="right", no_wrap=True)
-    for place, trial in enumerate(view.best_first()):
-        wins = place == 0 and view.rank(trial)[0] == 0
-        epoch = trial.result_epoch
-        numbers_of = {} if epoch is None else trial.epochs[epoch]
-        cells = [number(numbers_of[name]) if name in numbers_of else "–" for name in names]
+    winner = view.winner
+    for trial in view.best_first():
+        wins = trial is winner
         table.add_row(
             "★" if wins else "",
             trial.trial_id,
-            *parameter_cells(view, trial),
+            *parameter_cells[trial.trial],
             status_text(trial),
-            *cells,
+            *(number(trial.result_metrics.get(name)) for name in names),
             style="bold" if wins else "",
         )
     return table

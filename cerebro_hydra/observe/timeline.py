@@ -3,7 +3,7 @@
 A task's bar ends at the time in the journal, and begins as many seconds before as the agent
 measured. A hop's bar ends when its receiver has the whole state; since training begins with the
 first shard, it may overlap the task that it belongs to. An agent has one task at a time, so tasks
-never overlap.
+never overlap. All times are seconds since the run's first decision.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cerebro_hydra.observe.records import Decision, Record
+from cerebro_hydra.observe.records import Decision, Record, records_of
+from cerebro_hydra.observe.view import RunView, Task
 from cerebro_hydra.plan import events, instructions
+from cerebro_hydra.storage.run_folder import RunFolder
 
 AttemptOutcome = Literal["running", "done", "repeated", "failed", "cancelled", "lost"]
-
-_Task = instructions.StartSubEpoch | instructions.Evaluate
 
 
 @dataclass
 class HopBar:
     """One transfer of a state to a worker; `source` is None for a load from the store.
 
-    `start` and `end` are seconds since 1970; `lane` counts from 0 within the worker, so that bars
-    of one lane never overlap.
+    `lane` counts from 0 within the worker, so that bars of one lane never overlap.
     """
 
     source: int | None
@@ -39,18 +38,12 @@ class HopBar:
 class TaskBar:
     """One sub-epoch or one evaluation of a partition, on one worker.
 
-    `start` and `end` are seconds since 1970, `seconds` what the agent measured. The agent was given
-    the task at `assigned`, and waited for shards from then to `start`. The outcome "repeated" is
-    that of a sub-epoch that counted until its state was lost.
+    The agent was given the task at `assigned`, and waited for shards from then to `start`;
+    `seconds` is what it measured. The outcome "repeated" is that of a sub-epoch that counted until
+    its state was lost.
     """
 
-    kind: Literal["train", "evaluate"]
-    worker: int
-    trial: int
-    epoch: int
-    partition: int
-    visit: int
-    attempt: int
+    task: Task
     assigned: float
     start: float
     end: float
@@ -58,6 +51,11 @@ class TaskBar:
     seconds: float = 0.0
     loss: float | None = None
     hop: HopBar | None = None
+
+    @property
+    def kind(self) -> Literal["train", "evaluate"]:
+        """What the agent does in it."""
+        return "train" if isinstance(self.task, instructions.StartSubEpoch) else "evaluate"
 
 
 @dataclass
@@ -74,7 +72,8 @@ class Absence:
 class Timeline:
     """The bars of a run after the records that were applied."""
 
-    begin: float = 0.0
+    begin: float | None = None
+    """When the first decision was taken, in seconds since 1970."""
     end: float = 0.0
     finished: bool = False
     """Whether every trial came to an end."""
@@ -82,8 +81,8 @@ class Timeline:
     absences: list[Absence] = field(default_factory=list)
     workers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """The partitions of every worker that ever joined."""
-    _open: dict[int, tuple[TaskBar, _Task]] = field(default_factory=dict)
-    _live: dict[str, int] = field(default_factory=dict)
+    _open: dict[int, TaskBar] = field(default_factory=dict)
+    _live: dict[int, str] = field(default_factory=dict)
     _known: dict[str, int] = field(default_factory=dict)
     _requested: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _received: dict[tuple[int, int, str], float] = field(default_factory=dict)
@@ -93,14 +92,14 @@ class Timeline:
         """Take in one record; only decisions change anything."""
         if not isinstance(record, Decision):
             return
-        now = record.time
-        self.begin = self.begin or now
+        if self.begin is None:
+            self.begin = record.time
         # Clocks may be set back; bars never run backwards.
-        self.end = now = max(now, self.end)
+        self.end = now = max(record.time - self.begin, self.end)
         self._event(record.event, now)
         for instruction in record.instructions:
             self._instruction(instruction, now)
-        for bar, _ in self._open.values():
+        for bar in self._open.values():
             bar.end = now
 
     def _event(self, event: events.Event, now: float) -> None:
@@ -113,7 +112,7 @@ class Timeline:
                 self._received[event.trial, event.visit, event.incarnation] = now
             case events.SubEpochDone():
                 if bar := self._done(event, now):
-                    bar.loss = event.loss_sum / event.rows if event.rows else None
+                    bar.loss = event.loss_sum / event.rows
             case events.EvaluationDone():
                 self._done(event, now)
             case events.TaskFailed() | events.TransferFailed():
@@ -125,82 +124,82 @@ class Timeline:
                 source = instruction.source
                 self._requested[instruction.trial, source.visit, instruction.incarnation] = now
             case instructions.StartSubEpoch() | instructions.Evaluate():
-                self._begin(instruction, now)
+                bar = TaskBar(instruction, assigned=now, start=now, end=now)
+                self.tasks.append(bar)
+                self._open[instruction.attempt] = bar
             case instructions.Cancel():
                 self._close(instruction.attempt, "cancelled", now)
             case instructions.Redo():
                 for bar in self.tasks:
-                    mine = bar.kind == "train" and bar.trial == instruction.trial
-                    if mine and bar.outcome == "done" and bar.visit in instruction.visits:
+                    trained = bar.kind == "train" and bar.outcome == "done"
+                    void = bar.task.visit in instruction.visits
+                    if trained and void and bar.task.trial == instruction.trial:
                         bar.outcome = "repeated"
             case instructions.FinishRun():
                 self.finished = True
 
-    def _begin(self, task: _Task, now: float) -> None:
-        bar = TaskBar(
-            "train" if isinstance(task, instructions.StartSubEpoch) else "evaluate",
-            task.worker,
-            task.trial,
-            task.epoch,
-            task.partition,
-            task.visit,
-            task.attempt,
-            now,
-            now,
-            now,
-        )
-        self.tasks.append(bar)
-        self._open[task.attempt] = bar, task
-
     def _done(
         self, event: events.SubEpochDone | events.EvaluationDone, now: float
     ) -> TaskBar | None:
-        if event.attempt not in self._open:
-            return None
-        bar, task = self._open[event.attempt]
-        self._close(event.attempt, "done", now)
-        bar.seconds = event.seconds
-        bar.start = max(bar.assigned, now - event.seconds)
-        if (
-            event.hop.bytes_moved or event.hop.bytes_saved
-        ) and task.source.incarnation != task.incarnation:
-            bar.hop = self._hop(bar, task, event.hop)
+        bar = self._close(event.attempt, "done", now)
+        if bar is not None:
+            bar.seconds = event.seconds
+            bar.start = max(bar.assigned, now - event.seconds)
+            moves = bar.task.source.incarnation != bar.task.incarnation
+            if moves and (event.hop.bytes_moved or event.hop.bytes_saved):
+                bar.hop = self._hop(bar, event.hop)
         return bar
 
-    def _hop(self, bar: TaskBar, task: _Task, hop: events.Hop) -> HopBar:
+    def _hop(self, bar: TaskBar, hop: events.Hop) -> HopBar:
+        task = bar.task
         state = task.trial, task.source.visit, task.incarnation
         end = min(self._received.get(state, bar.start), bar.end)
         requested = min(self._requested.get(state, bar.assigned), bar.assigned)
         start = min(max(end - hop.seconds, requested), end)
-        source = None
-        if task.source.incarnation is not None:
-            source = self._known.get(task.source.incarnation)
+        source = self._known.get(task.source.incarnation or "")
         lanes = self._lanes.setdefault(task.worker, [])
         lane = next((n for n, busy in enumerate(lanes) if busy <= start), len(lanes))
         lanes[lane : lane + 1] = [end]
         return HopBar(source, start, end, hop.bytes_moved, hop.bytes_saved, lane)
 
-    def _close(self, attempt: int, outcome: AttemptOutcome, now: float) -> None:
-        """End a task's bar, unless it is over already."""
-        if attempt in self._open:
-            bar, _ = self._open.pop(attempt)
+    def _close(self, attempt: int, outcome: AttemptOutcome, now: float) -> TaskBar | None:
+        """End a task's bar and return it, unless it is over already."""
+        bar = self._open.pop(attempt, None)
+        if bar is not None:
             bar.outcome, bar.end = outcome, now
+        return bar
 
     def _join(self, event: events.WorkerJoined, now: float) -> None:
-        for incarnation, worker in list(self._live.items()):
-            if worker == event.worker and incarnation != event.incarnation:
-                self._lose(incarnation, "another agent took its place", now)
+        before = self._live.get(event.worker, event.incarnation)
+        if before != event.incarnation:
+            self._lose(before, "another agent took its place", now)
         for absence in self.absences:
             if absence.worker == event.worker and absence.end is None:
                 absence.end = now
-        self._live[event.incarnation] = self._known[event.incarnation] = event.worker
+        self._live[event.worker] = event.incarnation
+        self._known[event.incarnation] = event.worker
         self.workers[event.worker] = event.partitions
 
     def _lose(self, incarnation: str, reason: str, now: float) -> None:
-        worker = self._live.pop(incarnation, None)
-        if worker is None:
+        worker = self._known.get(incarnation)
+        if worker is None or self._live.get(worker) != incarnation:
             return
+        del self._live[worker]
         self.absences.append(Absence(worker, now, None, reason))
-        for attempt, (_, task) in list(self._open.items()):
-            if task.incarnation == incarnation:
+        for attempt, bar in list(self._open.items()):
+            if bar.task.incarnation == incarnation:
                 self._close(attempt, "lost", now)
+
+
+def read_run(folder: RunFolder) -> tuple[RunView, Timeline]:
+    """Fold what a run's folder holds into its state and its bars.
+
+    Raises:
+        StoreError: there is no run document.
+        JournalError: the journal is damaged.
+    """
+    view, timeline = RunView(), Timeline()
+    for record in records_of(folder):
+        view.apply(record)
+        timeline.apply(record)
+    return view, timeline

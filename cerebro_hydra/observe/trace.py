@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from cerebro_hydra.observe.stream import records_of
-from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline
+from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -31,11 +30,7 @@ def trace(folder: RunFolder) -> dict[str, Any]:
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
-    view, timeline = RunView(), Timeline()
-    for record in records_of(folder):
-        view.apply(record)
-        timeline.apply(record)
-    assert view.document is not None
+    view, timeline = read_run(folder)
     made = _Trace(view, timeline)
     timed = sorted(made.events(), key=lambda event: (event["ts"], -event.get("dur", 0)))
     return {
@@ -52,25 +47,22 @@ class _Trace:
         self._sub_epochs = defaultdict[tuple[int, int], list[TaskBar]](list)
         for bar in timeline.tasks:
             if bar.kind == "train":
-                self._sub_epochs[bar.trial, bar.visit].append(bar)
+                self._sub_epochs[bar.task.trial, bar.task.visit].append(bar)
 
     def names(self) -> Iterator[dict[str, Any]]:
-        yield _metadata("process_name", RUN, 0, name="run")
+        yield _event("M", "process_name", RUN, 0, args={"name": "run"})
         for worker, partitions in sorted(self._timeline.workers.items()):
             pid = FIRST_WORKER + worker
-            held = ", ".join(map(str, partitions))
-            yield _metadata("process_name", pid, 0, name=f"worker {worker} (partitions {held})")
-            yield _metadata("process_sort_index", pid, 0, sort_index=pid)
-            lanes = [
-                bar.hop.lane for bar in self._timeline.tasks if bar.worker == worker and bar.hop
-            ]
-            threads = {"sub-epochs": 1, "evaluations": 2}
-            threads |= {
-                f"hops {lane}" if lane else "hops": HOPS + lane for lane in sorted({*lanes})
-            }
-            for name, tid in threads.items():
-                yield _metadata("thread_name", pid, tid, name=name)
-                yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+            name = f"worker {worker} (partitions {', '.join(map(str, partitions))})"
+            yield _event("M", "process_name", pid, 0, args={"name": name})
+            yield _event("M", "process_sort_index", pid, 0, args={"sort_index": pid})
+            threads = {THREADS["train"]: "sub-epochs", THREADS["evaluate"]: "evaluations"}
+            hops = [bar.hop for bar in self._timeline.tasks if bar.task.worker == worker]
+            for lane in sorted({hop.lane for hop in hops if hop}):
+                threads[HOPS + lane] = f"hops {lane}" if lane else "hops"
+            for tid, name in threads.items():
+                yield _event("M", "thread_name", pid, tid, args={"name": name})
+                yield _event("M", "thread_sort_index", pid, tid, args={"sort_index": tid})
 
     def events(self) -> Iterator[dict[str, Any]]:
         for bar in self._timeline.tasks:
@@ -78,74 +70,57 @@ class _Trace:
             if bar.hop is not None:
                 yield from self._hop(bar, bar.hop)
         for absence in self._timeline.absences:
-            yield {
-                "name": "worker lost",
-                "ph": "i",
-                "s": "p",
-                "pid": FIRST_WORKER + absence.worker,
-                "tid": THREADS["train"],
-                "ts": self._time(absence.start),
-                "args": {"reason": absence.reason},
-            }
+            pid, args = FIRST_WORKER + absence.worker, {"reason": absence.reason}
+            ts = _microseconds(absence.start)
+            yield _event("i", "worker lost", pid, THREADS["train"], s="p", ts=ts, args=args)
         yield from self._bytes()
 
     def _task(self, bar: TaskBar) -> dict[str, Any]:
-        return {
-            "name": f"{self._ids[bar.trial]} epoch {bar.epoch + 1} partition {bar.partition}",
-            "cat": "sub-epoch" if bar.kind == "train" else "evaluation",
-            "ph": "X",
-            "pid": FIRST_WORKER + bar.worker,
-            "tid": THREADS[bar.kind],
-            **self._span(bar.start, bar.end),
-            "args": {
-                "trial": self._ids[bar.trial],
-                "epoch": bar.epoch,
-                "partition": bar.partition,
-                "visit": bar.visit,
-                "attempt": bar.attempt,
+        task, trial_id = bar.task, self._ids[bar.task.trial]
+        return _event(
+            "X",
+            f"{trial_id} epoch {task.epoch + 1} partition {task.partition}",
+            FIRST_WORKER + task.worker,
+            THREADS[bar.kind],
+            cat="sub-epoch" if bar.kind == "train" else "evaluation",
+            **_span(bar),
+            args={
+                "trial": trial_id,
+                "epoch": task.epoch,
+                "partition": task.partition,
+                "visit": task.visit,
+                "attempt": task.attempt,
                 "outcome": bar.outcome,
                 "waited_seconds": bar.start - bar.assigned,
             },
-        }
+        )
 
     def _hop(self, bar: TaskBar, hop: HopBar) -> Iterator[dict[str, Any]]:
-        pid, tid = FIRST_WORKER + bar.worker, HOPS + hop.lane
-        source = "the store" if hop.source is None else f"worker {hop.source}"
-        span = self._span(hop.start, hop.end)
-        yield {
-            "name": f"{self._ids[bar.trial]} from {source}",
-            "cat": "load" if hop.source is None else "hop",
-            "ph": "X",
-            "pid": pid,
-            "tid": tid,
-            **span,
-            "args": {"bytes_moved": hop.bytes_moved, "bytes_saved": hop.bytes_saved},
-        }
+        pid, tid = FIRST_WORKER + bar.task.worker, HOPS + hop.lane
+        cat, source = "hop", f"worker {hop.source}"
+        if hop.source is None:
+            cat, source = "load", "the store"
+        span = _span(hop)
+        name = f"{self._ids[bar.task.trial]} from {source}"
+        args = {"bytes_moved": hop.bytes_moved, "bytes_saved": hop.bytes_saved}
+        yield _event("X", name, pid, tid, cat=cat, **span, args=args)
         maker = self._maker(bar, hop)
         if maker is not None:
-            made = self._span(maker.start, maker.end)
-            flow = {"name": "hop", "cat": "hop", "id": bar.attempt}
+            made, end = _span(maker), span["ts"] + span["dur"]
             # An arrow starts inside the slice that it leaves, and never after it arrives.
-            begin = min(made["ts"] + made["dur"], span["ts"] + span["dur"])
-            at = {"pid": FIRST_WORKER + maker.worker, "tid": THREADS["train"]}
-            yield {**flow, "ph": "s", **at, "ts": max(made["ts"], begin)}
-            yield {
-                **flow,
-                "ph": "f",
-                "bp": "e",
-                "pid": pid,
-                "tid": tid,
-                "ts": span["ts"] + span["dur"],
-            }
+            begin = max(made["ts"], min(made["ts"] + made["dur"], end))
+            flow = {"cat": "hop", "id": bar.task.attempt}
+            maker_pid = FIRST_WORKER + maker.task.worker
+            yield _event("s", "hop", maker_pid, THREADS["train"], ts=begin, **flow)
+            yield _event("f", "hop", pid, tid, bp="e", ts=end, **flow)
 
     def _maker(self, bar: TaskBar, hop: HopBar) -> TaskBar | None:
         """Return the sub-epoch whose state the hop moved, if it ran where the hop came from."""
-        visit = bar.visit - 1 if bar.kind == "train" else bar.visit
-        end = self._time(hop.end)
         makers = (
             each
-            for each in self._sub_epochs[bar.trial, visit]
-            if each.worker == hop.source and self._time(each.start) <= end
+            for each in self._sub_epochs[bar.task.trial, bar.task.source.visit]
+            if each.task.worker == hop.source
+            and _microseconds(each.start) <= _microseconds(hop.end)
         )
         return max(makers, key=lambda each: each.end, default=None)
 
@@ -154,22 +129,18 @@ class _Trace:
         moved = saved = 0
         for hop in sorted(hops, key=lambda hop: hop.end):
             moved, saved = moved + hop.bytes_moved, saved + hop.bytes_saved
-            yield {
-                "name": "bytes of hops",
-                "ph": "C",
-                "pid": RUN,
-                "tid": 0,
-                "ts": self._time(hop.end),
-                "args": {"moved": moved, "saved": saved},
-            }
-
-    def _time(self, at: float) -> int:
-        return round((at - self._timeline.begin) * 1e6)
-
-    def _span(self, start: float, end: float) -> dict[str, int]:
-        begin = max(0, self._time(start))
-        return {"ts": begin, "dur": max(0, self._time(end) - begin)}
+            args = {"moved": moved, "saved": saved}
+            yield _event("C", "bytes of hops", RUN, 0, ts=_microseconds(hop.end), args=args)
 
 
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
+def _event(phase: str, name: str, pid: int, tid: int, **more: Any) -> dict[str, Any]:
+    return {"name": name, "ph": phase, "pid": pid, "tid": tid, **more}
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _span(bar: TaskBar | HopBar) -> dict[str, int]:
+    begin, end = _microseconds(bar.start), _microseconds(bar.end)
+    return {"ts": begin, "dur": end - begin}

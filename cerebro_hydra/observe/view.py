@@ -11,13 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cerebro_hydra.observe.records import Decision, Progress, Record, RunEnded, RunStarted
-from cerebro_hydra.observe.stream import records_of
+from cerebro_hydra.observe.records import (
+    Decision,
+    Progress,
+    Record,
+    RunEnded,
+    RunStarted,
+    records_of,
+)
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.plan import events, instructions
 from cerebro_hydra.plan.trial_end import best_epoch
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
+
+Task = instructions.StartSubEpoch | instructions.Evaluate
 
 
 @dataclass
@@ -67,6 +75,12 @@ class TrialView:
         return self.best_epoch if self.best_epoch is not None else max(self.epochs, default=None)
 
     @property
+    def result_metrics(self) -> dict[str, float]:
+        """The metrics of `result_epoch`; empty before the first epoch has ended."""
+        epoch = self.result_epoch
+        return {} if epoch is None else self.epochs[epoch]
+
+    @property
     def visit_log(self) -> list[tuple[int, int]]:
         """(epoch, partition) of each surviving sub-epoch, in the order in which it trained."""
         return [self.visits[visit] for visit in sorted(self.visits)]
@@ -78,26 +92,19 @@ class TrialView:
         return {name: [metrics[name] for metrics in ended] for name in (ended[0] if ended else ())}
 
 
-@dataclass(frozen=True)
-class _Task:
-    trial: int
-    incarnation: str
-    is_hop: bool
-
-
 class RunView:
     """The state of a run after the records that were applied."""
 
     def __init__(self) -> None:
         """Begin before the first record."""
-        self.document: RunDocument | None = None
+        self.document: RunDocument  # comes with the first record
         self.trials: list[TrialView] = []
         self.totals = Totals()
         self.workers: dict[int, str] = {}
         """Incarnation of each live worker."""
         self.seconds: float | None = None
         """Wall-clock seconds of the whole run, or of its journal if it was read from a folder."""
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, Task] = {}
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> RunView:
@@ -129,23 +136,28 @@ class RunView:
         A trial needs its remaining sub-epochs one after the other, and shares the workers with all
         trials that are not over.
         """
-        document = self.document
         done = sum(t.sub_epochs for t in self.trials)
-        if document is None or trial.over or not done or not self.workers:
+        if trial.over or not done or not self.workers:
             return None
         if trial.sub_epochs:
             pace = trial.seconds / trial.sub_epochs
         else:
             pace = sum(t.seconds for t in self.trials) / done
-        left = document.num_epochs * document.num_partitions - len(trial.visits)
+        left = self.document.num_epochs * self.document.num_partitions - len(trial.visits)
         sharing = sum(not t.over for t in self.trials) / len(self.workers)
         return left * pace * max(1.0, sharing)
 
     def best_first(self) -> list[TrialView]:
         """Return the trials, best first by the evaluation metric, those without a value last."""
-        return sorted(self.trials, key=self.rank)
+        return sorted(self.trials, key=self._rank)
 
-    def rank(self, trial: TrialView) -> tuple[int, float]:
+    @property
+    def winner(self) -> TrialView | None:
+        """The best trial; None if no finished trial has a number as its metric."""
+        best = self.best_first()[0]
+        return best if self._rank(best)[0] == 0 else None
+
+    def _rank(self, trial: TrialView) -> tuple[int, float]:
         """Return a sort key: finished trials by the metric of their result, NaN and the rest last.
 
         Equal trials keep their order, so that the first wins.
@@ -157,25 +169,21 @@ class RunView:
 
     def score(self, trial: TrialView) -> float | None:
         """Return the evaluation metric of the trial's result, or of its result so far."""
-        epoch = trial.result_epoch
-        return None if epoch is None else trial.epochs[epoch].get(self.metric)
+        return trial.result_metrics.get(self.metric)
 
     @property
     def metric(self) -> str:
         """Name in a history of the metric that decides, as "val_accuracy" or "train_loss"."""
-        assert self.document is not None
         split = "val" if self.document.validated else "train"
         return f"{split}_{self.document.evaluation_metric}"
 
     @property
     def direction(self) -> str:
         """Either "min" or "max": which values of the metric are better."""
-        assert self.document is not None
         return self.document.metrics[self.document.evaluation_metric]
 
     def measured(self) -> Iterator[str]:
         """Yield the names that a history holds, in the order in which people want to read them."""
-        assert self.document is not None
         yield "train_loss"
         if self.document.validated:
             yield from (f"val_{name}" for name in self.document.metrics)
@@ -193,29 +201,13 @@ class RunView:
                 self.workers[event.worker] = event.incarnation
             case events.WorkerLost():
                 self._lose(event.incarnation)
-            case events.SubEpochDone():
-                task = self._tasks.pop(event.attempt, None)
-                if task is not None:
-                    trial = self.trials[task.trial]
-                    trial.seconds += event.hop.seconds + event.seconds
-                    trial.sub_epochs += 1
-                    trial.loss = event.loss_sum / event.rows
-                    if task.is_hop:
-                        self.totals.add(event.hop)
-            case events.EvaluationDone():
-                task = self._tasks.pop(event.attempt, None)
-                if task is not None:
-                    self.trials[task.trial].seconds += event.hop.seconds + event.seconds
-                    self._rest(self.trials[task.trial], event.attempt)
-                    if task.is_hop:
-                        self.totals.add(event.hop)
+            case events.SubEpochDone() | events.EvaluationDone():
+                self._done(event)
 
     def _instruction(self, instruction: instructions.Instruction) -> None:
         match instruction:
-            case instructions.StartSubEpoch():
-                self._begin(instruction, "training")
-            case instructions.Evaluate():
-                self._begin(instruction, "evaluating")
+            case instructions.StartSubEpoch() | instructions.Evaluate():
+                self._begin(instruction)
             case instructions.Commit():
                 trial = self.trials[instruction.trial]
                 trial.visits[instruction.visit] = (instruction.epoch, instruction.partition)
@@ -245,12 +237,26 @@ class RunView:
                 del self._tasks[attempt]
                 self._rest(self.trials[task.trial], attempt)
 
-    def _begin(self, task: instructions.StartSubEpoch | instructions.Evaluate, status: str) -> None:
-        is_hop = task.source.incarnation not in (None, task.incarnation)
-        self._tasks[task.attempt] = _Task(task.trial, task.incarnation, is_hop)
+    def _begin(self, task: Task) -> None:
+        self._tasks[task.attempt] = task
         trial = self.trials[task.trial]
-        trial.status, trial.epoch = status, task.epoch
+        trains = isinstance(task, instructions.StartSubEpoch)
+        trial.status, trial.epoch = "training" if trains else "evaluating", task.epoch
         trial.partition, trial.worker, trial.attempt = task.partition, task.worker, task.attempt
+
+    def _done(self, event: events.SubEpochDone | events.EvaluationDone) -> None:
+        task = self._tasks.pop(event.attempt, None)
+        if task is None:
+            return
+        trial = self.trials[task.trial]
+        trial.seconds += event.hop.seconds + event.seconds
+        if isinstance(event, events.SubEpochDone):
+            trial.sub_epochs += 1
+            trial.loss = event.loss_sum / event.rows
+        else:
+            self._rest(trial, event.attempt)
+        if task.source.incarnation not in (None, task.incarnation):
+            self.totals.add(event.hop)
 
     @staticmethod
     def _rest(trial: TrialView, attempt: int | None) -> None:
@@ -260,7 +266,6 @@ class RunView:
             trial.worker = trial.partition = trial.attempt = None
 
     def _redo(self, redo: instructions.Redo) -> None:
-        assert self.document is not None
         trial = self.trials[redo.trial]
         for visit in redo.visits:
             trial.visits.pop(visit, None)
@@ -269,7 +274,6 @@ class RunView:
         self._find_best(trial)
 
     def _find_best(self, trial: TrialView) -> None:
-        assert self.document is not None
         if self.document.trials[trial.trial].patience is not None:
             values = [trial.epochs[e].get(self.metric, math.nan) for e in sorted(trial.epochs)]
             trial.best_epoch = best_epoch(values, self.direction)

@@ -1,7 +1,4 @@
-"""What to try: search spaces, searches and their results.
-
-Importing this package imports neither torch nor pyspark.
-"""
+"""What to try: search spaces, searches and their results; importing it imports no pyspark."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cerebro_hydra.data.batches import num_windows
+from cerebro_hydra.data.value_ranges import value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import (
     Columns,
@@ -24,6 +25,7 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.shards.admission import CutReport, admit
 from cerebro_hydra.shards.cut_model import CutModelCache
+from cerebro_hydra.shards.cut_report import ShardReport
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.storage import RunFolder
@@ -84,9 +86,9 @@ class Admission:
         self._folder = folder
         self._seed = seed
         self._report = report
-        self._ranges = examples.ranges()
+        self._ranges = value_ranges(examples.manifest, folder.store)
         self._cut_models = CutModelCache()
-        self._reported: set[str] = set()
+        self._reported: set[tuple[ShardReport, ...]] = set()
 
     def admit(
         self, candidates: Sequence[Mapping[str, Any]], evaluation_metric: str = "loss"
@@ -168,11 +170,9 @@ class Admission:
 
     def _report_cut(self, spec: TrialSpec, report: CutReport) -> None:
         """Report a cut, unless an earlier trial has the same one, batch size aside."""
-        shape = str(
-            [
-                replace(shard, receives=tuple(replace(v, nbytes=0) for v in shard.receives))
-                for shard in report.shards
-            ]
+        shape = tuple(
+            replace(shard, receives=tuple(replace(v, nbytes=0) for v in shard.receives))
+            for shard in report.shards
         )
         if shape not in self._reported:
             self._reported.add(shape)

@@ -8,7 +8,6 @@ from cerebro_hydra.data.batches import Batch, batch_sizes, batches
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.partition_rows import RowBlock, read_rows
-from cerebro_hydra.data.value_ranges import Range, value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import Store
@@ -46,10 +45,6 @@ class ExampleBatches:
     def batches(self, batch_size: int) -> list[Batch]:
         """Return one batch of real rows for each of `sizes`."""
         return [self._batch(size) for size in self.sizes(batch_size)]
-
-    def ranges(self) -> dict[str, Range]:
-        """Return the smallest and largest value of each column, where the files' footers tell."""
-        return value_ranges(self.manifest, self._store)
 
     def _batch(self, size: int) -> Batch:
         head = self._first_rows(size)

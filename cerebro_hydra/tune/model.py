@@ -6,20 +6,26 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.spark.launcher import pickle_factory
+from cerebro_hydra.spark.outputs import RawOutputs
+from cerebro_hydra.spark.predictors import BuiltPredictor
+from cerebro_hydra.spark.transform import Inference, feature_specs
 from cerebro_hydra.storage import RunFolder, factories
 from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.tune.example_batches import ExampleBatches
+from cerebro_hydra.tune.trained_recipe import trained_recipe, weights_file
 from cerebro_hydra.tune.trial import History
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-    from torch import Tensor, nn
-
-    from cerebro_hydra.data.batches import Batch
-    from cerebro_hydra.data.manifest import Manifest
-    from cerebro_hydra.recipe import Recipe
-    from cerebro_hydra.spark.transform import Inference
 
 
 class TrainedModel:
@@ -84,8 +90,6 @@ class TrainedModel:
             ReplayError: the factory can't be found; says how to give it.
             StoreError: the prepared data is gone, whose manifest says what the columns hold.
         """
-        from cerebro_hydra.spark.outputs import RawOutputs
-
         return self._inference.transform(df, RawOutputs(tuple(self._output_columns)))
 
     @cached_property
@@ -99,12 +103,6 @@ class TrainedModel:
         Args:
             recipe: the result of `recipe()`, if it is at hand.
         """
-        from cerebro_hydra.recipe import Columns
-        from cerebro_hydra.spark.launcher import pickle_factory
-        from cerebro_hydra.spark.predictors import BuiltPredictor
-        from cerebro_hydra.spark.transform import Inference, feature_specs
-        from cerebro_hydra.tune.trained_recipe import weights_file
-
         recipe = recipe or self.recipe()
         predictor = BuiltPredictor(
             factory=pickle_factory(self._find_factory()),
@@ -124,8 +122,6 @@ class TrainedModel:
         Raises:
             ReplayError: its factory can't be found; says how to give it.
         """
-        from cerebro_hydra.tune.trained_recipe import trained_recipe
-
         trial = self._spec.trial
         return trained_recipe(self._folder, self._document, trial, self._find_factory())
 
@@ -135,11 +131,8 @@ class TrainedModel:
         Raises:
             StoreError: the prepared data is gone.
         """
-        from cerebro_hydra.recipe import Columns
-        from cerebro_hydra.tune.example_batches import ExampleBatches
-
-        store = self._folder.store
-        examples = ExampleBatches(self._manifest(), store, Columns.of(self._document))
+        columns = Columns.of(self._document)
+        examples = ExampleBatches(self._manifest(), self._folder.store, columns)
         return examples.batches(self._spec.batch_size)[0]
 
     def _find_factory(self) -> Callable[[Any], Any]:
@@ -157,8 +150,6 @@ class TrainedModel:
 
 def _two_of(columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the first two rows; of a single one, two copies."""
-    import torch
-
     return tuple(torch.cat([column[:2], column[:2]])[:2] for column in columns)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,14 +25,6 @@ _OUT_OF_RANGE = re.compile(
 _MOST_PLACES = 64
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """The part that refused a value, and its error."""
-
-    part: str
-    error: Exception
-
-
 def check_value_ranges(
     recipe: Recipe, columns: Columns, example: Example, ranges: Mapping[str, Range]
 ) -> None:
@@ -50,12 +41,11 @@ def check_value_ranges(
     model.eval()
     try:
         for number, name in enumerate((*columns.features, *columns.labels)):
-            given = (*example[0], *example[1])[number]
             is_feature = number < len(columns.features)
-            if name in ranges and not is_feature:
-                _check_probability(recipe, number - len(columns.features), name, ranges[name])
-            if name not in ranges or (is_feature and given.is_floating_point()):
+            if name not in ranges or (is_feature and example[0][number].is_floating_point()):
                 continue
+            if not is_feature:
+                _check_probability(recipe, number - len(columns.features), name, ranges[name])
             for value in ranges[name]:
                 _check(recipe, example, number, value, (name, is_feature, ranges[name]))
     finally:
@@ -85,13 +75,14 @@ def _check(
     for place in (round(i * step) for i in range(min(places, _MOST_PLACES))):
         if _failure(recipe, _changed(example, number, value, slice(place, place + 1))) is None:
             return
+    part, error = failure
     name, is_feature, held = column
     remedy = "an embedding for every value" if is_feature else "an output for every class"
     raise ConfigurationError(
         f"{'feature' if is_feature else 'label'} column {name!r} holds values from {held[0]} to "
-        f"{held[1]}, and {failure.part} fails at {value}: {type(failure.error).__name__}: "
-        f"{failure.error}; give the model {remedy}, or correct the column"
-    ) from failure.error
+        f"{held[1]}, and {part} fails at {value}: {type(error).__name__}: {error}; give the model "
+        f"{remedy}, or correct the column"
+    ) from error
 
 
 def _changed(example: Example, number: int, value: float, places: slice) -> Example:
@@ -101,8 +92,8 @@ def _changed(example: Example, number: int, value: float, places: slice) -> Exam
     return features, labels
 
 
-def _failure(recipe: Recipe, example: Example) -> _Failure | None:
-    """Return how forward or loss fails on a batch because a value is out of range, or None."""
+def _failure(recipe: Recipe, example: Example) -> tuple[str, Exception] | None:
+    """Return which of forward and loss fails because a value is out of range, and its error."""
     part = "forward"
     try:
         with torch.no_grad(), recipe.precision():
@@ -113,5 +104,5 @@ def _failure(recipe: Recipe, example: Example) -> _Failure | None:
             part = f"the loss{shape}"
             recipe.compute_loss(outputs, targets)
     except Exception as error:
-        return _Failure(part, error) if _OUT_OF_RANGE.search(str(error)) else None
+        return (part, error) if _OUT_OF_RANGE.search(str(error)) else None
     return None

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.replay.reference import replay
 from cerebro_hydra.tune.result import SearchResult
 
 
@@ -28,8 +29,6 @@ def print_replays(
     Raises:
         ReplayError: the trial is unknown or did not finish, or no trial finished.
     """
-    from cerebro_hydra.replay.reference import replay
-
     result = SearchResult.open(run_path)
     chosen = [t for t in result.trials if trial_id in (None, t.trial_id)]
     if not chosen:

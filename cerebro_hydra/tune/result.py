@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.observe import Observer, RunStarted, records_of
-from cerebro_hydra.observe.totals import Totals
+from cerebro_hydra.observe.plots import plot
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.run_document import REFUSED_FILE, RunDocument
+from cerebro_hydra.storage.run_document import REFUSED_FILE
 from cerebro_hydra.tune.model import TrainedModel, checked_outputs
 from cerebro_hydra.tune.trial import History, Trial
 
@@ -35,12 +35,11 @@ class SearchResult:
         factory: Callable[[Any], Any] | str | None,
     ) -> None:
         """Use `SearchResult.open`."""
-        assert view.document is not None
         self.run_path = folder.path
-        self.document: RunDocument = view.document
+        self.document = view.document
         self.trials = [Trial.of_view(each) for each in view.trials]
         self.trials += [Trial.of_refused(each) for each in refused]
-        self.totals: Totals = view.totals
+        self.totals = view.totals
         self._view = view
         self._folder = folder
         self._factory = factory
@@ -89,8 +88,6 @@ class SearchResult:
             SetupError: matplotlib is not installed.
             ConfigurationError: there is no such parameter.
         """
-        from cerebro_hydra.observe.plots import plot
-
         return plot(self._view, parameters)
 
     def export_to(self, observer: Observer) -> None:
@@ -121,8 +118,8 @@ class SearchResult:
         Raises:
             ConfigurationError: no finished trial has a number there.
         """
-        best = self._view.best_first()[0]
-        if self._view.rank(best)[0] != 0:
+        best = self._view.winner
+        if best is None:
             raise ConfigurationError(
                 f"no trial is best: none finished with a number as {self.metric}; look at "
                 "result.trials"
@@ -160,7 +157,18 @@ class SearchResult:
             ConfigurationError: there is no such trial, or it did not finish.
             ReplayError: its factory can't be found; says how to give it.
         """
-        return self._model(self._finished(trial_id)).torch()
+        if trial_id is None:
+            return self.get_best_model().torch()
+        known = {trial.trial_id: trial for trial in self.trials}
+        if trial_id not in known:
+            raise ConfigurationError(f"there is no trial {trial_id!r}; trials are {list(known)}")
+        trial = known[trial_id]
+        if trial.status != "finished":
+            raise ConfigurationError(
+                f"{trial_id} is {trial.status}, so it has no trained model: "
+                f"{trial.error or 'the run ended before it did'}"
+            )
+        return self._model(trial).torch()
 
     def set_output_columns(self, output_columns: Sequence[str]) -> SearchResult:
         """Name the columns that `transform` adds; see `TrainedModel.set_output_columns`."""
@@ -185,16 +193,3 @@ class SearchResult:
         if self._output_columns is not None:
             model.set_output_columns(self._output_columns)
         return model
-
-    def _finished(self, trial_id: str | None) -> Trial:
-        if trial_id is None:
-            return self.best_trial
-        known = {trial.trial_id: trial for trial in self.trials}
-        if trial_id not in known:
-            raise ConfigurationError(f"there is no trial {trial_id!r}; trials are {list(known)}")
-        if known[trial_id].status != "finished":
-            raise ConfigurationError(
-                f"{trial_id} is {known[trial_id].status}, so it has no trained model: "
-                f"{known[trial_id].error or 'the run ended before it did'}"
-            )
-        return known[trial_id]

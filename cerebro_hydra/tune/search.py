@@ -16,8 +16,10 @@ from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.hopper.backend import Backend
+from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
 from cerebro_hydra.plan.hop_config import ORDERS
+from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, factories, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
@@ -27,8 +29,6 @@ from cerebro_hydra.tune.space import check_space
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-
-    from cerebro_hydra.recipe import Columns
 
 
 class Search(ABC):
@@ -131,7 +131,12 @@ class Search(ABC):
             DataError: rows can't be used.
             AllTrialsFailed: no trial was left; the message holds every reason.
         """
-        self._check_columns(df)
+        require_dataframe("fit", df)
+        for name in (*self.data_spec.columns, self.data_spec.validation_column):
+            if name is not None and name not in df.columns:
+                raise ConfigurationError(
+                    f"the DataFrame has no column {name!r}; its columns are {df.columns}"
+                )
         with loading_exporter():
             manifest = self.backend.prepare(self.store, df, self.data_spec)
         return self._fit(manifest)
@@ -182,25 +187,11 @@ class Search(ABC):
         return result
 
     def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
-        examples = ExampleBatches(manifest, self.store, self._columns())
-        report = print if self.verbose else _nothing
-        admission = Admission(
-            self.estimator_gen_fn, self._columns(), examples, folder, self.seed, report
-        )
+        columns = Columns.of(self.data_spec)
+        examples = ExampleBatches(manifest, self.store, columns)
+        report = print if self.verbose else lambda line: None
+        admission = Admission(self.estimator_gen_fn, columns, examples, folder, self.seed, report)
         return admission.admit(self.candidates(), self.evaluation_metric)
-
-    def _columns(self) -> Columns:
-        from cerebro_hydra.recipe import Columns
-
-        return Columns.of(self.data_spec)
-
-    def _check_columns(self, df: DataFrame) -> None:
-        require_dataframe("fit", df)
-        for name in (*self.data_spec.columns, self.data_spec.validation_column):
-            if name is not None and name not in df.columns:
-                raise ConfigurationError(
-                    f"the DataFrame has no column {name!r}; its columns are {df.columns}"
-                )
 
     def _document(self, folder: RunFolder, manifest: Manifest, admitted: Admitted) -> RunDocument:
         return RunDocument(
@@ -226,8 +217,6 @@ class Search(ABC):
     def _run(
         self, folder: RunFolder, document: RunDocument, manifest: Manifest, admitted: Admitted
     ) -> None:
-        from cerebro_hydra.hopper.coordinator import Coordinator
-
         observer, report = console_observer(self.verbose), ReportWriter(folder)
         coordinator = Coordinator(
             folder,
@@ -249,10 +238,6 @@ class Search(ABC):
 
 THREADS = 1
 """Threads that every agent computes with; another number would give other bits."""
-
-
-def _nothing(line: str) -> None:
-    pass
 
 
 def _new_run_id() -> str:

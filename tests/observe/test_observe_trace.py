@@ -110,13 +110,15 @@ def test_bars_are_the_decisions_and_never_overlap(
     counted = [bar for bar in timeline.tasks if (bar.kind, bar.outcome) == ("train", "done")]
     for trial, log in enumerate(simulation.timeline.visit_logs):
         mine = sorted(
-            (bar.visit, bar.epoch, bar.partition) for bar in counted if bar.trial == trial
+            (bar.task.visit, bar.task.epoch, bar.task.partition)
+            for bar in counted
+            if bar.task.trial == trial
         )
         assert [(epoch, partition) for _, epoch, partition in mine] == log
     assert ("lost" in {bar.outcome for bar in timeline.tasks}) == bool(losses)
     assert ("repeated" in {bar.outcome for bar in timeline.tasks}) == bool(losses)
     for worker in timeline.workers:
-        bars = [bar for bar in timeline.tasks if bar.worker == worker]
+        bars = [bar for bar in timeline.tasks if bar.task.worker == worker]
         assert all(a.end <= b.assigned <= b.start <= b.end for a, b in pairwise(bars))
         hops = [bar.hop for bar in bars if bar.hop is not None]
         for lane in {hop.lane for hop in hops}:
