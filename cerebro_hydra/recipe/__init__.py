@@ -9,7 +9,13 @@ from cerebro_hydra.recipe.build import (
     recipe_of,
 )
 from cerebro_hydra.recipe.columns import Call, Columns, predictions
-from cerebro_hydra.recipe.evaluation import Evaluation, SumOverRows, mean, merge_evaluations
+from cerebro_hydra.recipe.evaluation import (
+    Evaluation,
+    RunningEvaluation,
+    SumOverRows,
+    mean,
+    merge_evaluations,
+)
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
 from cerebro_hydra.recipe.plain_trainer import BatchTensors, PlainTrainer, Window, state_tensors
 from cerebro_hydra.recipe.randomness import RandomKey, numeric_fingerprint, trial_seed, units
@@ -25,6 +31,7 @@ __all__ = [
     "PlainTrainer",
     "RandomKey",
     "Recipe",
+    "RunningEvaluation",
     "StateMetric",
     "SumOverRows",
     "Window",
