@@ -48,13 +48,12 @@ def layer_graphs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[Shar
     children = [name for name, _ in model.named_children()]
     heads = [children.index(unit.split("@")[0].split(".")[0]) for unit in at]
     ranges = itertools.pairwise([0, *heads, len(children)])
-    last = len(at)
     return tuple(
         _shard_graph(
             model,
             nn.Sequential(OrderedDict((n, getattr(skeleton, n)) for n in children[start:end])),
             live_in=(LIVE.format(k),) if k else (),
-            live_out=(LIVE.format(k + 1),) if k < last else (),
+            live_out=(LIVE.format(k + 1),) if k < len(at) else (),
             inputs=() if k else (0,),
             call=Call(),
             train=train,
@@ -87,8 +86,13 @@ def _shard_graph(
     buffer_names = first_names(model.named_buffers(remove_duplicate=False))
     params = {name: param_names[name] for name, _ in part.named_parameters()}
     buffers = {name: buffer_names[name] for name, _ in part.named_buffers()}
+
+    def entered(unit: str) -> None:
+        if unit != FORWARD or not live_in:  # only shard 0 begins a forward, the others go on
+            enter_unit(unit)
+
     if train:
-        install_unit_hooks(part, _entered(first=not live_in))
+        install_unit_hooks(part, entered)
     return ShardGraph(
         run=_runner(part, tuple(params), tuple(buffers), call, bool(live_out)),
         params=tuple(params.values()),
@@ -99,16 +103,6 @@ def _shard_graph(
         inputs=inputs,
         units=tuple(f"{name}@0" for name in units(part)),
     )
-
-
-def _entered(first: bool) -> Callable[[str], None]:
-    """Return a hook for unit calls; only shard 0 may begin a forward, which the others continue."""
-
-    def entered(unit: str) -> None:
-        if unit != FORWARD or first:
-            enter_unit(unit)
-
-    return entered
 
 
 def _runner(

@@ -115,8 +115,8 @@ class TestT5(ModelCase):
         later = ["decoder.block.0", "decoder.block.1", "decoder.final_layer_norm"]
         trial = self.start(["encoder.block.1", *later])
         assert trial.cut_model.tied == {"shared.weight": (0, 1, 4)}
-        reads = [set(program.reads) for program in trial.cut_model.train]
-        assert reads[2] & reads[3] & reads[4]
+        crossing = [set(graph.live_in) for graph in trial.cut_model.train]
+        assert crossing[2] & crossing[3] & crossing[4]
 
 
 class TestLSTM(ModelCase):
@@ -201,6 +201,9 @@ class TestLoRA(ModelCase):
             trial.train(windows)
         assert frozen == [digest(content["frozen"]) for content, _ in trial.shards]
         now = [digest(content["trainable"]) for content, _ in trial.shards]
-        assert all(before != after for before, after in zip(first, now, strict=True))
+        # Where the cut lies depends on measured times, and a shard may be frozen as a whole.
+        moves = [bool(shard.trainable.entries) for shard in trial.admission.layout.shards]
+        assert any(moves)
+        assert [before != after for before, after in zip(first, now, strict=True)] == moves
         sizes = [(len(c["trainable"]), len(c["frozen"])) for c, _ in trial.shards]
         assert sum(t for t, _ in sizes) < sum(f for _, f in sizes)
