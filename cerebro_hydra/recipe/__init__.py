@@ -8,7 +8,7 @@ from cerebro_hydra.recipe.build import (
     exclusive_generator,
     recipe_of,
 )
-from cerebro_hydra.recipe.columns import Call, Columns, predictions
+from cerebro_hydra.recipe.columns import Columns, ForwardCall, predictions
 from cerebro_hydra.recipe.evaluation import (
     Evaluation,
     RunningEvaluation,
@@ -24,9 +24,9 @@ from cerebro_hydra.recipe.warm_start import load_warm_start
 
 __all__ = [
     "BatchTensors",
-    "Call",
     "Columns",
     "Evaluation",
+    "ForwardCall",
     "Metric",
     "PlainTrainer",
     "RandomKey",

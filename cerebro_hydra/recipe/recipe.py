@@ -18,7 +18,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.autocast import AUTOCAST, autocasting
 from cerebro_hydra.recipe.blocks import checked_shards
 from cerebro_hydra.recipe.collating import Collate, collate_batch
-from cerebro_hydra.recipe.columns import Call, Columns, predictions
+from cerebro_hydra.recipe.columns import Columns, ForwardCall, predictions
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, as_json, resolve_metrics
 from cerebro_hydra.recipe.objective import Objective
@@ -100,7 +100,7 @@ class Recipe:
             )
         self.shards = checked_shards(self.shards, self.model)
         self._check_numbers()
-        self.call = Call.of(self.model, None, takes_labels=False)
+        self.call = ForwardCall.of(self.model, None, takes_labels=False)
 
     def _check_numbers(self) -> None:
         for argument in ("batch_size", "accumulate", "early_stopping"):
@@ -135,7 +135,7 @@ class Recipe:
         """
         self.columns = columns
         self._objective.bind(columns.labels, columns.weight)
-        self.call = Call.of(self.model, columns, self._objective.is_models_own)
+        self.call = ForwardCall.of(self.model, columns, self._objective.is_models_own)
         self.metric_list = resolve_metrics(self.metrics, columns.labels, self._objective.losses)
         measured = ["loss", *(metric.name for metric in self.metric_list)]
         if self.lr_metric not in measured:

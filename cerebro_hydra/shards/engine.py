@@ -35,7 +35,6 @@ Cursor = dict[str, Any]
 Need = Callable[[int], tuple[Segments, Cursor | None]]
 Publish = Callable[[int, Segments, Cursor], object]
 Mode = Literal["keep", "recompute"]
-OnStep = Callable[[int, float], object]
 
 _TRIAL = 0  # an engine runs one trial, so the trial of its actions is always this one
 
@@ -93,7 +92,7 @@ class Engine:
         start_step: int,
         need: Need,
         publish: Publish,
-        on_step: OnStep | None = None,
+        on_step: Callable[[int, float], object] | None = None,
         epoch_metrics: Mapping[str, float] | None = None,
     ) -> TrainTotals:
         """Train over a sub-epoch.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from cerebro_hydra.recipe import Call
+from cerebro_hydra.recipe import ForwardCall
 from cerebro_hydra.shards.sample import Sample
 
 _SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
@@ -30,10 +30,10 @@ class Guards:
     conditions: tuple[str, ...]
     shapes: tuple[tuple[int | None, ...], ...]
     signature: inspect.Signature
-    call: Call
+    call: ForwardCall
 
     @classmethod
-    def of(cls, model: nn.Module, call: Call, program: ExportedProgram) -> Guards:
+    def of(cls, model: nn.Module, call: ForwardCall, program: ExportedProgram) -> Guards:
         """Return the conditions under which an exported program equals its model."""
         placeholders = program.graph.find_nodes(op="placeholder")
         shapes = tuple(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cerebro_hydra.recipe import Call, units
+from cerebro_hydra.recipe import ForwardCall, units
 from cerebro_hydra.recipe.randomness import FORWARD, install_unit_hooks
 from cerebro_hydra.shards.reseed import enter_unit
 from cerebro_hydra.shards.sample import Sample
@@ -55,7 +55,7 @@ def layer_graphs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[Shar
             live_in=(LIVE.format(k),) if k else (),
             live_out=(LIVE.format(k + 1),) if k < len(at) else (),
             inputs=() if k else (0,),
-            call=Call(),
+            call=ForwardCall(),
             train=train,
         )
         for k, (start, end) in enumerate(ranges)
@@ -79,7 +79,7 @@ def _skeleton(model: nn.Module, train: bool) -> nn.Module:
 
 def _shard_graph(
     model: nn.Module, part: nn.Module, live_in: tuple[str, ...], live_out: tuple[str, ...],
-    inputs: tuple[int, ...], call: Call, train: bool,
+    inputs: tuple[int, ...], call: ForwardCall, train: bool,
 ) -> ShardGraph:  # fmt: skip
     # A part keeps the names of its model, where a tied tensor goes by its first name.
     param_names = first_names(model.named_parameters(remove_duplicate=False))
@@ -106,7 +106,11 @@ def _shard_graph(
 
 
 def _runner(
-    part: nn.Module, params: tuple[str, ...], buffers: tuple[str, ...], call: Call, sends: bool
+    part: nn.Module,
+    params: tuple[str, ...],
+    buffers: tuple[str, ...],
+    call: ForwardCall,
+    sends: bool,
 ) -> Callable[..., Sequence[Any]]:
     count = len(params) + len(buffers)
 
