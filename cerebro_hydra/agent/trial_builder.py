@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-from cerebro_hydra.data.batches import Batch, batches, row_order
+from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from cerebro_hydra.shards.cut_model import CutModelCache
@@ -78,8 +77,7 @@ class TrialBuilder:
         epoch += self._document.first_epoch
         order = row_order(part.rows, self._document.seed, epoch, partition)
         stream = self._batches(part, spec.batch_size, order)
-        while window := list(islice(stream, spec.accumulate)):
-            yield window
+        return windows(stream, spec.accumulate)
 
     def rows(self, partition: int) -> int:
         """Return how many training rows a partition has."""

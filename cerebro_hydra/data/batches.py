@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,6 +99,12 @@ def batches(
             rows=size,
         )
         start += size
+
+
+def windows(stream: Iterator[Batch], accumulate: int) -> Iterator[list[Batch]]:
+    """Yield the batches of each optimizer step; the last window may have fewer."""
+    while window := list(islice(stream, accumulate)):
+        yield window
 
 
 def _take(column: NDArray[np.generic], rows: NDArray[np.int64]) -> torch.Tensor:

@@ -8,8 +8,14 @@ from cerebro_hydra.recipe.build import (
     exclusive_generator,
     recipe_of,
 )
-from cerebro_hydra.recipe.columns import Call, Columns, predictions
-from cerebro_hydra.recipe.evaluation import Evaluation, SumOverRows, mean, merge_evaluations
+from cerebro_hydra.recipe.columns import Columns, ForwardCall, predictions
+from cerebro_hydra.recipe.evaluation import (
+    Evaluation,
+    RunningEvaluation,
+    SumOverRows,
+    mean,
+    merge_evaluations,
+)
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
 from cerebro_hydra.recipe.plain_trainer import BatchTensors, PlainTrainer, Window, state_tensors
 from cerebro_hydra.recipe.randomness import RandomKey, numeric_fingerprint, trial_seed, units
@@ -18,13 +24,14 @@ from cerebro_hydra.recipe.warm_start import load_warm_start
 
 __all__ = [
     "BatchTensors",
-    "Call",
     "Columns",
     "Evaluation",
+    "ForwardCall",
     "Metric",
     "PlainTrainer",
     "RandomKey",
     "Recipe",
+    "RunningEvaluation",
     "StateMetric",
     "SumOverRows",
     "Window",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,15 +12,10 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.columns import Columns
 from cerebro_hydra.recipe.recipe import Recipe
 
-# A validator of Spark ML transforms with one model while another thread's trials are admitted.
-_generator = threading.RLock()
-
-
-@contextmanager
-def exclusive_generator() -> Iterator[None]:
-    """Keep other threads from building and admitting: there is one CPU generator per process."""
-    with _generator:
-        yield
+# There is one CPU generator per process, and a validator of Spark ML transforms with one model
+# while another thread's trials are admitted.
+exclusive_generator = threading.RLock()
+"""Keeps other threads from building and admitting."""
 
 
 def recipe_of(built: Any) -> Recipe:
@@ -50,5 +44,5 @@ def build_keeping_random_state(
     factory: Callable[[Any], Any], params: Mapping[str, Any], seed: int, columns: Columns
 ) -> Recipe:
     """Build a recipe and leave the process's random numbers as if nothing had been built."""
-    with exclusive_generator(), torch.random.fork_rng(devices=[]):
+    with exclusive_generator, torch.random.fork_rng(devices=[]):
         return build_recipe(factory, params, seed, columns)

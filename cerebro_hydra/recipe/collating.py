@@ -16,45 +16,28 @@ Collate = Callable[[dict[str, Tensor], bool], dict[str, Tensor]]
 _UNIT = "collate"  # names of unit calls have an "@", so none is called this
 
 
-class Collator:
-    """Applies `collate(batch, training)` to batches of named columns.
-
-    Raises:
-        ConfigurationError: collate is no function.
-    """
-
-    def __init__(self, collate: Any) -> None:
-        if collate is not None and not callable(collate):
-            raise ConfigurationError(
-                f"collate is {collate!r}; give a function (batch, training) -> batch, where a "
-                "batch is a dict of column to tensor"
-            )
-        self._collate: Collate | None = collate
-        self._columns: Columns | None = None
-
-    def bind(self, columns: Columns) -> None:
-        """Take the names of the columns."""
-        self._columns = columns
-
-    def apply(
-        self, features: tuple[Tensor, ...], targets: tuple[Tensor, ...], key: RandomKey | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return a batch's features and targets after collating; without a key, for evaluation."""
-        if self._collate is None:
-            return features, targets
-        names = self._names(len(features), len(targets))
-        if key is not None:
-            key.reseed(_UNIT)
-        given = dict(zip(names, (*features, *targets), strict=True))
-        rows = len(next(iter(given.values())))
-        made = self._collate(given, key is not None)
-        tensors = [_column(made, name, rows) for name in names]
-        return tuple(tensors[: len(features)]), tuple(tensors[len(features) :])
-
-    def _names(self, features: int, targets: int) -> list[str]:
-        if self._columns is not None:
-            return [*self._columns.features, *self._columns.targets[:targets]]
-        return [*(f"feature_{i}" for i in range(features)), *(f"label_{i}" for i in range(targets))]
+def collate_batch(
+    collate: Collate | None,
+    columns: Columns | None,
+    features: tuple[Tensor, ...],
+    targets: tuple[Tensor, ...],
+    key: RandomKey | None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return a batch's features and targets after `collate`; without a key, for evaluation."""
+    if collate is None:
+        return features, targets
+    if columns is not None:
+        names = [*columns.features, *columns.targets[: len(targets)]]
+    else:
+        names = [f"feature_{i}" for i in range(len(features))]
+        names += [f"label_{i}" for i in range(len(targets))]
+    if key is not None:
+        key.reseed(_UNIT)
+    given = dict(zip(names, (*features, *targets), strict=True))
+    rows = len(next(iter(given.values())))
+    made = collate(given, key is not None)
+    tensors = [_column(made, name, rows) for name in names]
+    return tuple(tensors[: len(features)]), tuple(tensors[len(features) :])
 
 
 def _column(made: Any, name: str, rows: int) -> Tensor:

@@ -47,7 +47,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Call:
+class ForwardCall:
     """The rule by which tensors become the arguments of a forward.
 
     Args:
@@ -82,7 +82,7 @@ class Call:
         return functional_call(model, scratch, args, kwargs)
 
     @classmethod
-    def of(cls, model: nn.Module, columns: Columns | None, takes_labels: bool) -> Call:
+    def of(cls, model: nn.Module, columns: Columns | None, takes_labels: bool) -> ForwardCall:
         """Pass columns by name if forward has an argument for every feature, else by position.
 
         Raises:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from cerebro_hydra.errors import ConfigurationError
 
-Interval = Literal["step", "epoch"]
 INTERVALS = ("step", "epoch")
 
 
@@ -94,12 +93,7 @@ def _called(make: Callable[..., Any], optimizer: Any, steps_per_epoch: int) -> A
     if any(p.name == "steps_per_epoch" and p.kind is not p.POSITIONAL_ONLY for p in others):
         return make(optimizer, steps_per_epoch=steps_per_epoch)
     # With a default, it is an option of the scheduler that was wrapped or captured.
-    needed = [
-        p
-        for p in others
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return make(optimizer, steps_per_epoch) if needed else make(optimizer)
+    return make(optimizer, steps_per_epoch) if _required(make) > 1 else make(optimizer)
 
 
 def _takes_metric(scheduler: Any) -> bool:
@@ -109,9 +103,12 @@ def _takes_metric(scheduler: Any) -> bool:
 @cache
 def _step_asks_for_a_value(kind: type[Any]) -> bool:
     """Tell whether `step` needs a value, as that of ReduceLROnPlateau does."""
-    required = [
-        p
-        for p in inspect.signature(kind.step).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(required) > 1  # beside self
+    return _required(kind.step) > 1  # beside self
+
+
+def _required(function: Callable[..., Any]) -> int:
+    """Count the positional parameters that have no default."""
+    return sum(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(function).parameters.values()
+    )

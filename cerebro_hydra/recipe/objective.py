@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,9 +47,9 @@ class Objective:
     """
 
     def __init__(self, loss: Any, weights: Sequence[float] | None) -> None:
-        several = isinstance(loss, list | tuple)
+        self.several = isinstance(loss, list | tuple)
         self.is_models_own = isinstance(loss, str) and loss == MODEL
-        self.losses: tuple[Loss, ...] = tuple(loss) if several else (loss,)
+        self.losses: tuple[Loss, ...] = tuple(loss) if self.several else (loss,)
         if not self.is_models_own:
             for each in self.losses:
                 if not callable(each):
@@ -56,11 +57,10 @@ class Objective:
                         f"loss is {each!r}; give a function, a loss module, a list of them (one "
                         "per label column), or 'model' for a model that computes its own"
                     )
-        self.several = several
-        if weights is not None and (not several or len(weights) != len(self.losses)):
+        if weights is not None and (not self.several or len(weights) != len(self.losses)):
             raise ConfigurationError(
                 f"loss_weights is {weights!r}; give one number for each loss of a list, of which "
-                f"there are {len(self.losses) if several else 'none: loss is no list'}"
+                f"there are {len(self.losses) if self.several else 'none: loss is no list'}"
             )
         self._weights = tuple(map(float, weights or [1.0] * len(self.losses)))
         self._weighs_rows = False
@@ -97,15 +97,12 @@ class Objective:
         ready = self.prepare(outputs, labels)
         if not self.several:
             return self._one(self.losses[0], _seen_by(self.losses[0], outputs), ready, weight)
-        given = self._outputs(outputs)
-        total: Tensor | None = None
-        for loss, counts, output, label in zip(
-            self.losses, self._weights, given, ready, strict=True
-        ):
-            part = self._one(loss, output, (label,), weight) * counts
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+        each = zip(self.losses, self._weights, self._outputs(outputs), ready, strict=True)
+        parts = (
+            self._one(loss, output, (label,), weight) * counts
+            for loss, counts, output, label in each
+        )
+        return functools.reduce(operator.add, parts)
 
     def split(self, targets: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
         """Part the targets into labels and sample weights."""
@@ -117,11 +114,8 @@ class Objective:
             return tuple(labels)
         if not self.several:
             return tuple(_prepared(self.losses[0], outputs, label) for label in labels)
-        given = self._outputs(outputs)
-        return tuple(
-            _prepared(loss, output, label)
-            for loss, output, label in zip(self.losses, given, labels, strict=True)
-        )
+        each = zip(self.losses, self._outputs(outputs), labels, strict=True)
+        return tuple(_prepared(loss, output, label) for loss, output, label in each)
 
     def _outputs(self, outputs: Any) -> list[Tensor]:
         given = predictions(outputs, self._labels)
@@ -205,7 +199,7 @@ def _per_row(loss: Loss) -> Loss:
         takes = inspect.signature(loss).parameters
     except ValueError:
         return loss
-    return partial(loss, reduction="none") if "reduction" in takes else loss
+    return functools.partial(loss, reduction="none") if "reduction" in takes else loss
 
 
 def _prepared(loss: Loss, outputs: Any, label: Tensor) -> Tensor:

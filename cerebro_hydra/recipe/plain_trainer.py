@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
-from cerebro_hydra.recipe.evaluation import Evaluation, SumOverRows
+from cerebro_hydra.recipe.evaluation import Evaluation, RunningEvaluation, SumOverRows
 from cerebro_hydra.recipe.randomness import RandomKey, unit_hooks
 from cerebro_hydra.recipe.recipe import Recipe
 
@@ -144,10 +144,8 @@ class PlainTrainer:
         """
         recipe, model = self.recipe, self.evaluated_model().eval()
         buffers: dict[str, Any] = {}
-        sums: dict[str, float] = {}
-        states: dict[str, Any] = {}
-        rows = 0
-        for number, batch in enumerate(batches):
+        evaluation = RunningEvaluation(recipe)
+        for batch in batches:
             self.phase = "collate in evaluation"
             features, targets = recipe.collated(batch.features, batch.labels, None)
             with torch.no_grad(), recipe.precision():
@@ -156,16 +154,10 @@ class PlainTrainer:
                 if on_outputs is not None:
                     on_outputs(outputs)
                 self.phase = "loss in evaluation"
-                values = {"loss": recipe.compute_loss(outputs, targets).item()}
+                loss = recipe.compute_loss(outputs, targets).item()
                 self.phase = "metrics"
-                values |= recipe.compute_metrics(outputs, targets)
-                recipe.update_states(states, outputs, targets)
-            if not math.isfinite(values["loss"]):
-                raise NonFiniteLoss(f"the validation loss of batch {number} is {values['loss']}")
-            rows += batch.rows
-            for name, value in values.items():
-                sums[name] = sums.get(name, 0.0) + value * batch.rows
-        return Evaluation({name: (total, rows) for name, total in sums.items()}, states)
+                evaluation.add(loss, outputs, targets, batch.rows)
+        return evaluation.result()
 
     def evaluated_model(self) -> nn.Module:
         """Return the model that is evaluated and kept: the moving average, if there is one."""

@@ -17,15 +17,10 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.autocast import AUTOCAST, autocasting
 from cerebro_hydra.recipe.blocks import checked_shards
-from cerebro_hydra.recipe.collating import Collate, Collator
-from cerebro_hydra.recipe.columns import Call, Columns, predictions
+from cerebro_hydra.recipe.collating import Collate, collate_batch
+from cerebro_hydra.recipe.columns import Columns, ForwardCall, predictions
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
-from cerebro_hydra.recipe.metrics import (
-    Metric,
-    StateMetric,
-    as_json,
-    resolve_metrics,
-)
+from cerebro_hydra.recipe.metrics import Metric, StateMetric, as_json, resolve_metrics
 from cerebro_hydra.recipe.objective import Objective
 from cerebro_hydra.recipe.optimizers import check_optimizer, check_parameters
 from cerebro_hydra.recipe.randomness import RandomKey
@@ -96,16 +91,16 @@ class Recipe:
         check_optimizer(self.optimizer, self.model)
         check_parameters(self.model)
         self._objective = Objective(self.loss, self.loss_weights)
-        self._set_metrics(resolve_metrics(self.metrics))
-        self._schedule = LRSchedule(self.lr_scheduler, self.lr_interval, self.lr_metric)
-        self._collator = Collator(self.collate)
+        self.metric_list = resolve_metrics(self.metrics)
+        self.lr_schedule = LRSchedule(self.lr_scheduler, self.lr_interval, self.lr_metric)
+        if self.collate is not None and not callable(self.collate):
+            raise ConfigurationError(
+                f"collate is {self.collate!r}; give a function (batch, training) -> batch, where a "
+                "batch is a dict of column to tensor"
+            )
         self.shards = checked_shards(self.shards, self.model)
         self._check_numbers()
-        self._call = Call.of(self.model, None, takes_labels=False)
-
-    def _set_metrics(self, metrics: tuple[Metric, ...]) -> None:
-        self._metrics = metrics
-        self._state_metrics = tuple(m for m in metrics if isinstance(m.function, StateMetric))
+        self.call = ForwardCall.of(self.model, None, takes_labels=False)
 
     def _check_numbers(self) -> None:
         for argument in ("batch_size", "accumulate", "early_stopping"):
@@ -140,10 +135,9 @@ class Recipe:
         """
         self.columns = columns
         self._objective.bind(columns.labels, columns.weight)
-        self._call = Call.of(self.model, columns, self._objective.is_models_own)
-        self._set_metrics(resolve_metrics(self.metrics, columns.labels, self._objective.losses))
-        self._collator.bind(columns)
-        measured = ["loss", *(metric.name for metric in self._metrics)]
+        self.call = ForwardCall.of(self.model, columns, self._objective.is_models_own)
+        self.metric_list = resolve_metrics(self.metrics, columns.labels, self._objective.losses)
+        measured = ["loss", *(metric.name for metric in self.metric_list)]
         if self.lr_metric not in measured:
             raise ConfigurationError(
                 f"lr_metric is {self.lr_metric!r}, which is not measured; measured are {measured}"
@@ -151,11 +145,6 @@ class Recipe:
         return self
 
     # ------------------------------------------------------------------ one batch
-
-    @property
-    def call(self) -> Call:
-        """Return the rule by which `inputs` become arguments of the model's forward."""
-        return self._call
 
     def inputs(self, features: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what forward takes of a batch: the features, and the labels if it asks."""
@@ -171,7 +160,7 @@ class Recipe:
         Raises:
             ConfigurationError: it lost a column or changed the number of rows.
         """
-        return self._collator.apply(features, targets, key)
+        return collate_batch(self.collate, self.columns, features, targets, key)
 
     @contextmanager
     def precision(self) -> Iterator[None]:
@@ -204,14 +193,9 @@ class Recipe:
         return self._objective.losses
 
     @property
-    def metric_list(self) -> tuple[Metric, ...]:
-        """Return every metric, in order."""
-        return self._metrics
-
-    @property
     def state_metrics(self) -> tuple[Metric, ...]:
         """Return the metrics that keep a state."""
-        return self._state_metrics
+        return tuple(m for m in self.metric_list if isinstance(m.function, StateMetric))
 
     def compute_metrics(self, outputs: Any, targets: Sequence[Tensor]) -> dict[str, float]:
         """Return each averaged metric's mean over one batch.
@@ -221,7 +205,7 @@ class Recipe:
         """
         labels = self._labels(outputs, targets)
         values: dict[str, float] = {}
-        for metric in self._metrics:
+        for metric in self.metric_list:
             if not isinstance(metric.function, StateMetric):
                 with _naming(metric):
                     values[metric.name] = float(
@@ -233,10 +217,10 @@ class Recipe:
         self, states: dict[str, Any], outputs: Any, targets: Sequence[Tensor]
     ) -> None:
         """Update, in place, the state of each custom metric by one batch."""
-        if not self._state_metrics:
+        if not self.state_metrics:
             return
         labels = self._labels(outputs, targets)
-        for metric in self._state_metrics:
+        for metric in self.state_metrics:
             function = cast(StateMetric, metric.function)
             if metric.name not in states:  # a copy: update may write into what start gave
                 states[metric.name] = as_json(metric.name, function.start())
@@ -262,13 +246,6 @@ class Recipe:
                 "{name: (function, 'min'|'max')}"
             )
         return (given[metric.label], labels[metric.label])
-
-    # ------------------------------------------------------------------ learning rates
-
-    @property
-    def lr_schedule(self) -> LRSchedule:
-        """Return what makes and steps LR schedulers."""
-        return self._schedule
 
 
 def _is_number(value: Any) -> bool:

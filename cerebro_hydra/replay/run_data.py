@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.batches import Batch, batches, row_order
+from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import MANIFEST_NAME, Manifest
 from cerebro_hydra.errors import ReplayError
@@ -64,8 +63,7 @@ class RunData:
         part = self.training[partition]
         order = row_order(part.rows, self.seed, epoch, partition)
         stream = self._batches(part, spec.batch_size, order)
-        while window := list(islice(stream, spec.accumulate)):
-            yield window
+        return windows(stream, spec.accumulate)
 
     def validation_batches(self, spec: TrialSpec, partition: int) -> Iterator[Batch]:
         """Yield the validation rows of a partition in stored order."""

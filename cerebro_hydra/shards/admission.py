@@ -28,8 +28,6 @@ from cerebro_hydra.shards.shard_times import measure_layers, measure_shards
 from cerebro_hydra.shards.state_template import StateTemplate
 from cerebro_hydra.shards.trace import CutFailed
 
-__all__ = ["AdmittedCut", "CutReport", "StateTemplate", "admit"]
-
 
 @dataclass(frozen=True)
 class AdmittedCut:

@@ -11,10 +11,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 def grad_norms(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the 2-norm of each gradient that exists."""
-    with_grad = {name: p.grad for name, p in params.items() if p.grad is not None}
     norms: dict[str, Tensor] = {}
-    for names in _by_dtype(with_grad).values():
-        norms |= zip(names, torch._foreach_norm([with_grad[n] for n in names], 2.0), strict=True)
+    for grads in _grads_by_dtype(params):
+        norms |= zip(grads, torch._foreach_norm([*grads.values()], 2.0), strict=True)
     return norms
 
 
@@ -40,18 +39,13 @@ def clip_coefficient(norms: Mapping[str, Tensor], order: Sequence[str], limit: f
 
 def scale_grads(params: Mapping[str, Tensor], coefficient: Tensor) -> None:
     """Multiply every gradient by the coefficient."""
-    grads = {name: p.grad for name, p in params.items() if p.grad is not None}
-    for names in _by_dtype(grads).values():
-        torch._foreach_mul_([grads[n] for n in names], coefficient)
+    for grads in _grads_by_dtype(params):
+        torch._foreach_mul_([*grads.values()], coefficient)
 
 
-def clamp_grads(params: Mapping[str, Tensor], limit: float) -> None:
-    """Bring every element of the gradients into [-limit, limit]."""
-    torch.nn.utils.clip_grad_value_(params.values(), limit)
-
-
-def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[torch.dtype, list[str]]:
-    groups: dict[torch.dtype, list[str]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(tensor.dtype, []).append(name)
-    return groups
+def _grads_by_dtype(params: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    groups: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, parameter in params.items():
+        if parameter.grad is not None:
+            groups.setdefault(parameter.grad.dtype, {})[name] = parameter.grad
+    return list(groups.values())

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -32,8 +32,7 @@ STEPS_PER_EPOCH = 1000
 """For LR schedulers that ask; the real number is not known yet."""
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _ExampleBatch(NamedTuple):
     features: tuple[Tensor, ...]
     labels: tuple[Tensor, ...]
     rows: int
@@ -95,17 +94,18 @@ class CutCheck:
             again: makes the cut model anew for every step, as another worker would.
         """
         shards = _Shards(self, cut_model, layout, again)
+        found = self._difference_in_training(shards, layout)
+        if found is None:
+            return self._difference_in_evaluation(shards)
+        where = self._where(cut_model, layout)
+        return f"{found}; {where}" if where else found
+
+    def _difference_in_training(self, shards: _Shards, layout: TrialLayout) -> str | None:
         for step, (expected, rows) in enumerate(self.losses):
             loss = shards.step(step)
             if loss != expected:
-                where = self._where(cut_model, layout)
-                found = f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
-                return f"{found}; {where}" if where else found
-        found_in_state = first_difference(layout, shards.segments, self.trainer)
-        if found_in_state is None:
-            return self._difference_in_evaluation(shards)
-        where = self._where(cut_model, layout)
-        return f"{found_in_state}; {where}" if where else found_in_state
+                return f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
+        return first_difference(layout, shards.segments, self.trainer)
 
     def _difference_in_evaluation(self, shards: _Shards) -> str | None:
         for expected in self.evaluated:
@@ -216,10 +216,10 @@ def _evaluated(trainer: PlainTrainer, example: Example, trial_seed: int) -> Eval
     return Evaluated(example, outputs, found)
 
 
-def _window(example: Example, times: int) -> list[_Batch]:
+def _window(example: Example, times: int) -> list[_ExampleBatch]:
     features, targets = example
     rows = int((targets or features)[0].shape[0])
-    return [_Batch(*copy_example(example), rows) for _ in range(times)]
+    return [_ExampleBatch(*copy_example(example), rows) for _ in range(times)]
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

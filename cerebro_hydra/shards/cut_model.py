@@ -65,14 +65,6 @@ class CutModel:
         """The groups of shards that share a parameter, each with its owner first."""
         return tuple(sorted(set(self.tied.values())))
 
-    def param_names(self, shard: int) -> tuple[str, ...]:
-        """Return the names of the parameters that a shard owns."""
-        return tuple(p.name for p in self.params if p.owner == shard)
-
-    def buffer_names(self, shard: int) -> tuple[str, ...]:
-        """Return the names of the buffers that a shard owns."""
-        return tuple(b.name for b in self.buffers if b.owner == shard)
-
     @classmethod
     def build(cls, model: nn.Module, spec: CutSpec, sample: Sample) -> CutModel:
         """Cut a model as a spec says, without changing the model.
@@ -116,24 +108,21 @@ class CutModel:
         evaluation: tuple[ShardGraph, ...], outputs: Callable[[Sequence[Any], bool], Any],
         guards: tuple[Guards, ...] = (),
     ) -> CutModel:  # fmt: skip
-        param_owner: dict[str, int] = {}
-        buffer_owner: dict[str, int] = {}
+        owner: dict[str, int] = {}
         for shard, graphs in enumerate(zip(train, evaluation, strict=True)):
             for graph in graphs:
-                for name in graph.params:
-                    param_owner.setdefault(name, shard)
-                for name in graph.buffers:
-                    buffer_owner.setdefault(name, shard)
+                for name in (*graph.params, *graph.buffers):
+                    owner.setdefault(name, shard)
         persistent = set(model.state_dict(keep_vars=True))
         mutated = {name for graph in train for name in graph.mutates}
         params = tuple(
-            _info(name, p, param_owner.get(name, 0), not p.requires_grad)
+            _info(name, p, owner.get(name, 0), not p.requires_grad)
             for name, p in model.named_parameters()
         )
         buffers = tuple(
-            _info(name, b, buffer_owner.get(name, 0), name not in mutated)
+            _info(name, b, owner.get(name, 0), name not in mutated)
             for name, b in model.named_buffers()
-            if name in buffer_owner or name in persistent
+            if name in owner or name in persistent
         )
         tied: dict[str, tuple[int, ...]] = {}
         for info in params:
@@ -145,21 +134,9 @@ class CutModel:
 
 
 def _info(name: str, tensor: Tensor, owner: int, frozen: bool) -> TensorInfo:
-    strides = tensor.stride()
-    if not _is_dense(tensor):
-        strides = torch.empty(tensor.shape, device="meta").stride()
-    return TensorInfo(name, tensor.dtype, tuple(tensor.shape), tuple(strides), owner, frozen)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor fills its memory without holes, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    # A tensor with holes gets the strides of its copy, a dense one keeps its own.
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return TensorInfo(name, tensor.dtype, tuple(tensor.shape), strides, owner, frozen)
 
 
 class CutModelCache:

@@ -22,10 +22,6 @@ class CutSpec:
     mode: CutMode
     at: tuple[str, ...] = ()
 
-    @property
-    def num_shards(self) -> int:
-        return len(self.at) + 1
-
     def to_json(self) -> dict[str, Any]:
         return {"mode": self.mode, "at": list(self.at)}
 

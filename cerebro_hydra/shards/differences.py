@@ -25,7 +25,7 @@ def first_difference(
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     averages = {} if trainer.ema is None else dict(trainer.ema.module.named_parameters())
     for shard, segments in zip(layout.shards, shards, strict=True):
-        state = ShardState.bind(shard, **segments)
+        state = ShardState(shard, **segments)
         optimizer = state.existing_optimizer_state()
         for name, parameter in state.params.items():
             if not same_bits(parameter, params[name]):
@@ -88,9 +88,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _operation(func: Any, value: Tensor) -> Operation:
-    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
     form = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return Operation(str(func), form, digest(flat))
+    return Operation(str(func), form, digest(value))
 
 
 def first_operation(uncut: Recorder, cut: Recorder) -> str | None:

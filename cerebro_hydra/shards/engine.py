@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,22 +15,26 @@ from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.plan.validate import validate
-from cerebro_hydra.recipe import BatchTensors, Evaluation, RandomKey, Recipe
-from cerebro_hydra.shards.clipping import clamp_grads, clip_coefficient, grad_norms, scale_grads
+from cerebro_hydra.recipe import (
+    BatchTensors,
+    Evaluation,
+    RandomKey,
+    Recipe,
+    RunningEvaluation,
+    Window,
+)
+from cerebro_hydra.shards.clipping import clip_coefficient, grad_norms, scale_grads
 from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
-from cerebro_hydra.shards.state import ShardState, read_state
+from cerebro_hydra.shards.state import ShardState
 from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
-
-__all__ = ["Engine", "Mode", "TrainTotals", "UnfitShape", "read_state"]
 
 Cursor = dict[str, Any]
 Need = Callable[[int], tuple[Segments, Cursor | None]]
 Publish = Callable[[int, Segments, Cursor], object]
 Mode = Literal["keep", "recompute"]
-OnStep = Callable[[int, float], object]
 
 _TRIAL = 0  # an engine runs one trial, so the trial of its actions is always this one
 
@@ -85,11 +88,11 @@ class Engine:
 
     def train(
         self,
-        windows: Iterable[Sequence[BatchTensors]],
+        windows: Iterable[Window],
         start_step: int,
         need: Need,
         publish: Publish,
-        on_step: OnStep | None = None,
+        on_step: Callable[[int, float], object] | None = None,
         epoch_metrics: Mapping[str, float] | None = None,
     ) -> TrainTotals:
         """Train over a sub-epoch.
@@ -144,11 +147,9 @@ class Engine:
         """
         recipe, cut_model = self._recipe, self._cut_model
         shards: dict[int, ShardState] = {}
-        sums: dict[str, float] = {}
-        states: dict[str, Any] = {}
-        rows = 0
         scratch: dict[str, Tensor] = {}
-        for number, batch in enumerate(batches):
+        evaluation = RunningEvaluation(recipe)
+        for batch in batches:
             features, targets = recipe.collated(batch.features, batch.labels, None)
             inputs = recipe.inputs(features, targets)
             self._check_shapes(inputs)
@@ -156,21 +157,15 @@ class Engine:
                 for k, graph in enumerate(cut_model.eval):
                     if k not in shards:
                         segments, _ = need(k)
-                        shards[k] = ShardState.bind(self._layout.shards[k], **segments)
+                        shards[k] = ShardState(self._layout.shards[k], **segments)
                         for name in graph.mutates:
                             scratch[name] = shards[self._owner[name]].buffers[name].clone()
                 outputs = self._forward(shards, scratch, inputs)
                 if on_outputs is not None:
                     on_outputs(outputs)
-                measured = {"loss": recipe.compute_loss(outputs, targets).item()}
-                measured |= recipe.compute_metrics(outputs, targets)
-                recipe.update_states(states, outputs, targets)
-            if not math.isfinite(measured["loss"]):
-                raise NonFiniteLoss(f"the validation loss of batch {number} is {measured['loss']}")
-            rows += batch.rows
-            for name, value in measured.items():
-                sums[name] = sums.get(name, 0.0) + value * batch.rows
-        return Evaluation({name: (value, rows) for name, value in sums.items()}, states)
+                loss = recipe.compute_loss(outputs, targets).item()
+                evaluation.add(loss, outputs, targets, batch.rows)
+        return evaluation.result()
 
     def _forward(
         self, shards: Mapping[int, ShardState], scratch: Mapping[str, Tensor],
@@ -186,23 +181,16 @@ class Engine:
             values = dict(zip(graph.live_out, out, strict=False))
         return self._cut_model.outputs(out, False)
 
-    def _microbatches(self, window: Sequence[BatchTensors], step: int) -> list[Microbatch]:
+    def _microbatches(self, window: Window, step: int) -> list[Microbatch]:
         total = sum(batch.rows for batch in window)
-        return [
-            self._microbatch(
-                batch,
-                RandomKey(self._trial_seed, step, number),
-                batch.rows / total if len(window) > 1 else None,
-            )
-            for number, batch in enumerate(window)
-        ]
-
-    def _microbatch(self, batch: BatchTensors, key: RandomKey, weight: float | None) -> Microbatch:
-        features, targets = self._recipe.collated(batch.features, batch.labels, key)
-        inputs = self._recipe.inputs(features, targets)
-        self._check_shapes(inputs)
-        loss_of = partial(self._recipe.compute_loss, targets=targets)
-        return Microbatch(inputs=inputs, loss_of=loss_of, weight=weight, key=key)
+        microbatches = []
+        for number, batch in enumerate(window):
+            key = RandomKey(self._trial_seed, step, number)
+            weight = batch.rows / total if len(window) > 1 else None
+            made = Microbatch.collated(self._recipe, (batch.features, batch.labels), key, weight)
+            self._check_shapes(made.inputs)
+            microbatches.append(made)
+        return microbatches
 
     def _check_shapes(self, inputs: Sequence[Tensor]) -> None:
         """Refuse shapes that break an assumption of an exported graph; each is checked once."""
@@ -277,7 +265,7 @@ class _SubEpoch:
 
     def _receive(self, k: int, step: int) -> None:
         segments, cursor = self._need(k)
-        state = ShardState.bind(self._layout.shards[k], **segments)
+        state = ShardState(self._layout.shards[k], **segments)
         mine = {self._original[name]: p for name, p in state.params.items()}
         optimizer = clone_optimizer(self._recipe.optimizer, mine)
         scheduler = self._recipe.lr_schedule.make(optimizer, self._steps_per_epoch)
@@ -302,7 +290,7 @@ class _SubEpoch:
                 self._coefficient = clip_coefficient(norms, self._order, limit)
             scale_grads(state.params, self._coefficient)
         if self._recipe.clip_grad_value is not None:
-            clamp_grads(state.params, self._recipe.clip_grad_value)
+            torch.nn.utils.clip_grad_value_(state.params.values(), self._recipe.clip_grad_value)
         optimizer, scheduler = self._optimizers[k]
         optimizer.step()
         state.keep_optimizer(optimizer)
@@ -318,9 +306,7 @@ class _SubEpoch:
         self._publish(k, self._states[k].segments, cursor)
 
 
-def _with_last(
-    windows: Iterable[Sequence[BatchTensors]],
-) -> Iterable[tuple[Sequence[BatchTensors], bool]]:
+def _with_last(windows: Iterable[Window]) -> Iterable[tuple[Window, bool]]:
     """Yield each window and whether it is the last, looking ahead by one."""
     end = object()
     for window, following in itertools.pairwise(itertools.chain(windows, [end])):

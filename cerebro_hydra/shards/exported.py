@@ -253,10 +253,10 @@ def _refuse_pickles(path: Path) -> None:
 
 def _strides(program: ExportedProgram) -> dict[str, tuple[int, ...]]:
     """Return the strides of each weight, because kernels may round otherwise on other strides."""
-    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    placeholders = program.graph.find_nodes(op="placeholder")
     return {
-        str(spec.target): placeholders[spec.arg.name].meta["val"].stride()
-        for spec in program.graph_signature.input_specs
+        str(spec.target): node.meta["val"].stride()
+        for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True)
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
     }
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from cerebro_hydra.recipe import Call
+from cerebro_hydra.recipe import ForwardCall
 from cerebro_hydra.shards.sample import Sample
 
 _SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
@@ -30,21 +30,16 @@ class Guards:
     conditions: tuple[str, ...]
     shapes: tuple[tuple[int | None, ...], ...]
     signature: inspect.Signature
-    call: Call
+    call: ForwardCall
 
     @classmethod
-    def of(cls, model: nn.Module, call: Call, program: ExportedProgram) -> Guards:
+    def of(cls, model: nn.Module, call: ForwardCall, program: ExportedProgram) -> Guards:
         """Return the conditions under which an exported program equals its model."""
-        placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-        inputs = [
-            placeholders[spec.arg.name].meta["val"]
-            for spec in program.graph_signature.input_specs
-            if spec.kind is InputKind.USER_INPUT
-        ]
+        placeholders = program.graph.find_nodes(op="placeholder")
         shapes = tuple(
-            tuple(size if isinstance(size, int) else None for size in value.shape)
-            for value in inputs
-            if isinstance(value, Tensor)
+            tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape)
+            for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True)
+            if spec.kind is InputKind.USER_INPUT and isinstance(node.meta["val"], Tensor)
         )
         conditions = tuple(program._guards_code or ())
         return cls(conditions, shapes, inspect.signature(model.forward), call)

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,20 +130,21 @@ def initial_segments(recipe: Recipe, layout: TrialLayout) -> list[Segments]:
         for key, value in recipe.optimizer.state.get(parameter, {}).items():
             tensors[f"optim:{name}:{key}"] = value
     tensors |= {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
-    shards = []
-    for shard in layout.shards:
-        segments = {"frozen": shard.frozen.allocate(), "trainable": shard.trainable.allocate()}
-        for which, segment in (("frozen", shard.frozen), ("trainable", shard.trainable)):
-            for entry in segment.entries:
-                if entry.name in tensors:
-                    entry.view(segments[which]).copy_(tensors[entry.name].detach())
-                elif entry.name == EXISTS:
-                    made = [
-                        e.name in tensors for e in segment.entries if is_optimizer_state(e.name)
-                    ]
-                    entry.view(segments[which]).copy_(torch.tensor(made, dtype=torch.uint8))
-        shards.append(segments)
-    return shards
+    return [
+        {"frozen": _filled(shard.frozen, tensors), "trainable": _filled(shard.trainable, tensors)}
+        for shard in layout.shards
+    ]
+
+
+def _filled(segment: SegmentLayout, tensors: Mapping[str, Tensor]) -> Bytes:
+    """Return a segment with the tensors that exist, and marks of the optimizer state among them."""
+    marks = [e.name in tensors for e in segment.entries if is_optimizer_state(e.name)]
+    given = {**tensors, EXISTS: torch.tensor(marks, dtype=torch.uint8)}
+    buffer = segment.allocate()
+    for entry in segment.entries:
+        if entry.name in given:
+            entry.view(buffer).copy_(given[entry.name].detach())
+    return buffer
 
 
 def is_optimizer_state(name: str) -> bool:

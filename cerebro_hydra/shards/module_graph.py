@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cerebro_hydra.recipe import Call, units
+from cerebro_hydra.recipe import ForwardCall, units
 from cerebro_hydra.recipe.randomness import FORWARD, install_unit_hooks
 from cerebro_hydra.shards.reseed import enter_unit
 from cerebro_hydra.shards.sample import Sample
@@ -48,15 +48,14 @@ def layer_graphs(model: nn.Module, at: Sequence[str], train: bool) -> tuple[Shar
     children = [name for name, _ in model.named_children()]
     heads = [children.index(unit.split("@")[0].split(".")[0]) for unit in at]
     ranges = itertools.pairwise([0, *heads, len(children)])
-    last = len(at)
     return tuple(
         _shard_graph(
             model,
             nn.Sequential(OrderedDict((n, getattr(skeleton, n)) for n in children[start:end])),
             live_in=(LIVE.format(k),) if k else (),
-            live_out=(LIVE.format(k + 1),) if k < last else (),
+            live_out=(LIVE.format(k + 1),) if k < len(at) else (),
             inputs=() if k else (0,),
-            call=Call(),
+            call=ForwardCall(),
             train=train,
         )
         for k, (start, end) in enumerate(ranges)
@@ -80,15 +79,20 @@ def _skeleton(model: nn.Module, train: bool) -> nn.Module:
 
 def _shard_graph(
     model: nn.Module, part: nn.Module, live_in: tuple[str, ...], live_out: tuple[str, ...],
-    inputs: tuple[int, ...], call: Call, train: bool,
+    inputs: tuple[int, ...], call: ForwardCall, train: bool,
 ) -> ShardGraph:  # fmt: skip
     # A part keeps the names of its model, where a tied tensor goes by its first name.
     param_names = first_names(model.named_parameters(remove_duplicate=False))
     buffer_names = first_names(model.named_buffers(remove_duplicate=False))
     params = {name: param_names[name] for name, _ in part.named_parameters()}
     buffers = {name: buffer_names[name] for name, _ in part.named_buffers()}
+
+    def entered(unit: str) -> None:
+        if unit != FORWARD or not live_in:  # only shard 0 begins a forward, the others go on
+            enter_unit(unit)
+
     if train:
-        install_unit_hooks(part, _entered(first=not live_in))
+        install_unit_hooks(part, entered)
     return ShardGraph(
         run=_runner(part, tuple(params), tuple(buffers), call, bool(live_out)),
         params=tuple(params.values()),
@@ -101,18 +105,12 @@ def _shard_graph(
     )
 
 
-def _entered(first: bool) -> Callable[[str], None]:
-    """Return a hook for unit calls; only shard 0 may begin a forward, which the others continue."""
-
-    def entered(unit: str) -> None:
-        if unit != FORWARD or first:
-            enter_unit(unit)
-
-    return entered
-
-
 def _runner(
-    part: nn.Module, params: tuple[str, ...], buffers: tuple[str, ...], call: Call, sends: bool
+    part: nn.Module,
+    params: tuple[str, ...],
+    buffers: tuple[str, ...],
+    call: ForwardCall,
+    sends: bool,
 ) -> Callable[..., Sequence[Any]]:
     count = len(params) + len(buffers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ def clone_optimizer(
         params: the new parameter by the id of the original one. Other parameters are left out.
     """
     clone = object.__new__(type(optimizer))
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CLONED}
-    clone.__dict__.update(attributes)
+    vars(clone).update((k, v) for k, v in vars(optimizer).items() if k not in _NOT_CLONED)
     clone.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
         # Adagrad makes state for every parameter it is given, but a frozen one needs none.
@@ -34,14 +34,9 @@ def clone_optimizer(
     clone.param_groups = []
     for group in optimizer.param_groups:
         indices = [i for i, p in enumerate(group["params"]) if id(p) in params]
-        options = {
-            name: copy.deepcopy(value)
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        }
-        named = {}
+        chosen: dict[str, Any] = {"params": [params[id(group["params"][i])] for i in indices]}
         if "param_names" in group:
-            named["param_names"] = [group["param_names"][i] for i in indices]
-        chosen = [params[id(group["params"][i])] for i in indices]
-        clone.param_groups.append({"params": chosen, **named, **options})
+            chosen["param_names"] = [group["param_names"][i] for i in indices]
+        options = {name: value for name, value in group.items() if name not in chosen}
+        clone.param_groups.append(chosen | copy.deepcopy(options))
     return clone

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -19,26 +19,22 @@ MARKER = torch.ops.cerebro_hydra.enter_unit.default
 torch.fx.node.has_side_effect(MARKER)
 
 
-class _Current(threading.local):
-    key: RandomKey | None = None
-
-
-_current = _Current()
+_key: ContextVar[RandomKey | None] = ContextVar("_key", default=None)
 
 
 @contextmanager
 def random_key(key: RandomKey) -> Iterator[None]:
     """Let `enter_unit` reseed by this key, on this thread and within the context."""
-    before, _current.key = _current.key, key
+    token = _key.set(key)
     try:
         yield
     finally:
-        _current.key = before
+        _key.reset(token)
 
 
 def enter_unit(unit: str) -> None:
     """Restart the random numbers for a unit call, or do nothing without a key, as in evaluation."""
-    key = _current.key
+    key = _key.get()
     if key is not None:
         key.reseed(unit)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cerebro_hydra.recipe import Call, RandomKey, Recipe
+from cerebro_hydra.recipe import ForwardCall, RandomKey, Recipe
 
 Example = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """The features and targets of one batch, as a reader gives them."""
@@ -31,7 +31,7 @@ class Sample:
     """
 
     inputs: tuple[Tensor, ...]
-    call: Call
+    call: ForwardCall
     autocast: str | None
     precision: Callable[[], AbstractContextManager[Any]]
     dynamic_shapes: bool

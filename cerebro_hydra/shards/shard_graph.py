@@ -68,7 +68,7 @@ def cut_graph(flat: FlatGraph, at: Sequence[str], train: bool) -> tuple[ShardGra
             flat,
             [n for n in flat.graph.nodes if shard_of.get(n) == k and n not in redundant],
             live_in[k],
-            live_in[k + 1] if k < last else list(_flat_outputs(output)),
+            live_in[k + 1] if k < last else list(output.args[0]),
             units=tuple(u for u, n in flat.markers.items() if shard_of[n] == k),
             is_last=k == last,
         )
@@ -113,11 +113,6 @@ def _may_draw(node: fx.Node) -> bool:
     if getattr(target, "__module__", "") in ("_operator", "math", "operator"):
         return False
     return getattr(target, "namespace", "") != "aten" or RANDOM in getattr(target, "tags", ())
-
-
-def _flat_outputs(output: fx.Node) -> Sequence[Any]:
-    values = output.args[0]
-    return values if isinstance(values, list | tuple) else (values,)
 
 
 def _shard_graph(

@@ -23,12 +23,8 @@ def measure_shards(
     recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
 ) -> list[float]:
     """Return the seconds of a training step in each shard, the fastest of some rounds."""
-    states = {
-        k: ShardState.bind(shard, **segments)
-        for k, (shard, segments) in enumerate(
-            zip(layout.shards, initial_segments(recipe, layout), strict=True)
-        )
-    }
+    segments = initial_segments(recipe, layout)
+    states = {k: ShardState(shard, **segments[k]) for k, shard in enumerate(layout.shards)}
     originals = {name: id(p) for name, p in recipe.model.named_parameters()}
     optimizers = [
         clone_optimizer(recipe.optimizer, {originals[n]: p for n, p in states[k].params.items()})
@@ -40,13 +36,8 @@ def measure_shards(
     for number in range(_MOST_ROUNDS):
         if number >= _LEAST_ROUNDS and time.perf_counter() - begun > _ENOUGH_SECONDS:
             break
-        features, targets = recipe.collated(*copy_example(example), key := RandomKey(0, number, 0))
-        batch = Microbatch(
-            inputs=recipe.inputs(features, targets),
-            loss_of=partial(recipe.compute_loss, targets=targets),
-            weight=None,
-            key=key,
-        )
+        key = RandomKey(0, number, 0)
+        batch = Microbatch.collated(recipe, copy_example(example), key, weight=None)
         spent = [_seconds(partial(tasks.forward, k, batch)) for k in states]
         for k in reversed(states):
             spent[k] += _seconds(partial(tasks.backward, k, batch))

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.layout import (
     ALIGNMENT,
     EXISTS,
     Bytes,
     Segments,
     ShardLayout,
-    TrialLayout,
     aligned,
 )
 
@@ -27,6 +24,10 @@ class ShardState:
 
     `trainable` is the memory that training writes to. It is the bound segment itself, or an aligned
     copy if that segment was not 64-byte aligned, because kernels may then round otherwise.
+    The frozen segment may be read-only and shared.
+
+    Raises:
+        ValueError: a segment does not have this layout.
     """
 
     def __init__(self, layout: ShardLayout, frozen: Bytes, trainable: Bytes) -> None:
@@ -34,30 +35,17 @@ class ShardState:
         layout.trainable.check(trainable, "trainable")
         self.frozen = frozen
         self.trainable = _aligned(trainable)
-        self._frozen_memory = _writable(_aligned(frozen))
-        self._trainable_memory = _writable(self.trainable)
         self.params: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.ema: dict[str, Tensor] = {}
         self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
         self._exists = torch.zeros(0, dtype=torch.uint8)
         for segment, memory, is_frozen in (
-            (layout.frozen, self._frozen_memory, True),
-            (layout.trainable, self._trainable_memory, False),
+            (layout.frozen, _writable(_aligned(frozen)), True),
+            (layout.trainable, _writable(self.trainable), False),
         ):
             for entry in segment.entries:
                 self._add(entry.name, entry.view(memory), is_frozen)
-
-    @classmethod
-    def bind(cls, layout: ShardLayout, frozen: Bytes, trainable: Bytes) -> ShardState:
-        """View two segments as the tensors of a shard.
-
-        The frozen segment may be read-only and shared.
-
-        Raises:
-            ValueError: a segment does not have this layout.
-        """
-        return cls(layout, frozen, trainable)
 
     @property
     def segments(self) -> Segments:
@@ -138,24 +126,6 @@ class ShardState:
                     view.copy_(value)
                     state[key] = view
                     self._exists[mark] = 1
-
-
-def read_state(recipe: Recipe, layout: TrialLayout, segments: Sequence[Segments]) -> None:
-    """Load all segments of a trial into `recipe.model` and `recipe.optimizer`, in place.
-
-    The model gets the trained parameters, not their moving averages.
-    """
-    params = dict(recipe.model.named_parameters())
-    buffers = dict(recipe.model.named_buffers())
-    with torch.no_grad():
-        for shard, of_shard in zip(layout.shards, segments, strict=True):
-            state = ShardState.bind(shard, **of_shard)
-            for name, parameter in state.params.items():
-                params[name].copy_(parameter)
-            for name, tensor in state.buffers.items():
-                buffers[name].copy_(tensor)
-            for name, found in state.existing_optimizer_state().items():
-                recipe.optimizer.state[params[name]] = {k: v.clone() for k, v in found.items()}
 
 
 def _aligned(buffer: Bytes) -> Bytes:

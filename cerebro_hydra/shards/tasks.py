@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cerebro_hydra.recipe import RandomKey
+from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.reseed import random_key
+from cerebro_hydra.shards.sample import Example
 from cerebro_hydra.shards.shard_graph import ShardGraph
 from cerebro_hydra.shards.state import ShardState
-
-LossOf = Callable[[Any], Tensor]
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Microbatch:
     """One batch on its way through the shards: values go forward and gradients go backward."""
 
     inputs: Sequence[Tensor]
-    loss_of: LossOf
+    loss_of: Callable[[Any], Tensor]
     weight: float | None  # of its loss in a window of several microbatches, else None
     key: RandomKey
     values: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +44,15 @@ class Microbatch:
     grads: dict[str, Tensor] = field(default_factory=dict)
     tied_grads: dict[str, Tensor] = field(default_factory=dict)
     loss: float = float("nan")
+
+    @classmethod
+    def collated(
+        cls, recipe: Recipe, example: Example, key: RandomKey, weight: float | None
+    ) -> Microbatch:
+        """Return a batch before shard 0, as `collate` leaves it."""
+        features, targets = recipe.collated(*example, key)
+        loss_of = partial(recipe.compute_loss, targets=targets)
+        return cls(recipe.inputs(features, targets), loss_of, weight, key)
 
 
 class ShardTasks:
@@ -76,8 +85,7 @@ class ShardTasks:
         keep = self._keep or k == self._last
         if not keep:
             # B runs on the buffers as they are before F, so that statistics don't move twice.
-            before = {name: buffers[name].clone() for name in shard_graph.mutates}
-            batch.buffers_before[k] = before
+            batch.buffers_before[k] = {n: buffers[n].clone() for n in shard_graph.mutates}
         graph = self._run(k, batch, buffers)
         if keep:
             batch.graphs[k] = graph
@@ -107,12 +115,10 @@ class ShardTasks:
             if grad is not None and value.requires_grad:
                 roots.append(value)
                 seeds.append(grad)
-        for name in self._tied_here(k):
-            grad = batch.tied_grads.pop(name, None)
-            if grad is not None:
-                roots.append(
-                    graph.tied[name] if name in graph.tied else self._states[k].params[name]
-                )
+        for name, users in self._cut_model.tied.items():
+            if k in users and (grad := batch.tied_grads.pop(name, None)) is not None:
+                own = self._states[k].params
+                roots.append(graph.tied[name] if name in graph.tied else own[name])
                 seeds.append(grad)
         if roots:
             torch.autograd.backward(roots, seeds)
@@ -126,9 +132,6 @@ class ShardTasks:
             else:
                 batch.grads.pop(name, None)
         batch.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
-
-    def _tied_here(self, k: int) -> list[str]:
-        return [name for name, users in self._cut_model.tied.items() if k in users]
 
     def _buffers(self, graph: ShardGraph) -> dict[str, Tensor]:
         owner = self._buffer_owner

@@ -125,13 +125,12 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
     first_name |= first_names(model.named_buffers(remove_duplicate=False))
     persistent = set(model.state_dict(keep_vars=True))
     graph = program.graph_module.graph
-    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    placeholders = graph.find_nodes(op="placeholder")
     params: dict[fx.Node, str] = {}
     buffers: dict[fx.Node, str] = {}
     constants: dict[fx.Node, Tensor] = {}
     inputs: dict[fx.Node, int] = {}
-    for spec in program.graph_signature.input_specs:
-        node = placeholders[spec.arg.name]
+    for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
         if spec.kind is InputKind.PARAMETER:
             params[node] = first_name[str(spec.target)]
         elif spec.kind is InputKind.BUFFER:

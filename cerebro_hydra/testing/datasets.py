@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,14 +78,18 @@ def _row_hashes(arrays: list[NDArray[Any]]) -> NDArray[np.uint64]:
     return np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(rows, 2)
 
 
+def to_arrow(values: NDArray[Any]) -> pa.Array:
+    """Return an array of shape (rows, ...) as a column of numbers, or of flat lists."""
+    flat = pa.array(values.reshape(-1))
+    if values.ndim == 1:
+        return flat
+    offsets = np.arange(len(values) + 1, dtype=np.int32) * math.prod(values.shape[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), flat)
+
+
 def _parquet(ids: NDArray[np.int64], columns: list[NDArray[Any]]) -> memoryview:
     table = {ROW_ID: pa.array(ids)}
-    for i, array in enumerate(columns):
-        flat = pa.array(array.reshape(-1))
-        if array.ndim > 1:
-            offsets = np.arange(len(ids) + 1, dtype=np.int32) * (len(flat) // len(ids))
-            flat = pa.ListArray.from_arrays(pa.array(offsets), flat)
-        table[stored_name(i)] = flat
+    table |= {stored_name(i): to_arrow(array) for i, array in enumerate(columns)}
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(table), sink, row_group_size=_ROWS_PER_GROUP)
     return memoryview(sink.getvalue())

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data.reader import Reader, read_columns
 from cerebro_hydra.errors import DataError
+from cerebro_hydra.testing.datasets import to_arrow
 
 _NUMBERS = ("int8", "int16", "int32", "int64", "float32", "float64", "bool")
 
@@ -91,15 +92,6 @@ def write_layout(folder: Path, layout: Layout) -> None:
     for name, first, file in reversed(tasks):
         part = table.slice(first, file.stop - first)
         pq.write_table(part, folder / name, row_group_size=file.group_rows)
-
-
-def to_arrow(values: NDArray[Any]) -> pa.Array:
-    """An array of shape (rows,) or (rows, length) as a column of numbers or lists."""
-    flat = pa.array(values.reshape(-1))
-    if values.ndim == 1:
-        return flat
-    offsets = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
-    return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
 
 class ReaderCase(ABC):

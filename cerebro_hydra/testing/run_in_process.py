@@ -6,12 +6,11 @@ import json
 import tempfile
 from collections import deque
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.batches import batches, num_windows, row_order
+from cerebro_hydra.data.batches import batches, num_windows, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.hopper.coordinator import hop_config
 from cerebro_hydra.hopper.journal import Journal
@@ -90,8 +89,7 @@ def run_in_process(
         part = parts[task.partition]
         order = row_order(part.rows, SEED, task.epoch, task.partition)
         stream = batches(part, columns.features, columns.targets, spec.batch_size, order)
-        windows = [*iter(lambda: list(islice(stream, spec.accumulate)), [])]
-        totals = trial.train(windows)
+        totals = trial.train([*windows(stream, spec.accumulate)])
         digests = _write_state(folder, trial, task.visit)
         return SubEpochDone(
             task.attempt, task.incarnation, totals.rows, totals.loss_sum, digests, spec.nbytes,

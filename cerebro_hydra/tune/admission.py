@@ -23,9 +23,9 @@ from cerebro_hydra.recipe import (
     merge_metrics,
     trial_seed,
 )
-from cerebro_hydra.shards.admission import CutReport, admit
+from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.cut_model import CutModelCache
-from cerebro_hydra.shards.cut_report import ShardReport
+from cerebro_hydra.shards.cut_report import CutReport, ShardReport
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.storage import RunFolder
@@ -103,7 +103,7 @@ class Admission:
         refused: list[tuple[Mapping[str, Any], str]] = []
         for params in candidates:
             try:
-                with exclusive_generator():
+                with exclusive_generator:
                     spec, recipe = self._admit(len(admitted.specs), params)
             except Exception:
                 refused.append((params, traceback.format_exc()))

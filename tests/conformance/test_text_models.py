@@ -201,6 +201,9 @@ class TestLoRA(ModelCase):
             trial.train(windows)
         assert frozen == [digest(content["frozen"]) for content, _ in trial.shards]
         now = [digest(content["trainable"]) for content, _ in trial.shards]
-        assert all(before != after for before, after in zip(first, now, strict=True))
+        # Where the cut lies depends on measured times, and a shard may be frozen as a whole.
+        moves = [bool(shard.trainable.entries) for shard in trial.admission.layout.shards]
+        assert any(moves)
+        assert [before != after for before, after in zip(first, now, strict=True)] == moves
         sizes = [(len(c["trainable"]), len(c["frozen"])) for c, _ in trial.shards]
         assert sum(t for t, _ in sizes) < sum(f for _, f in sizes)

@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import AdmittedCut, admit
 from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
-from cerebro_hydra.shards.engine import Mode, read_state
+from cerebro_hydra.shards.engine import Mode
 from cerebro_hydra.shards.sample import Sample
+from cerebro_hydra.shards.state import ShardState
 from cerebro_hydra.testing.cut_trial import CutTrial
 from tests.shards import plain
 
@@ -45,7 +47,18 @@ class Trial(CutTrial):
             {name: np.frombuffer(b, np.uint8) for name, b in content.items()}
             for content, _ in self.shards
         ]
-        read_state(self.recipe, self.layout, segments)
+        params = dict(self.recipe.model.named_parameters())
+        buffers = dict(self.recipe.model.named_buffers())
+        for layout, of_shard in zip(self.layout.shards, segments, strict=True):
+            state = ShardState(layout, **of_shard)
+            with torch.no_grad():
+                for name, parameter in state.params.items():
+                    params[name].copy_(parameter)
+                for name, tensor in state.buffers.items():
+                    buffers[name].copy_(tensor)
+            for name, found in state.existing_optimizer_state().items():
+                copies = {key: value.clone() for key, value in found.items()}
+                self.recipe.optimizer.state[params[name]] = copies
         return self.recipe
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.recipe import Call
+from cerebro_hydra.recipe import ForwardCall
 from cerebro_hydra.shards.sample import Sample
 
 
@@ -122,4 +122,4 @@ def singly(batches: list[Batch]) -> list[list[Batch]]:
 
 def sample(batch: Batch) -> Sample:
     """Return a sample with which a model can be traced."""
-    return Sample(batch.features, Call(), None, nullcontext, dynamic_shapes=False)
+    return Sample(batch.features, ForwardCall(), None, nullcontext, dynamic_shapes=False)
