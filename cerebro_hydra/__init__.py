@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cerebro_hydra.observe.mlflow import MLflowTracker
     from cerebro_hydra.observe.tensorboard import TensorBoardTracker
     from cerebro_hydra.recipe import StateMetric
-    from cerebro_hydra.replay.reference import replay
+    from cerebro_hydra.replay.replay_trial import replay
     from cerebro_hydra.spark import SparkBackend, doctor, local_spark
     from cerebro_hydra.storage import HDFSStore, LocalStore
     from cerebro_hydra.tune import (

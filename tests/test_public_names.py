@@ -45,7 +45,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         "import cerebro_hydra",
         "import cerebro_hydra.replay",
         "import cerebro_hydra.replay.compare, cerebro_hydra",
-        "import cerebro_hydra; cerebro_hydra.replay; import cerebro_hydra.replay.reference",
+        "import cerebro_hydra; cerebro_hydra.replay; import cerebro_hydra.replay.replay_trial",
     ],
 )
 def test_replay_reaches_the_reference_in_every_import_order(imports: str, tmp_path: Path) -> None:

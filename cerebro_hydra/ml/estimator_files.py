@@ -9,7 +9,7 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator
 from cerebro_hydra.ml.trial_estimator import TrialEstimator
-from cerebro_hydra.storage import LocalStore, Store, factories
+from cerebro_hydra.storage import LocalStore, Store, estimator_factories
 
 __all__ = ["EstimatorReader", "EstimatorWriter", "LocalStore"]  # stores are found once imported
 
@@ -28,7 +28,7 @@ class EstimatorWriter(MLWriter):
     def saveImpl(self, path: str) -> None:
         estimator = self._estimator
         factory = estimator._factory
-        name = factories.name_of(factory) if callable(factory) else factory
+        name = estimator_factories.name_of(factory) if callable(factory) else factory
         if name is None:
             warnings.warn(
                 f"{estimator.uid} is saved without what builds its model, which is no function "

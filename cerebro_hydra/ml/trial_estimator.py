@@ -15,7 +15,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from cerebro_hydra.errors import ConfigurationError, TrialFailed
 from cerebro_hydra.ml.params import OutputParams, RunParams
-from cerebro_hydra.storage import factories
+from cerebro_hydra.storage import estimator_factories
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -60,7 +60,7 @@ class TrialEstimator(
                 "it anew, or use the models that it has trained"
             )
         if isinstance(self._factory, str):
-            return factories.import_factory(self._factory)
+            return estimator_factories.import_factory(self._factory)
         return self._factory
 
     def write(self) -> MLWriter:

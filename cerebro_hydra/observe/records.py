@@ -9,7 +9,7 @@ from typing import Any
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.events import Event
 from cerebro_hydra.plan.instructions import Instruction
-from cerebro_hydra.plan.journal import record as journal_record
+from cerebro_hydra.plan.journal_fold import record as journal_record
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 

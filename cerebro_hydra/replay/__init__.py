@@ -14,7 +14,7 @@ from typing import Any
 class _CallableRoom(ModuleType):
     def __call__(self, run_path: str, trial_id: str, factory: Any = None) -> Any:
         """Train one trial of a run again and compare every bit; see `reference.replay`."""
-        from cerebro_hydra.replay.reference import replay
+        from cerebro_hydra.replay.replay_trial import replay
 
         return replay(run_path, trial_id, factory)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cerebro_hydra.tune.grid import GridSearch
+from cerebro_hydra.tune.grid_search import GridSearch
 from cerebro_hydra.tune.random_search import RandomSearch
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.space import (

@@ -18,7 +18,7 @@ from cerebro_hydra.spark.launcher import pickle_factory
 from cerebro_hydra.spark.outputs import RawOutputs
 from cerebro_hydra.spark.predictors import BuiltPredictor
 from cerebro_hydra.spark.transform import Inference, feature_specs
-from cerebro_hydra.storage import RunFolder, factories
+from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.trained_recipe import trained_recipe, weights_file
@@ -136,7 +136,7 @@ class TrainedModel:
         return examples.batches(self._spec.batch_size)[0]
 
     def _find_factory(self) -> Callable[[Any], Any]:
-        return factories.find(self._folder.path, self._document.factory, self._factory)
+        return estimator_factories.find(self._folder.path, self._document.factory, self._factory)
 
     def _manifest(self) -> Manifest:
         manifest = find_prepared(self._folder.store, self._document.fingerprint)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cerebro_hydra.errors import ReplayError
-from cerebro_hydra.replay.reference import replay
+from cerebro_hydra.replay.replay_trial import replay
 from cerebro_hydra.tune.result import SearchResult
 
 

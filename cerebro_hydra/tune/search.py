@@ -20,7 +20,7 @@ from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
 from cerebro_hydra.plan.hop_config import ORDERS
 from cerebro_hydra.recipe import Columns
-from cerebro_hydra.storage import RunFolder, Store, factories, require_store
+from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
 from cerebro_hydra.tune.example_batches import ExampleBatches
@@ -175,7 +175,7 @@ class Search(ABC):
         folder = RunFolder(self.store, _new_run_id())
         admitted = self._admit(folder, manifest)
         folder.write_json(REFUSED_FILE, admitted.refused)
-        factories.remember(folder.path, self.estimator_gen_fn)
+        estimator_factories.remember(folder.path, self.estimator_gen_fn)
         if not admitted.specs:
             raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
         document = self._document(folder, manifest, admitted)
@@ -196,7 +196,7 @@ class Search(ABC):
     def _document(self, folder: RunFolder, manifest: Manifest, admitted: Admitted) -> RunDocument:
         return RunDocument(
             run_id=folder.run_id,
-            factory=factories.name_of(self.estimator_gen_fn),
+            factory=estimator_factories.name_of(self.estimator_gen_fn),
             seed=self.seed,
             order=self.order,
             num_epochs=self.num_epochs,

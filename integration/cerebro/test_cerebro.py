@@ -23,7 +23,7 @@ from cerebro_hydra.errors import ConfigurationError, ReplayError
 from cerebro_hydra.recipe import Columns, build_recipe
 from cerebro_hydra.replay.compare import tensor_difference
 from cerebro_hydra.replay.record import read_trial, result_visit
-from cerebro_hydra.replay.reference import train
+from cerebro_hydra.replay.replay_trial import train
 from cerebro_hydra.replay.run_data import RunData, with_threads
 from cerebro_hydra.replay.states import load_model, read_saved
 from cerebro_hydra.storage import RunFolder

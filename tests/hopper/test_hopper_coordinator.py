@@ -19,7 +19,7 @@ from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.instructions import FinishTrial, StartSubEpoch
-from cerebro_hydra.plan.journal import comparable, fold
+from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import WORKERS_FILE, RunDocument, TrialSpec

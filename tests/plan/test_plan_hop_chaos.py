@@ -13,7 +13,7 @@ from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.journal import comparable, fold
+from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.plan.progress import TrialProgress, visit_order
 from cerebro_hydra.plan.seeds import seed_of
 from tests.examples import examples

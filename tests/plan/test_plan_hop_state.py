@@ -11,7 +11,7 @@ from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import StateSource
-from cerebro_hydra.plan.journal import comparable, fold, record
+from cerebro_hydra.plan.journal_fold import comparable, fold, record
 from cerebro_hydra.plan.lookahead import snapshot
 from cerebro_hydra.plan.progress import LiveAgent, visit_order
 from cerebro_hydra.plan.simulate import Simulation, WorkerCrash

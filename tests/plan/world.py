@@ -16,7 +16,7 @@ from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.journal import record
+from cerebro_hydra.plan.journal_fold import record
 from cerebro_hydra.plan.seeds import seed_of
 
 Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit

@@ -13,7 +13,7 @@ import torch
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayError, StoreError
-from cerebro_hydra.storage import LocalStore, factories
+from cerebro_hydra.storage import LocalStore, estimator_factories
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice, hp_uniform
 from tests.tune import tune_models
@@ -238,7 +238,7 @@ def test_torch_leaves_the_callers_random_numbers_alone(result: SearchResult) -> 
 def test_another_process_needs_the_factory_only_if_it_was_not_recorded(
     result: SearchResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(factories, "_remembered", {})
+    monkeypatch.setattr(estimator_factories, "_remembered", {})
     again = SearchResult.open(result.run_path)
     assert again.document.factory == "tests.tune.tune_models:small"
     again.torch()

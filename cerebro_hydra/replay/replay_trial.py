@@ -18,7 +18,7 @@ from cerebro_hydra.recipe import (
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
 from cerebro_hydra.replay.run_data import RunData, with_threads
 from cerebro_hydra.replay.states import Replayed, load_model, read_saved
-from cerebro_hydra.storage.factories import find
+from cerebro_hydra.storage.estimator_factories import find
 from cerebro_hydra.storage.run_document import TrialSpec
 
 

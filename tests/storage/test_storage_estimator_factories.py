@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.errors import ReplayError
-from cerebro_hydra.storage import factories
+from cerebro_hydra.storage import estimator_factories
 
 MODULE = """
 def build(params):
@@ -34,37 +34,37 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_function_of_a_module_is_found_again_by_its_name(module: str) -> None:
     for name in (f"{module}:build", f"{module}:Models.build"):
-        factory = factories.import_factory(name)
-        assert factories.name_of(factory) == name
-        assert factories.find("/no/run", recorded=name) is factory
+        factory = estimator_factories.import_factory(name)
+        assert estimator_factories.name_of(factory) == name
+        assert estimator_factories.find("/no/run", recorded=name) is factory
 
 
 def test_lambdas_nested_and_partial_functions_have_no_name(module: str) -> None:
     def nested(params: object) -> object:
         return params
 
-    build = factories.import_factory(f"{module}:build")
-    assert factories.name_of(nested) is None
-    assert factories.name_of(lambda params: params) is None
-    assert factories.name_of(functools.partial(build)) is None
+    build = estimator_factories.import_factory(f"{module}:build")
+    assert estimator_factories.name_of(nested) is None
+    assert estimator_factories.name_of(lambda params: params) is None
+    assert estimator_factories.name_of(functools.partial(build)) is None
 
 
 def test_function_that_its_name_no_longer_leads_to_has_no_name(module: str) -> None:
-    @functools.wraps(factories.import_factory(f"{module}:build"))
+    @functools.wraps(estimator_factories.import_factory(f"{module}:build"))
     def wrapper(params: object) -> object:
         return params
 
-    assert factories.name_of(wrapper) is None
+    assert estimator_factories.name_of(wrapper) is None
 
 
 def test_function_of_a_script_has_no_name(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from cerebro_hydra.storage.factories import name_of\n"
+        "from cerebro_hydra.storage.estimator_factories import name_of\n"
         "def build(params):\n    return params\n"
         "print(name_of(build))\n"
     )
-    root = Path(factories.__file__).resolve().parents[2]
+    root = Path(estimator_factories.__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": str(root)},
@@ -81,12 +81,13 @@ def test_given_wins_over_remembered_and_remembered_over_recorded(
     run = tmp_path / "run"
     run.mkdir()
     remembered, given = (lambda params: 1), (lambda params: 2)
-    factories.remember(str(run), remembered)
+    estimator_factories.remember(str(run), remembered)
     recorded = f"{module}:build"
-    assert factories.find(str(run), recorded, given) is given
-    assert factories.find(str(run), recorded, recorded) is factories.import_factory(recorded)
-    assert factories.find(f"{run}/../run/", recorded) is remembered
-    assert factories.find(str(tmp_path), recorded) is factories.import_factory(recorded)
+    assert estimator_factories.find(str(run), recorded, given) is given
+    imported = estimator_factories.import_factory(recorded)
+    assert estimator_factories.find(str(run), recorded, recorded) is imported
+    assert estimator_factories.find(f"{run}/../run/", recorded) is remembered
+    assert estimator_factories.find(str(tmp_path), recorded) is imported
 
 
 @pytest.mark.parametrize(
@@ -100,9 +101,9 @@ def test_given_wins_over_remembered_and_remembered_over_recorded(
 )
 def test_name_that_leads_nowhere_says_why(module: str, name: str, said: str) -> None:
     with pytest.raises(ReplayError, match=said):
-        factories.import_factory(name)
+        estimator_factories.import_factory(name)
 
 
 def test_unknown_factory_says_how_to_give_it(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="--factory module:name"):
-        factories.find(str(tmp_path), None)
+        estimator_factories.find(str(tmp_path), None)
