@@ -134,9 +134,21 @@ class CutModel:
 
 
 def _info(name: str, tensor: Tensor, owner: int, frozen: bool) -> TensorInfo:
-    # A tensor with holes gets the strides of its copy, a dense one keeps its own.
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return TensorInfo(name, tensor.dtype, tuple(tensor.shape), strides, owner, frozen)
+    strides = tensor.stride()
+    if not _is_dense(tensor):
+        strides = torch.empty(tensor.shape, device="meta").stride()
+    return TensorInfo(name, tensor.dtype, tuple(tensor.shape), tuple(strides), owner, frozen)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the tensor fills its memory without holes, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 class CutModelCache:

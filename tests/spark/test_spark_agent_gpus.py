@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.spark import agent_gpus, gpu_discovery
+from cerebro_hydra.spark import agent_gpus
+from cerebro_hydra.spark import gpu_discovery
 
 
 @pytest.mark.parametrize(
