@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 class SparkEstimator(TrialEstimator):
     """One configuration to train: an estimator of Spark ML, and what a search's factory returns.
 
-    A search takes only its `recipe`, which is made of the arguments up to `warm_start`; `Recipe`
-    describes them. As a stage of Spark ML, `fit` trains copies of the instances, which stay as
-    they are; it needs `num_epochs` and `store`. All arguments from `num_epochs` on are Params.
+    A search takes only its `recipe`, which is made of the arguments up to `warm_start`, as
+    `cerebro_hydra.recipe.Recipe` describes them. As a stage of Spark ML, `fit` trains copies of the
+    instances, which stay as they are; it needs `num_epochs` and `store`. All arguments from
+    `num_epochs` on are Params.
 
     Options that are numbers or names can vary in a grid without a factory, as the Params
     batch_size, shards, clip_grad_norm, clip_grad_value, accumulate, loss_weights, lr_interval,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -25,11 +26,12 @@ class _TableParam(Param[Any]):
     """A Param that knows its default; where that is None, None is a value that it takes."""
 
     def __init__(self, name: str, doc: str, converter: Callable[[Any], Any], default: Any) -> None:
-        def convert(value: Any) -> Any:
-            return None if value is None and default is None else converter(value)
-
-        super().__init__(Params._dummy(), name, doc, convert)
+        super().__init__(Params._dummy(), name, doc, partial(_convert, converter, default))
         self.default = default
+
+
+def _convert(converter: Callable[[Any], Any], default: Any, value: Any) -> Any:
+    return None if value is None and default is None else converter(value)
 
 
 def _row(

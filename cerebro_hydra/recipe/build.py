@@ -26,8 +26,13 @@ def recipe_of(built: Any) -> Recipe:
     """
     recipe = getattr(built, "recipe", built)
     if not isinstance(recipe, Recipe):
+        kind = (
+            f"the class {built.__name__}"
+            if isinstance(built, type)
+            else f"a {type(built).__name__}"
+        )
         raise ConfigurationError(
-            f"estimator_gen_fn returned a {type(built).__name__}; return a SparkEstimator"
+            f"estimator_gen_fn returned {kind}; return a SparkEstimator or a Recipe"
         )
     return recipe
 

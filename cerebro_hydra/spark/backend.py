@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.data.data_spec import DataSpec
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.session import context_of, workers_of
@@ -52,6 +53,8 @@ class SparkBackend:
         tls: bool | TLS = False,
     ) -> None:
         self.spark_context = context_of(spark_context)
+        if not isinstance(verbose, int):
+            raise ConfigurationError(f"verbose is {verbose!r}; it is 0 or 1")
         self.verbose = verbose
         new_credentials(tls)  # what can't be used is refused here, not when a run starts
         self.tls = tls

@@ -71,7 +71,9 @@ def check_slots(slots: Slots, num_workers: int, local: bool) -> Iterator[Finding
         return
     busy = slots.total >= num_workers
     first = slots.free if busy else slots.total
-    missing = ", ".join(f"worker {k}" for k in range(first, num_workers))
+    missing = ", ".join(f"worker {k}" for k in range(first, min(first + 8, num_workers)))
+    if num_workers > first + 8:
+        missing += f" to worker {num_workers - 1}"
     problem = f"{num_workers} workers need {num_workers} slots and Spark has {slots.total}"
     if busy:
         held = slots.total - slots.free

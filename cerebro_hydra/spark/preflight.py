@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from cerebro_hydra.spark import checks, network_check, session, worker_check
 from cerebro_hydra.spark.findings import Check, DoctorReport, Finding, raise_findings
 from cerebro_hydra.spark.slots import Slots, parse_local_master, wait_for_slots
 from cerebro_hydra.spark.store_probe import StoreProbe
-from cerebro_hydra.storage import HDFSStore, LocalStore, Store
+from cerebro_hydra.storage import HDFSStore, LocalStore, Store, require_store
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -157,10 +158,12 @@ def _network_checks(
     with contextlib.ExitStack() as stack:
         probe = None
         try:
-            if isinstance(store, str):
+            if isinstance(store, str | os.PathLike):
+                store = os.fspath(store)
                 kind = HDFSStore if store.startswith(f"{HDFSStore.scheme}://") else LocalStore
                 store = kind(store)
             if store is not None:
+                require_store(store)
                 probe = stack.enter_context(StoreProbe(store))
         except CerebroHydraError as error:
             problem = f"the driver can't use it: {error}"

@@ -9,6 +9,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from cerebro_hydra.errors import SetupError
+
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
@@ -43,7 +45,15 @@ def parse_local_master(master: str) -> LocalMaster | None:
 
 
 def count_slots(spark_context: SparkContext) -> Slots:
-    """Count task slots (CPUs and GPUs considered), and those that no task of any job holds."""
+    """Count task slots (CPUs and GPUs considered), and those that no task of any job holds.
+
+    Raises:
+        SetupError: the SparkContext has been stopped.
+    """
+    if spark_context._jsc is None:
+        raise SetupError(
+            "this SparkContext was stopped while its slots were counted; give a new one"
+        )
     scala_context = spark_context._jsc.sc()
     profile = scala_context.resourceProfileManager().defaultResourceProfile()
     total = int(scala_context.maxNumConcurrentTasks(profile))

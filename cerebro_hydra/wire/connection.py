@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
 
     def write(self, line: bytes) -> None:
         """Write a line, unless this has ended."""
-        if not self._ended:
+        if not self._ended and not self._transport.is_closing():
             self._transport.write(line)
 
     def open(self, heartbeat_seconds: float, silence_seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import secrets
@@ -164,7 +165,7 @@ def _read(tls: TLS) -> Certificate:
 
     try:
         certificate = load_pem_x509_certificates(Path(tls.certificate).read_bytes())[0]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(
             f"the certificate {tls.certificate} can't be used: {error}; give a PEM file"
         ) from error
@@ -187,7 +188,26 @@ def _read(tls: TLS) -> Certificate:
         raise ConfigurationError(
             f"the certificate {tls.certificate} names no host (subjectAltName); give one that does"
         )
-    return _as_pem(certificate, key, hosts[0].replace("*", "any"))
+    made = _as_pem(certificate, key, hosts[0].replace("*", "any"))
+    try:
+        _shake_hands(made)
+    except ssl.SSLError as error:
+        raise ConfigurationError(
+            f"the certificate {tls.certificate} can't be a server's: {error}; give one that is valid "
+            "now and made for servers"
+        ) from error
+    return made
+
+
+def _shake_hands(certificate: Certificate) -> None:
+    """Let a server and a client of a certificate meet in memory."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = certificate.server_context().wrap_bio(to_server, to_client, server_side=True)
+    context = certificate.client_context()
+    client = context.wrap_bio(to_client, to_server, server_hostname=certificate.name)
+    for end in (client, server, client, server):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
 
 
 def _hosts(certificate: x509.Certificate) -> list[str]:

@@ -139,6 +139,11 @@ def test_more_workers_than_slots_are_counted_and_named(spark: Any) -> None:
         SparkBackend(spark_context=spark, num_workers=9)
 
 
+def test_a_verbose_that_is_no_number(spark: Any) -> None:
+    with pytest.raises(CerebroHydraError, match="verbose is 'a'; it is 0 or 1"):
+        SparkBackend(spark_context=spark, num_workers=WORKERS, verbose="a")  # type: ignore[arg-type]
+
+
 def test_certificates_that_can_not_be_used(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(CerebroHydraError, match="tls is 'yes'; give True, False or a TLS"):
         SparkBackend(spark_context=spark, num_workers=WORKERS, tls="yes")  # type: ignore[arg-type]

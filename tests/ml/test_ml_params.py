@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import re
 from typing import Any
 
@@ -34,6 +35,11 @@ def test_it_is_an_estimator_and_has_a_recipe() -> None:
     assert estimator.getNumEpochs() == 2
     assert len({estimator, nets.binary()}) == 2
     assert repr(estimator) == estimator.uid
+
+
+def test_an_estimator_can_be_pickled_as_those_of_spark_can() -> None:
+    again = pickle.loads(pickle.dumps(nets.binary(num_epochs=2)))
+    assert again.getNumEpochs() == 2 and again.recipe.batch_size == 16
 
 
 def test_a_factory_returns_an_estimator_or_a_recipe() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.spark import agent_gpus
-from cerebro_hydra.spark import gpu_discovery
+from cerebro_hydra.spark import agent_gpus, gpu_discovery
 
 
 @pytest.mark.parametrize(

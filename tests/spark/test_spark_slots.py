@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
+from cerebro_hydra.errors import SetupError
 from cerebro_hydra.spark.slots import (
     LocalMaster,
     Slots,
+    count_slots,
     must_wait,
     parse_local_master,
     waiting_line,
@@ -80,3 +83,9 @@ def test_a_wait_is_told_with_its_counts_since_when_and_why(slots: Slots, words: 
     line = waiting_line(slots, 3, 4.2, said=1)
     assert line is not None and line.startswith("waiting for task slots for 4 s: ")
     assert words in line
+
+
+def test_a_session_that_was_stopped_while_slots_were_awaited_is_told_so() -> None:
+    stopped = SimpleNamespace(_jsc=None)  # what pyspark leaves of a stopped SparkContext
+    with pytest.raises(SetupError, match="was stopped while its slots were counted"):
+        count_slots(stopped)  # type: ignore[arg-type]

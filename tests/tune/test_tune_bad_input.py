@@ -67,7 +67,7 @@ def with_label(label: int) -> Arrays:
         (changed, {"shards": [["layer9"]]}, "accuracy", r"'layer9'.*modules"),
         (
             no_estimator, {"lr": [0.1]}, "accuracy",
-            r"estimator_gen_fn returned a Sequential; return a SparkEstimator",
+            r"estimator_gen_fn returned a Sequential; return a SparkEstimator or a Recipe",
         ),
     ],
 )  # fmt: skip

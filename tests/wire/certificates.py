@@ -57,7 +57,7 @@ def make(
     )
     if hosts:
         names = [
-            x509.DNSName(host) if host[-1].isalpha() else x509.IPAddress(ipaddress.ip_address(host))
+            x509.IPAddress(ipaddress.ip_address(host)) if host[-1].isdigit() else x509.DNSName(host)
             for host in hosts
         ]
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)

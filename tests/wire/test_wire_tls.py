@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from cerebro_hydra.errors import ConfigurationError, SetupError, TransferError
 from cerebro_hydra.wire import control_server
@@ -107,10 +108,11 @@ class Relay:
             threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
-        while received := source.recv(1 << 16):
-            self.seen += received
-            sink.sendall(received)
-        sink.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # either end may be gone before the other has noticed
+            while received := source.recv(1 << 16):
+                self.seen += received
+                sink.sendall(received)
+            sink.shutdown(socket.SHUT_WR)
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -220,6 +222,10 @@ def test_files_that_can_not_be_used_are_refused_by_name(tmp_path: Path) -> None:
     refused(good.files(tmp_path, passphrase=b"x"), "key.pem", "without a passphrase")
     refused(make("a.example", days=-1).files(tmp_path), "certificate.pem", "was valid until")
     refused(make().files(tmp_path), "certificate.pem", "subjectAltName")
+    refused(make("*").files(tmp_path), "certificate.pem", "can't be a server's", "any")
+    weak = make("a.example", key=rsa.generate_private_key(65537, 1024)).files(tmp_path)
+    refused(weak, "certificate.pem", "can't be a server's", "TOO_SMALL")
+    refused(TLS(None, files.key), "the certificate None can't be used")  # type: ignore[arg-type]
     other = make("a.example", key=ec.generate_private_key(ec.SECP256R1())).files(tmp_path)
     (tmp_path / "first.pem").write_bytes(Path(other.key).read_bytes())
     refused(TLS(good.files(tmp_path).certificate, tmp_path / "first.pem"), "is not the key of")
