@@ -193,8 +193,8 @@ def _read(tls: TLS) -> Certificate:
         _shake_hands(made)
     except ssl.SSLError as error:
         raise ConfigurationError(
-            f"the certificate {tls.certificate} can't be a server's: {error}; give one that is valid "
-            "now and made for servers"
+            f"the certificate {tls.certificate} can't be a server's: {error}; give one that is "
+            "valid now and made for servers"
         ) from error
     return made
 
