@@ -1,1 +1,1 @@
-"""The decisions of a run, as pure Python: no torch, no clock, no thread, no socket, no file."""
+"""Makes the decisions of a run in pure Python: no torch, clock, thread, socket or file."""

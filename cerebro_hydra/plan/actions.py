@@ -21,7 +21,7 @@ _TEXT = re.compile(r"t(0|[1-9]\d*)s(0|[1-9]\d*)(?:([FBU])(0|[1-9]\d*)|(LOAD|SPIL
 
 
 class ActionKind(StrEnum):
-    """The kinds of actions, named as in their text."""
+    """Names the kinds of actions as in their text."""
 
     F = "F"
     B = "B"
@@ -32,13 +32,13 @@ class ActionKind(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """Whether the action works on a microbatch, rather than moving the shard."""
+        """Return whether the action works on a microbatch, rather than moving the shard."""
         return self in (ActionKind.F, ActionKind.B, ActionKind.U)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One task on one shard of one trial; only F, B and U have a microbatch.
+    """Describes one task on one shard of one trial; only F, B and U have a microbatch.
 
     Raises:
         ValueError: a number is negative, or ``microbatch`` is missing or not allowed.

@@ -1,4 +1,4 @@
-"""Assignments of tasks to agents: who does what now, and from which source."""
+"""Keeps the assignments of tasks to agents: who does what now, and from which source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cerebro_hydra.plan.trial_end import outcome
 
 
 class Assignments:
-    """The part of the hop state machine that assigns tasks to agents and takes them back.
+    """Assigns tasks to agents and takes them back, as a part of the hop state machine.
 
     It keeps each trial's attempts and each agent's attempts consistent. Which task comes next is
     decided in ``policy.py``, and what an event means in ``hop_state.py``.

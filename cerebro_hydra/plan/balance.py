@@ -1,4 +1,4 @@
-"""Balanced splits of a list of costs into contiguous groups."""
+"""Splits a list of costs into balanced, contiguous groups."""
 
 from __future__ import annotations
 

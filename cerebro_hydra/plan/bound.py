@@ -1,4 +1,4 @@
-"""A lower bound on how long a run takes, whatever the assignment rule."""
+"""Computes a lower bound on how long a run takes, whatever the assignment rule."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The JSON form of events, instructions and configurations.
+"""Turns events, instructions and configurations into JSON and back.
 
-Each is ``{"type": name, field: value, ...}``.
+The JSON form of each is ``{"type": name, field: value, ...}``.
 """
 
 from __future__ import annotations

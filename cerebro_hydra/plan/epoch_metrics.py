@@ -1,4 +1,4 @@
-"""The metrics of an epoch, merged in partition order so that they never depend on timing."""
+"""Merges the metrics of an epoch in partition order, so that they never depend on timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of how long tasks take, learnt from the seconds that events report.
+"""Estimates how long tasks take, learning from the seconds that events report.
 
 This is the only notion of time that the decisions have.
 """
@@ -11,7 +11,7 @@ from cerebro_hydra.plan.progress import TaskKind
 
 
 class Estimates:
-    """Seconds per (kind, trial, partition), and a clock that follows the events.
+    """Estimates seconds per (kind, trial, partition), and keeps a clock that follows the events.
 
     A duration is modelled as cost(trial) x pace(partition) until that very pair was measured. The
     prior is the trial's relative cost at pace 1. An evaluation starts at a third of a sub-epoch,

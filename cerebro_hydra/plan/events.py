@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """The cost of bringing a trial's shards to its worker."""
+    """Tells what it cost to bring a trial's shards to its worker."""
 
     bytes_moved: int
     bytes_saved: int

@@ -1,4 +1,4 @@
-"""The table of which place holds which segment.
+"""Keeps the table of which place holds which segment.
 
 Hops, redo, the count of bytes already there and garbage collection all read this table.
 """
@@ -13,7 +13,7 @@ STORE = "store"
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One segment in one place: in the "dram" of a worker's incarnation, or in the "store"."""
+    """Notes one segment in one place: the "dram" of a worker's incarnation, or the "store"."""
 
     digest: str
     where: str
@@ -21,7 +21,7 @@ class Holder:
 
 
 class Holders:
-    """A table of :class:`Holder` rows that answers questions about states.
+    """Keeps a table of :class:`Holder` rows and answers questions about states.
 
     A place holds a state whole if it has all its segments and its cursor. The cursor counts as one
     more segment with a name of its own, so two states with equal bytes are still two states.

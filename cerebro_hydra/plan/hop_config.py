@@ -1,4 +1,4 @@
-"""The configuration of a run, which is the first record of its journal."""
+"""Defines the configuration of a run, which is the first record of its journal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIRECTIONS = ("min", "max")
 
 @dataclass(frozen=True, slots=True)
 class TrialConfig:
-    """The facts about one trial that decisions depend on.
+    """Holds the facts about one trial that decisions depend on.
 
     ``cost`` is the relative work of one sub-epoch, in any positive unit that all trials share.
     ``nbytes`` is the size of its state. ``initial_digests`` has one (frozen, trainable) pair per
@@ -33,7 +33,7 @@ class TrialConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopConfig:
-    """All trials of a run, and the partitions and epochs they train.
+    """Holds all trials of a run, and the partitions and epochs they train.
 
     ``metric`` is a name in the metrics of an epoch, such as "val_loss", and ``direction`` is "min"
     or "max"; together they define which epoch of a trial with patience is its best.

@@ -1,4 +1,4 @@
-"""The state machine that decides which trial trains where next: events in, instructions out.
+"""The state machine decides which trial trains where next: events in, instructions out.
 
 ::
 
@@ -59,7 +59,7 @@ MAX_TRANSFER_FAILURES = 3
 
 
 class HopState(Assignments):
-    """The state of one run and its decisions.
+    """Holds the state of one run and makes its decisions.
 
     It is not thread-safe: one writer hands in one event at a time.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
-    """A state and where to fetch it: from an agent's incarnation, or from the store (``None``)."""
+    """Names a state and where to fetch it: an agent's incarnation, or the store (``None``)."""
 
     visit: int
     incarnation: str | None

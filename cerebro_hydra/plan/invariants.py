@@ -1,4 +1,4 @@
-"""The invariants of a :class:`HopState`, which hold after every event."""
+"""Checks the invariants of a :class:`HopState`, which hold after every event."""
 
 from __future__ import annotations
 

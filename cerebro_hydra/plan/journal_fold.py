@@ -1,4 +1,4 @@
-"""The journal's records, each an event with its instructions, and their fold into a state."""
+"""Makes the journal's records, each an event with its instructions, and folds them into a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A look ahead: which tasks would follow if idle workers always took the best trial."""
+"""Looks ahead to the tasks that would follow if idle workers always took the best trial."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERDUE_SHARE = 0.05
 
 
 class PlannedTask(NamedTuple):
-    """A task in the simulated future."""
+    """Names a task in the simulated future."""
 
     trial: int
     kind: TaskKind
@@ -29,7 +29,7 @@ class PlannedTask(NamedTuple):
 
 @dataclass(slots=True)
 class Forecast:
-    """A trial in the simulated future; times are seconds by the clock of the estimates."""
+    """Follows a trial in the simulated future; times are seconds by the clock of the estimates."""
 
     epoch: int
     kind: TaskKind  # what it does now
@@ -41,7 +41,7 @@ class Forecast:
 
 @dataclass(slots=True)
 class Lookahead:
-    """A snapshot of the present by the state's own estimates, from which futures are rolled out."""
+    """Rolls out futures from a snapshot of the present, by the state's own estimates."""
 
     state: HopState
     workers: list[int]  # by partition; a negative number where an agent has yet to join
@@ -53,7 +53,7 @@ class Lookahead:
 
     @property
     def bound(self) -> float:
-        """The time before which no future ends: by the longest trial and the fullest worker."""
+        """Return the time before which no future ends, by longest trial and fullest worker."""
         trials = [max(f.ready, f.evaluated) + f.work for f in self.forecasts.values()]
         workers = [until + self.load[worker] for worker, until in self.free_at.items()]
         return max(0.0, *trials, *workers)

@@ -1,4 +1,4 @@
-"""The assignment policy: which of the possible tasks to assign now.
+"""The assignment policy chooses which of the possible tasks to assign now.
 
 Whenever a worker is free and a trial is ready, the pair with the most work left goes first
 (longest remaining work of the trial plus the worker's; Pinedo, "Scheduling", open shops), then the
@@ -32,7 +32,7 @@ TIE_BREAK, BYTES_THERE = 1e-4, 1e-3
 
 
 class DispatchRule(NamedTuple):
-    """A way to choose among free workers and ready trials; its times are in mean sub-epochs.
+    """Says how to choose among free workers and ready trials; its times are in mean sub-epochs.
 
     ``preferences`` say by trial and partition how much more work a pair is treated as having, and
     ``max_wait`` how long to wait for a better pair.

@@ -1,4 +1,4 @@
-"""The state machine's records of live agents, of attempts, and of each trial's progress."""
+"""Records live agents, attempts and each trial's progress for the state machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TaskKind = Literal["train", "evaluate"]
 
 @dataclass(slots=True)
 class Attempt:
-    """One task given to one worker: a sub-epoch or the evaluation of one partition."""
+    """Records one task given to one worker: a sub-epoch or the evaluation of one partition."""
 
     number: int
     kind: TaskKind
@@ -37,7 +37,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class LiveAgent:
-    """One live incarnation of a worker, with the task it runs and the task it will run next."""
+    """Records one live incarnation of a worker, the task it runs and the task it will run next."""
 
     worker: int
     incarnation: str
@@ -47,13 +47,13 @@ class LiveAgent:
 
     @property
     def open(self) -> bool:
-        """Whether it can be given a task: it is idle or ending one, and nothing is reserved."""
+        """Return whether it can be given a task: idle or ending one, with nothing reserved."""
         return self.reserved is None and (self.running is None or self.running.ending)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskChoice:
-    """A task that could be given to an agent now."""
+    """Names a task that could be given to an agent now."""
 
     trial: int
     kind: TaskKind
@@ -63,7 +63,7 @@ class TaskChoice:
 
 @dataclass(frozen=True, slots=True)
 class CommittedVisit:
-    """A sub-epoch that counts."""
+    """Records a sub-epoch that counts."""
 
     attempt: int
     epoch: int
@@ -74,7 +74,7 @@ class CommittedVisit:
 
 @dataclass(slots=True)
 class TrialProgress:
-    """One trial: its committed visits, its ended epochs, and the tasks that are under way."""
+    """Records one trial's committed visits, its ended epochs, and the tasks that are under way."""
 
     config: TrialConfig
     visits: list[CommittedVisit] = field(default_factory=list)
@@ -94,12 +94,12 @@ class TrialProgress:
 
     @property
     def newest(self) -> int:
-        """The visit of the newest committed state."""
+        """Return the visit of the newest committed state."""
         return len(self.visits)
 
     @property
     def attempts(self) -> list[Attempt]:
-        """All attempts of the trial, running or reserved."""
+        """Return all attempts of the trial, running or reserved."""
         return [*self.pending_visits, *self.evaluations.values()]
 
     def forget_evaluation(self) -> None:
@@ -116,7 +116,7 @@ class TrialProgress:
         return self.evaluated.keys() | self.evaluations.keys()
 
     def epoch_trained(self, partitions: int) -> bool:
-        """Whether the present epoch is trained on every partition and committed."""
+        """Return whether the present epoch is trained on every partition and committed."""
         return len(self.visits) == (len(self.history) + 1) * partitions
 
 

@@ -1,4 +1,4 @@
-"""Retention of states: which copies a trial keeps, and where it rolls back to after a loss."""
+"""Decides which copies of states a trial keeps, and where it rolls back to after a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds that derive from names, so that a random number never depends on what ran before it."""
+"""Derives seeds from names, so that a random number never depends on what ran before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated run: the real state machine on a virtual clock, with simulated agents."""
+"""Simulates a run: the real state machine on a virtual clock, with simulated agents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDING_SHARE = 0.1  # of a sub-epoch's time is left when it says that it is endi
 
 @dataclass(frozen=True, slots=True)
 class WorkerCrash:
-    """A worker that dies at ``at`` seconds and comes back, empty, ``back_after`` seconds later."""
+    """A worker dies at ``at`` seconds and comes back, empty, ``back_after`` seconds later."""
 
     at: float
     worker: int
@@ -28,7 +28,7 @@ class WorkerCrash:
 
 @dataclass(slots=True)
 class SimulatedTimeline:
-    """The decisions and visits of a simulated run, and its makespan in seconds."""
+    """Holds the decisions and visits of a simulated run, and its makespan in seconds."""
 
     makespan: float = 0.0
     records: list[tuple[ev.Event, list[ins.Instruction]]] = field(default_factory=list)
@@ -40,7 +40,7 @@ _HeldState = tuple[str, int, int]  # incarnation, trial, visit
 
 
 class Simulation:
-    """One run of ``config`` on simulated workers.
+    """Runs ``config`` once on simulated workers.
 
     Args:
         workers: the partitions of each worker.

@@ -1,4 +1,4 @@
-"""The outcome of a trial: how it ends and which state is its result, from its history alone."""
+"""Tells from a trial's history alone how the trial ends and which state is its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cerebro_hydra.plan.progress import TrialProgress
 
 
 class Outcome(NamedTuple):
-    """The status and reason with which a trial ends once its result is in the store."""
+    """Holds the status and reason with which a trial ends once its result is in the store."""
 
     status: str
     reason: str

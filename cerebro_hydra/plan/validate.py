@@ -1,4 +1,4 @@
-"""The rules of synchronous training, checked on any list of actions."""
+"""Checks the rules of synchronous training on any list of actions."""
 
 from __future__ import annotations
 

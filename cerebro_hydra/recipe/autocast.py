@@ -1,4 +1,4 @@
-"""Mixed precision by name: the same in training, evaluation and saved models."""
+"""Applies mixed precision by name, the same in training, evaluation and saved models."""
 
 from __future__ import annotations
 

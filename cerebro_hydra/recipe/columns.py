@@ -17,7 +17,7 @@ _SWITCHED_OFF = ("use_cache",)
 
 
 class HasColumns(Protocol):
-    """An object that knows the columns of a run, such as its document."""
+    """Describes an object that knows the columns of a run, such as its document."""
 
     @property
     def feature_columns(self) -> tuple[str, ...]: ...
@@ -29,7 +29,7 @@ class HasColumns(Protocol):
 
 @dataclass(frozen=True)
 class Columns:
-    """The column names of a batch; its targets are the labels, then the sample weight."""
+    """Holds the column names of a batch; its targets are the labels, then the sample weight."""
 
     features: tuple[str, ...]
     labels: tuple[str, ...]
@@ -48,7 +48,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """The rule by which tensors become the arguments of a forward.
+    """Turns tensors into the arguments of a forward.
 
     Args:
         names: the keyword of each tensor, in order; None passes them by position.

@@ -1,4 +1,4 @@
-"""What each partition measures, in a form that can be merged, and how it is merged."""
+"""Collects what each partition measures in a form that can be merged, and merges it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SumOverRows = tuple[float, int]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the validation rows of one partition gave.
+    """Holds what the validation rows of one partition gave.
 
     `sums` has the loss and every averaged metric, `states` those metrics that keep a state.
     """
@@ -30,7 +30,7 @@ class Evaluation:
 
 @dataclass
 class RunningEvaluation:
-    """The batches of one partition that were evaluated so far."""
+    """Sums up the batches of one partition that were evaluated so far."""
 
     recipe: Recipe
     batches: int = 0

@@ -1,4 +1,4 @@
-"""Metrics: what is measured on validation rows beside the loss."""
+"""Defines the metrics, which are measured on validation rows beside the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MetricFunction = Callable[..., Tensor]
 
 @runtime_checkable
 class StateMetric(Protocol):
-    """A metric that no average over rows gives, such as an F1 score.
+    """Computes a metric that no average over rows gives, such as an F1 score.
 
     A state is plain JSON: numbers, strings, lists, dicts. Each worker updates a state over the
     batches of a partition; the states of all partitions are merged, in partition order.
@@ -41,7 +41,7 @@ class StateMetric(Protocol):
 
 @dataclass(frozen=True)
 class Metric:
-    """A measured value with its name and direction.
+    """Defines a measured value with its name and direction.
 
     `function(outputs, *labels)` gives the mean of a batch, to be averaged over rows; a
     `StateMetric` keeps a state instead. With `label`, it sees that prediction and label alone.

@@ -36,7 +36,7 @@ def is_log_odds(loss: Any) -> bool:
 
 
 class Objective:
-    """The loss of a batch, the mean over its rows.
+    """Computes the loss of a batch, the mean over its rows.
 
     Args:
         loss: a function or module, a list of them (one per label column and output), or "model".

@@ -1,4 +1,4 @@
-"""The definition of what training means here: one model, one process, plain PyTorch, no shards.
+"""Defines what training means here: one model, one process, plain PyTorch, no shards.
 
 Everything else that trains is held against this file, bit for bit: admission compares the first
 steps of every cut with it, the suite of models whole sub-epochs, and replay whole trials.
@@ -21,7 +21,7 @@ from cerebro_hydra.recipe.recipe import Recipe
 
 
 class BatchTensors(Protocol):
-    """The rows of one batch; every tensor has them as its first dimension.
+    """Holds the rows of one batch; every tensor has them as its first dimension.
 
     `labels` ends with the weight of each row, if the recipe's columns have one.
     """

@@ -1,4 +1,4 @@
-"""Random numbers by key: what they depend on, and where in a model they restart."""
+"""Defines what the random numbers of a trial depend on, and where in a model they restart."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _walk(module: nn.Module, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RandomKey:
-    """The place of a forward pass in its trial; random numbers depend on nothing else."""
+    """Names the place of a forward pass in its trial; random numbers depend on nothing else."""
 
     trial_seed: int
     step: int

@@ -1,4 +1,4 @@
-"""One trial as its author wrote it: model, optimizer, loss, metrics and training rules, as data.
+"""Holds a trial as data, as its author wrote it: model, optimizer, loss, metrics, training rules.
 
 The engine and the plain reference both read a `Recipe`; what must mean the same to both (units,
 random keys, how a loss is applied) lives in this package and nowhere else.
@@ -28,7 +28,7 @@ from cerebro_hydra.recipe.randomness import RandomKey
 
 @dataclass(eq=False)  # a recipe is itself alone: tensors have no one answer to ==
 class Recipe:
-    """A model with everything that its training needs.
+    """Holds a model with everything that its training needs.
 
     Args:
         model: the module under training. Feature columns go to the arguments of its forward that

@@ -1,1 +1,1 @@
-"""The shards of a model: its cut, its flat state, and the engine that runs shard tasks."""
+"""Cuts a model into shards, lays out its flat state, and runs shard tasks in an engine."""

@@ -1,4 +1,4 @@
-"""Admission of a trial: its model is cut, and real batches prove that the cut keeps every bit."""
+"""Admits a trial: its model is cut, and real batches prove that the cut keeps every bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cerebro_hydra.shards.trace import CutFailed
 
 @dataclass(frozen=True)
 class AdmittedCut:
-    """An admitted trial's cut, the report of it, its optimizer state and its layout in memory."""
+    """Holds a trial's admitted cut, the report, the optimizer state and the layout in memory."""
 
     spec: CutSpec
     report: CutReport

@@ -1,4 +1,4 @@
-"""Groups of a graph's values that share memory, and the operations that write to them."""
+"""Finds the groups of a graph's values that share memory, and the operations that write to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 
 class AliasGroups:
-    """The groups of values that may share memory, and where each group is written to."""
+    """Holds the groups of values that may share memory, and where each group is written to."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._leader: dict[fx.Node, fx.Node] = {}

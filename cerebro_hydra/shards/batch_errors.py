@@ -1,4 +1,4 @@
-"""Errors that the user's code raises on a batch, told with the columns of that batch."""
+"""Tells the errors that the user's code raises on a batch with the columns of that batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient clipping shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_value_`."""
+"""Clips gradients shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_value_`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Cursors: the small JSON that travels with a shard's segments.
+"""A cursor is the small JSON that travels with a shard's segments.
 
-A cursor has the step, the options of the param groups and the state of the LR scheduler.
+It has the step, the options of the param groups and the state of the LR scheduler.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class _ExampleBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the plain model gives for one example in evaluation."""
+    """Holds what the plain model gives for one example in evaluation."""
 
     example: Example
     outputs: list[Any]
@@ -49,7 +49,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class CutCheck:
-    """Two steps at every batch size, taken by the plain model, to hold cuts against."""
+    """Holds cuts against two steps at every batch size that the plain model took."""
 
     recipe: Recipe
     trial_seed: int

@@ -1,4 +1,4 @@
-"""The choice of a cut: it turns what `shards=` asks for into unit calls, each with its reason."""
+"""Chooses a cut: it turns what `shards=` asks for into unit calls, each with its reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cerebro_hydra.shards.cut_spec import CutMode, CutSpec
 
 @dataclass(frozen=True)
 class CutPoints:
-    """The places where a model may be cut.
+    """Lists the places where a model may be cut.
 
     Args:
         mode: how the model would be cut.
@@ -27,7 +27,7 @@ class CutPoints:
 
 @dataclass(frozen=True)
 class CutChoice:
-    """A cut, the reason for the start of each shard, and a note on what was asked in vain."""
+    """Holds a cut, the reason for the start of each shard, and a note on what was asked in vain."""
 
     spec: CutSpec
     why: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Cut models: the graph of every shard and the owner of every tensor, without a trial's values.
+"""A cut model has the graph of every shard and the owner of every tensor, but no trial's values.
 
 Trials whose models have equal structure share one.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A parameter or buffer: its first name, its form, and the shard whose segments hold it."""
+    """Describes a parameter or buffer: its first name, its form, and the shard that holds it."""
 
     name: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class CutModel:
-    """A model cut into shards, without the values of any trial.
+    """Holds a model cut into shards, without the values of any trial.
 
     `params` are in `named_parameters()` order and `buffers` in `named_buffers()` order. Tied
     tensors occur once, under their first name. `tied` maps each trainable parameter that several
@@ -62,7 +62,7 @@ class CutModel:
 
     @property
     def tied_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of shards that share a parameter, each with its owner first."""
+        """Return the groups of shards that share a parameter, each with its owner first."""
         return tuple(sorted(set(self.tied.values())))
 
     @classmethod

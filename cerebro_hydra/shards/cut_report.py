@@ -1,4 +1,4 @@
-"""Reports of a cut, shard by shard, as text and as JSON."""
+"""Reports a cut, shard by shard, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cerebro_hydra.shards.shard_graph import CrossingValue
 
 @dataclass(frozen=True)
 class ShardReport:
-    """One shard: its first and last unit, why it begins there, what it holds and receives."""
+    """Reports a shard: its first and last unit, why it begins there, what it holds and receives."""
 
     first_unit: str
     last_unit: str
@@ -28,7 +28,7 @@ class ShardReport:
 
 @dataclass(frozen=True)
 class CutReport:
-    """The report of a cut; `fallback` says why the model is not cut as was asked, or is None."""
+    """Reports a cut; `fallback` says why the model is not cut as was asked, or is None."""
 
     mode: str
     shards: tuple[ShardReport, ...]

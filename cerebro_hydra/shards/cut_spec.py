@@ -1,4 +1,4 @@
-"""Specs of a cut: where a model is cut, as data that travels."""
+"""A cut spec says where a model is cut, as data that travels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CutMode = Literal["export", "layers", "whole"]
 
 @dataclass(frozen=True)
 class CutSpec:
-    """A cut of a model: its mode, and where its shards begin.
+    """Describes a cut of a model: its mode, and where its shards begin.
 
     Args:
         mode: "export" cuts the flat graph of `torch.export`, "layers" cuts between the children of

@@ -57,7 +57,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that ran: its name, and its output's type, shape and digest."""
+    """Describes an operation that ran: its name, and its output's type, shape and digest."""
 
     name: str
     form: str

@@ -1,4 +1,4 @@
-"""Digests, which name a segment by its bytes: equal bytes have equal digests."""
+"""A digest names a segment by its bytes: equal bytes have equal digests."""
 
 from __future__ import annotations
 

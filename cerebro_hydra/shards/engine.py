@@ -45,7 +45,7 @@ class UnfitShape(ConfigurationError):
 
 @dataclass(frozen=True)
 class TrainTotals:
-    """Totals of a sub-epoch: the sum of its loss over rows, its rows, and its optimizer steps."""
+    """Holds a sub-epoch's totals: its loss summed over rows, its rows, and its optimizer steps."""
 
     loss_sum: float
     rows: int
@@ -219,7 +219,7 @@ class Engine:
 
 
 class _SubEpoch:
-    """One call of `train`: its shards, and what each action does to them."""
+    """Carries out one call of `train`: it holds the shards and does each action to them."""
 
     def __init__(
         self, cut_model: CutModel, layout: TrialLayout, recipe: Recipe, steps_per_epoch: int,

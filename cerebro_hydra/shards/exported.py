@@ -1,4 +1,4 @@
-"""Exported models, which load without their source, as a graph and a file of weights.
+"""Writes and loads exported models, which need no source: a graph and a file of weights.
 
 The graph is the archive of torch.export: JSON and raw tensors, without sample inputs. The weights
 are a safetensors file under the model's own names. Neither holds a pickle, and loading refuses one.
@@ -36,7 +36,7 @@ _MODEL = "model"  # the wrapper's attribute, which begins every name in the grap
 
 
 class ExportedModel(nn.Module):
-    """A loaded model, whose `forward(*features)` returns the tuple of predictions.
+    """A loaded model's `forward(*features)` returns the tuple of predictions.
 
     Features are tensors with rows first, in the order of the feature columns, with any number of
     rows from 1. The model can't be trained: `train` and `eval` change nothing, and gradients are

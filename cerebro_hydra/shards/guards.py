@@ -1,4 +1,4 @@
-"""Guards: the conditions on input shapes under which an exported graph is its model's."""
+"""Guards are the conditions on input shapes under which an exported graph is its model's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 
 @dataclass(frozen=True)
 class Guards:
-    """The conditions on the arguments of a forward.
+    """Holds the conditions on the arguments of a forward.
 
     `conditions` come from `torch.export`. `shapes` has the sizes of each input, with None where a
     size may differ between batches.

@@ -1,4 +1,4 @@
-"""The layout of segments: where each tensor of a shard lies. A segment is a safetensors file.
+"""Lays out the tensors of a shard in its segments. A segment is a safetensors file.
 
     8 bytes     length of the header
     header      JSON, padded with spaces
@@ -44,7 +44,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """One tensor: its form, and where it lies in bytes from the start of the segment."""
+    """Describes one tensor: its form, and where it lies in bytes from the start of the segment."""
 
     name: str
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class LayoutEntry:
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """One segment: its entries in file order, its size, and its header, which never changes."""
+    """Describes one segment: its entries in file order, its size, and its constant header."""
 
     entries: tuple[LayoutEntry, ...]
     nbytes: int
@@ -85,7 +85,7 @@ class SegmentLayout:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Both segments of a shard; an empty one is a header alone."""
+    """Describes both segments of a shard; an empty one is a header alone."""
 
     frozen: SegmentLayout
     trainable: SegmentLayout
@@ -97,7 +97,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class TrialLayout:
-    """The segments of every shard of a trial."""
+    """Describes the segments of every shard of a trial."""
 
     shards: tuple[ShardLayout, ...]
 

@@ -1,4 +1,4 @@
-"""Keys of models: equal structure means the same code, attributes and tensor forms."""
+"""Makes keys of models: equal structure means the same code, attributes and tensor forms."""
 
 from __future__ import annotations
 

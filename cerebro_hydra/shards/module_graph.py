@@ -1,4 +1,4 @@
-"""Shard graphs that run modules as they are, for models that can't be exported."""
+"""Makes shard graphs that run modules as they are, for models that can't be exported."""
 
 from __future__ import annotations
 

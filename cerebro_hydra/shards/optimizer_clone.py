@@ -1,4 +1,4 @@
-"""Clones of an optimizer over other parameters, made without calling its constructor."""
+"""Clones an optimizer over other parameters, without calling its constructor."""
 
 from __future__ import annotations
 

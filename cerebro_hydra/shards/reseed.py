@@ -1,4 +1,4 @@
-"""Random numbers in shards: an entry into a unit as a node of a graph, and what it does there."""
+"""Makes an entry into a unit a node of a graph, and restarts a shard's random numbers there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples: one batch as a model's forward takes it, to trace and try the model with."""
+"""A sample is one batch as a model's forward takes it, to trace and try the model with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANY_KEY = RandomKey(0, 0, 0)
 
 @dataclass(frozen=True)
 class Sample:
-    """The inputs of one forward.
+    """Holds the inputs of one forward.
 
     Args:
         inputs: tensors with rows first.

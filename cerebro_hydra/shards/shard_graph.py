@@ -1,6 +1,6 @@
-"""Shard graphs: the forward of one shard as a pure function.
+"""A shard graph is the forward of one shard as a pure function.
 
-A graph takes parameters, buffers, live values and inputs as arguments and holds nothing of a trial,
+It takes parameters, buffers, live values and inputs as arguments and holds nothing of a trial,
 so trials of equal structure share it.
 """
 
@@ -18,7 +18,7 @@ from cerebro_hydra.shards.trace import RANDOM, FlatGraph
 
 @dataclass(frozen=True)
 class CrossingValue:
-    """A value that goes from one shard to the next."""
+    """Describes a value that goes from one shard to the next."""
 
     name: str
     dtype: str
@@ -30,7 +30,7 @@ class CrossingValue:
 
 @dataclass(frozen=True)
 class ShardGraph:
-    """One shard's forward in one mode.
+    """Runs one shard's forward in one mode.
 
     `run(*params, *buffers, *live, *inputs)` returns the values of `live_out` as a tuple. The last
     shard has no `live_out`, and its `run` returns the model's outputs, flattened.

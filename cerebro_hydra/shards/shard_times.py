@@ -1,4 +1,4 @@
-"""Measured times of each shard's tasks, on the machine that asks."""
+"""Measures the times of each shard's tasks, on the machine that asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of one shard: its tensors, which are views into its two segments."""
+"""Holds the state of one shard: its tensors, which are views into its two segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cerebro_hydra.shards.layout import (
 
 
 class ShardState:
-    """A shard's parameters (leaves), their moving averages, buffers and optimizer state.
+    """Holds a shard's parameters (leaves), their moving averages, buffers and optimizer state.
 
     `trainable` is the memory that training writes to. It is the bound segment itself, or an aligned
     copy if that segment was not 64-byte aligned, because kernels may then round otherwise.
@@ -49,7 +49,7 @@ class ShardState:
 
     @property
     def segments(self) -> Segments:
-        """The frozen and the trainable segment, as they are now."""
+        """Return the frozen and the trainable segment, as they are now."""
         return {"frozen": self.frozen, "trainable": self.trainable}
 
     def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
@@ -69,7 +69,7 @@ class ShardState:
 
     @property
     def evaluated(self) -> dict[str, Tensor]:
-        """The parameters that evaluation uses, which are the moving averages if there are any."""
+        """Return the parameters that evaluation uses: the moving averages, if there are any."""
         return {**self.params, **self.ema}
 
     def average(self, decay: float, first: bool) -> None:

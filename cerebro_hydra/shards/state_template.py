@@ -1,4 +1,4 @@
-"""Templates of optimizer state: which tensors each parameter will get, before it has any."""
+"""A state template says which optimizer tensors each parameter will get, before it has any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ StateEntry = tuple[str, torch.dtype, tuple[int, ...]]  # key, dtype, shape
 
 @dataclass(frozen=True)
 class StateTemplate:
-    """The form of each parameter's optimizer state, by parameter name."""
+    """Describes the form of each parameter's optimizer state, by parameter name."""
 
     entries: dict[str, tuple[StateEntry, ...]]
 

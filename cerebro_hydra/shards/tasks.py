@@ -1,4 +1,4 @@
-"""The shard tasks F and B of one microbatch, with the same bits as in the uncut model."""
+"""Runs the shard tasks F and B of one microbatch, with the same bits as in the uncut model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cerebro_hydra.shards.state import ShardState
 
 @dataclass
 class AutogradGraph:
-    """What a shard's B needs from its F: inputs as leaves, outputs, and tied weights as leaves."""
+    """Keeps what a shard's B needs from its F: inputs and tied weights as leaves, and outputs."""
 
     leaves: dict[str, Tensor]
     outputs: dict[str, Any]
@@ -31,7 +31,7 @@ class AutogradGraph:
 
 @dataclass
 class Microbatch:
-    """One batch on its way through the shards: values go forward and gradients go backward."""
+    """Carries one batch through the shards: values go forward and gradients go backward."""
 
     inputs: Sequence[Tensor]
     loss_of: Callable[[Any], Tensor]

@@ -1,4 +1,4 @@
-"""Traces of a model: its flat graphs for training and evaluation, and where they may be cut.
+"""Traces a model into flat graphs for training and evaluation, and finds where to cut them.
 
 `torch.export` runs the model once per mode, and unit hooks leave markers in the graph. A cut lies
 directly before a marker, but nowhere that it would part an in-place operation.
@@ -33,7 +33,7 @@ class CutFailed(Exception):
 
 @dataclass(frozen=True)
 class FlatGraph:
-    """One exported graph, whose placeholders are parameters, buffers, constants and inputs."""
+    """Holds an exported graph, whose placeholders are parameters, buffers, constants and inputs."""
 
     graph: fx.Graph
     params: dict[fx.Node, str]
@@ -51,7 +51,7 @@ class FlatGraph:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """The graphs of a model, and the unit calls at which both may be cut, in order."""
+    """Holds the graphs of a model, and the unit calls at which both may be cut, in order."""
 
     train: FlatGraph
     eval: FlatGraph
