@@ -1,4 +1,4 @@
-"""Partitions of rows: Spark prepares them, petastorm or Arrow reads them, memory maps cache them.
+"""Prepares partitions with Spark, reads them with petastorm or Arrow, caches them in memory maps.
 
 Importing this package imports neither pyspark nor petastorm nor torch.
 """

@@ -1,4 +1,4 @@
-"""Checks of what callers give: DataFrames and names of columns."""
+"""Checks the DataFrames and names of columns that callers give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of a folder of Parquet files that needs Arrow alone."""
+"""Reads a folder of Parquet files with Arrow alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The assignment of rows to partitions by row id, balanced to within one row."""
+"""Assigns rows to partitions by row id, balanced to within one row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cerebro_hydra.errors import DataError
 
 @dataclass(frozen=True)
 class AffinePermutation:
-    """The permutation `rank -> (multiplier * rank + offset) mod rows` of [0, rows).
+    """Permutes [0, rows) by `rank -> (multiplier * rank + offset) mod rows`.
 
     Plain arithmetic within 63 bits, so that Spark, numpy and Python compute the same.
     """
@@ -39,7 +39,7 @@ class AffinePermutation:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The partition of each row id: ids of validation rows come first, and each split is dealt out.
+    """Deals the row ids of each split out to partitions; ids of validation rows come first.
 
     ```
     row id      0   1   2 | 3   4   5   6   7      3 validation rows of 8, two partitions

@@ -1,4 +1,4 @@
-"""The batches of one partition: their sizes, their seeded order, and their tensors."""
+"""Makes the batches of one partition: their sizes, their seeded order, and their tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one batch: a tensor of shape (rows, *shape of the column) for each column."""
+    """Holds the rows of a batch: a tensor of shape (rows, *shape of the column) for each column."""
 
     features: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]

@@ -1,4 +1,4 @@
-"""The cache of one partition: its columns, decoded once into memory-mapped arrays."""
+"""Caches one partition: decodes its columns once into memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cerebro_hydra.storage import Store
 
 @dataclass(frozen=True)
 class CachedPartition:
-    """The columns of a partition as read-only memory maps of shape (rows, *shape of the column)."""
+    """Has a partition's columns as read-only memory maps of shape (rows, *shape of the column)."""
 
     rows: int
     columns: Mapping[str, NDArray[Any]]

@@ -1,4 +1,4 @@
-"""The decoder of Arrow's columns into numpy arrays; it finds the rows that can't be trained on."""
+"""Decodes Arrow's columns into numpy arrays; finds the rows that can't be trained on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class ListLengths:
-    """The lengths of a column's lists in one dimension."""
+    """Holds the lengths of a column's lists in one dimension."""
 
     shortest: int
     longest: int
@@ -30,7 +30,7 @@ class ListLengths:
 
 @dataclass(frozen=True)
 class DecodedColumn:
-    """Consecutive rows of one column."""
+    """Holds consecutive rows of one column."""
 
     rows: int
     values: NDArray[Any]

@@ -1,4 +1,4 @@
-"""Which columns a run reads, and which rows it validates on."""
+"""Says which columns a run reads, and which rows it validates on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cerebro_hydra.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The part of a search's arguments that decides its data.
+    """Holds the part of a search's arguments that decides its data.
 
     Args:
         feature_columns: what `forward` takes, in order.
@@ -59,18 +59,18 @@ class DataSpec:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that are stored: features, labels, then the sample weight."""
+        """Return all columns that are stored: features, labels, then the sample weight."""
         weight = () if self.sample_weight_column is None else (self.sample_weight_column,)
         return (*self.feature_columns, *self.label_columns, *weight)
 
     @property
     def validation_column(self) -> str | None:
-        """The column that marks validation rows, if one does."""
+        """Return the column that marks validation rows, if one does."""
         return self.validation if isinstance(self.validation, str) else None
 
     @property
     def validation_share(self) -> float:
-        """The share of rows to hold out; 0 where a column marks them, or nothing is validated."""
+        """Return the share of rows to hold out; 0 if a column marks them, or there are none."""
         return self.validation if isinstance(self.validation, float) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Existing Parquet files as a data set: plain ones, petastorm's row stores, and Cerebro's.
+"""Makes existing Parquet files a data set: plain ones, petastorm's row stores, and Cerebro's.
 
 ```
 train_path, val_path -> files and footers -> row ranges -> the manifest, if the store has it
@@ -49,14 +49,14 @@ _CEREBRO_TRAIN, _CEREBRO_VAL = "train_data", "val_data"  # where Cerebro's store
 
 
 class Paths(NamedTuple):
-    """The folders, or single files, of rows that somebody else wrote."""
+    """Holds the folders, or single files, of rows that somebody else wrote."""
 
     train: str
     val: str | None
 
 
 class ParquetMetadata(NamedTuple):
-    """The result of `get_metadata_from_parquet`."""
+    """Holds the result of `get_metadata_from_parquet`."""
 
     train_rows: int
     val_rows: int

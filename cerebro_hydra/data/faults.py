@@ -1,4 +1,4 @@
-"""What can be wrong with the rows of a column, in the same words wherever rows come from."""
+"""Reports faults of a column's rows in the same words wherever rows come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest of a data set: its columns, and for each partition the rows and their place."""
+"""Describes a data set: its columns, and for each partition the rows and their place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ It has no leading underscore, which petastorm refuses.
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """One column as training sees it."""
+    """Describes one column as training sees it."""
 
     name: str
     dtype: str
@@ -32,7 +32,7 @@ class ColumnSpec:
 
 @dataclass(frozen=True)
 class Codec:
-    """The way in which a petastorm row store keeps a value of a column in a Parquet cell."""
+    """Says how a petastorm row store keeps a value of a column in a Parquet cell."""
 
     kind: str
     """"scalar", "ndarray", "compressed_ndarray" or "image"."""
@@ -42,7 +42,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A Parquet file that somebody else wrote, as it was when it was described."""
+    """Describes a Parquet file that somebody else wrote, as it was when it was described."""
 
     path: str
     """Absolute, or relative to the data's folder where it lies in the same store."""
@@ -54,7 +54,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ExistingFiles:
-    """Existing Parquet files that are read where they lie."""
+    """Lists existing Parquet files that are read where they lie."""
 
     codecs: tuple[Codec | None, ...]
     """A codec for each column; None where Parquet's own types say it all."""
@@ -74,7 +74,7 @@ class ExistingFiles:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Consecutive rows of one file of `ExistingFiles`."""
+    """Names consecutive rows of one file of `ExistingFiles`."""
 
     file: int
     first: int
@@ -83,7 +83,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class PartitionInfo:
-    """One partition of one split: a folder of prepared data, or row ranges of existing files."""
+    """Describes one partition of a split: a prepared folder, or row ranges of existing files."""
 
     split: str
     index: int
@@ -113,7 +113,7 @@ class PartitionInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A data set; prepared files name column i `column_00i`, whatever name it has here."""
+    """Describes a data set; prepared files name column i `column_00i`, whatever its name here."""
 
     fingerprint: str
     columns: tuple[ColumnSpec, ...]
@@ -123,12 +123,12 @@ class Manifest:
 
     @property
     def num_partitions(self) -> int:
-        """The number of training partitions."""
+        """Return the number of training partitions."""
         return sum(info.split == "train" for info in self.partitions)
 
     @property
     def has_validation(self) -> bool:
-        """Whether there are validation partitions."""
+        """Say whether there are validation partitions."""
         return any(info.split == "val" for info in self.partitions)
 
     def partition(self, split: str, index: int) -> PartitionInfo:

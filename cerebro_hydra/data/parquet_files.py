@@ -1,4 +1,4 @@
-"""Parquet files in a folder: their paths, their footers, and ranges of their rows."""
+"""Reads Parquet files in a folder: their paths, their footers, and ranges of their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Parquet files of one folder, in order, and what their footers say of the columns."""
+"""Lists the Parquet files of one folder, in order, and what their footers say of the columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ELEMENTS = (pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float
 
 @dataclass(frozen=True)
 class ParquetFolder:
-    """The files of a folder that have rows, in the order of their names, all of one type."""
+    """Lists the files of a folder that have rows, in the order of their names, all of one type."""
 
     path: str
     files: tuple[str, ...]

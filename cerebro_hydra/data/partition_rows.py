@@ -1,4 +1,4 @@
-"""The rows of one partition in stored order, whoever wrote them."""
+"""Reads the rows of one partition in stored order, whoever wrote them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cerebro_hydra.errors import DataError
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Consecutive rows of a partition."""
+    """Holds consecutive rows of a partition."""
 
     ids: NDArray[np.int64] | None
     """The row ids; None in existing files, which have none."""

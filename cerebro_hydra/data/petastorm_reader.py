@@ -1,4 +1,4 @@
-"""Reading a folder of Parquet files with petastorm, in one order, every row."""
+"""Reads every row of a folder of Parquet files with petastorm, in one order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The preparation of a DataFrame: Spark checks the rows, then writes them to balanced partitions.
+"""Prepares a DataFrame: Spark checks the rows, then writes them to balanced partitions.
 
 ```
 DataFrame -> converted, persisted -> one aggregate: faults, shapes, content, rows per bucket
@@ -139,7 +139,7 @@ def _flag(df: DataFrame, name: str) -> Column:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The conversion of one column; `depth` is its number of array dimensions."""
+    """Converts one column; `depth` is its number of array dimensions."""
 
     name: str
     stored: str
@@ -195,7 +195,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Content:
-    """The findings of one pass over the converted rows."""
+    """Holds the findings of one pass over the converted rows."""
 
     rows: int
     sums: Mapping[str, int]

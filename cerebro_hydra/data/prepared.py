@@ -1,4 +1,4 @@
-"""Prepared data in a store: its fingerprint names it, its manifest finishes it, reuse checks it."""
+"""Names a store's prepared data by fingerprint, finishes it by its manifest, checks its reuse."""
 
 from __future__ import annotations
 

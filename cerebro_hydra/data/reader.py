@@ -1,4 +1,4 @@
-"""Reading the Parquet files of one partition: the contract of readers, and the choice of one."""
+"""Defines the contract of readers of a partition's Parquet files, and chooses one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cerebro_hydra.errors import DataError
 
 
 class Reader(Protocol):
-    """What reads a folder: every row once, in stored order, with the dtypes that are stored.
+    """Reads every row of a folder once, in stored order, with the dtypes that are stored.
 
     `testing/reader_case.py` says in tests what that means; a reader is used by one thread.
     """

@@ -1,4 +1,4 @@
-"""Row ids: their checksum, and the seeded order in which training visits rows."""
+"""Computes the checksum of row ids, and the seeded order in which training visits rows."""
 
 from __future__ import annotations
 

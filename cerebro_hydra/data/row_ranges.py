@@ -1,4 +1,4 @@
-"""The row ranges of partitions of existing files: a pure function of the files' row counts.
+"""Computes the row ranges of partitions of existing files from the files' row counts alone.
 
 ```
 files        a: 5 rows   b: 0   c: 6 rows            three partitions, balanced to within one row

@@ -1,4 +1,4 @@
-"""petastorm's row stores: the schema of codecs beside the files, and the decoding of their cells.
+"""Reads the schema of codecs beside a petastorm row store's files, and decodes their cells.
 
 The schema is a pickle. It is read once, from the path that the user named, and kept as plain data
 from then on; decoding cells needs no pickle.

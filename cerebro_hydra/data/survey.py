@@ -1,4 +1,4 @@
-"""The survey of existing files before training: one pass over all rows finds faults and shapes."""
+"""Surveys existing files before training: one pass over all rows finds faults and shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cerebro_hydra.errors import CerebroHydraError, DataError
 
 @dataclass(frozen=True)
 class ColumnRequest:
-    """A column that existing files are asked for, with the dtype that it gets."""
+    """Names a column that existing files are asked for, with the dtype that it gets."""
 
     name: str
     dtype: str
@@ -24,7 +24,7 @@ class ColumnRequest:
 
 @dataclass(frozen=True)
 class SurveyTask:
-    """Consecutive rows of one file, which are surveyed at once."""
+    """Names consecutive rows of one file, which are surveyed at once."""
 
     path: str
     first: int
@@ -34,7 +34,7 @@ class SurveyTask:
 
 @dataclass
 class ColumnSurvey:
-    """The faults and the shapes of a column's rows; rows are named in words."""
+    """Holds the faults and the shapes of a column's rows; rows are named in words."""
 
     faults: dict[str, tuple[int, str]] = field(default_factory=dict)
     """For each fault the number of rows that have it, and the first one."""

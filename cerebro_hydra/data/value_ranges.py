@@ -1,4 +1,4 @@
-"""The smallest and largest values of columns, from Parquet footers; no row is read."""
+"""Reads the smallest and largest values of columns from Parquet footers, without reading a row."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The coordinator of a run, a thin shell around plan/; only it writes the journal."""
+"""Coordinates a run as a thin shell around plan/; only it writes the journal."""

@@ -1,4 +1,4 @@
-"""What an agent is told before it starts: by the coordinator, and by its launcher."""
+"""Holds what an agent is told before it starts: by the coordinator, and by its launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cerebro_hydra.wire.credentials import Credentials
 
 @dataclass(frozen=True)
 class AgentSpec:
-    """One run, as each of its agents is told of it; the launcher brings it to every start.
+    """Describes one run to each of its agents; the launcher brings it to every start.
 
     Args:
         control: where the coordinator listens.
@@ -61,7 +61,7 @@ class AgentSpec:
 
 @dataclass(frozen=True)
 class AgentStart:
-    """One start of an agent, as its launcher knows it.
+    """Describes one start of an agent, as its launcher knows it.
 
     Args:
         worker: which worker's agent it is.
@@ -81,7 +81,7 @@ class AgentStart:
 
 @dataclass(frozen=True)
 class AgentInfo:
-    """One agent, as it introduces itself to the coordinator.
+    """Describes one agent, as it introduces itself to the coordinator.
 
     Args:
         incarnation: names this process; the worker's next agent has another one.

@@ -1,4 +1,4 @@
-"""Where searches run: Spark in production, this machine in tests."""
+"""Defines where searches run: Spark in production, this machine in tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cerebro_hydra.storage import Store
 
 @runtime_checkable
 class Backend(Protocol):
-    """What a search needs of the place where it runs.
+    """Offers what a search needs of the place where it runs.
 
     `num_workers` is the number of agents, and of partitions of the data.
     """

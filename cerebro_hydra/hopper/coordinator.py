@@ -1,4 +1,4 @@
-"""The coordinator: gives events to `plan.hop_state`, and its instructions to agents."""
+"""The coordinator gives events to `plan.hop_state`, and its instructions to agents."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _JobEnded:
 
 @dataclass(frozen=True)
 class _Message:
-    """What an agent sent that is no event."""
+    """Holds what an agent sent that is no event."""
 
     incarnation: str
     content: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The journal of a run: numbered immutable segments, which fold to its state."""
+"""Writes the journal of a run: numbered immutable segments, which fold to its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run gets its agents: Spark in production, local processes in tests."""
+"""Defines how a run gets its agents: Spark in production, local processes in tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agents that have joined: all by incarnation, and the live one of each worker."""
+"""Keeps the agents that have joined: all by incarnation, and the live one of each worker."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Roster:
 
     @property
     def live(self) -> Collection[str]:
-        """Incarnations of the live agents."""
+        """Return the incarnations of the live agents."""
         return self._live.values()
 
     @property
     def missing(self) -> list[int]:
-        """Workers without a live agent."""
+        """Return the workers without a live agent."""
         return [worker for worker in range(self.num_workers) if worker not in self._live]

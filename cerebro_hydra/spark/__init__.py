@@ -1,4 +1,4 @@
-"""Spark: sessions, their checks, agents as Spark tasks, data preparation, transform.
+"""Uses Spark: sessions, their checks, agents as Spark tasks, data preparation, transform.
 
 Importing this package imports neither pyspark nor torch and starts no Java.
 """

@@ -1,4 +1,4 @@
-"""Conversion between columns of Spark, by way of Arrow, and tensors."""
+"""Converts between columns of Spark, by way of Arrow, and tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend of a search on an existing Spark, which is checked before anything starts."""
+"""Runs a search on an existing Spark, which is checked before anything starts."""
 
 from __future__ import annotations
 

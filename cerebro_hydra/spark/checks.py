@@ -1,4 +1,4 @@
-"""Checks of a Spark's versions, settings and slots: facts in, findings out.
+"""Checks a Spark's versions, settings and slots: facts in, findings out.
 
 With what prevents a run, agents would not start, hang, die for good, or run twice. The rest is
 advice: a run would be slower, or easier to lose.

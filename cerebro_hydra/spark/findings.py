@@ -1,4 +1,4 @@
-"""What is wrong with a Spark, and the doctor's report of it, which prints."""
+"""Describes what is wrong with a Spark, and prints it as the doctor's report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def raise_findings(found: Iterable[Finding], opening: str = "this Spark can't ru
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: what was seen, and what is wrong with it.
+    """Describes one thing that was looked at: what was seen, and what is wrong with it.
 
     `seen` is None where it could not be looked at.
     """
@@ -51,7 +51,7 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """Is `OK`, `advice`, `PROBLEM` or `not checked`."""
+        """Return `OK`, `advice`, `PROBLEM` or `not checked`."""
         if any(finding.prevents for finding in self.findings):
             return "PROBLEM"
         if self.findings:
@@ -61,18 +61,18 @@ class Check:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All checks of a session; printing it shows each verdict, then what to change."""
+    """Holds all checks of a session; printing it shows each verdict, then what to change."""
 
     checks: Sequence[Check]
 
     @property
     def ok(self) -> bool:
-        """Says whether nothing was found that would prevent a run."""
+        """Say whether nothing was found that would prevent a run."""
         return not any(finding.prevents for finding in self.findings)
 
     @property
     def findings(self) -> list[Finding]:
-        """Lists all problems first, then all advice."""
+        """List all problems first, then all advice."""
         found = [finding for check in self.checks for finding in check.findings]
         return sorted(found, key=lambda finding: not finding.prevents)
 

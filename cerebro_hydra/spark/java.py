@@ -21,7 +21,7 @@ VECTOR_MODULE = "jdk.incubator.vector"
 
 @dataclass(frozen=True)
 class Java:
-    """One Java installation: its home folder, major version, and where it was found."""
+    """Describes one Java installation: its home folder, major version, and where it was found."""
 
     home: Path
     version: int

@@ -1,4 +1,4 @@
-"""Agents as the tasks of one long Spark job."""
+"""Runs agents as the tasks of one long Spark job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reaches whom: one task per worker, all at once, dials as agents will.
+"""Checks who reaches whom: one task per worker, all at once, dials as agents will.
 
 Each task listens where its agent would, and dials the driver, which dials back at once; then each
 dials all others. Spark's barrier tells them each other's addresses, and when all have dialled.
@@ -39,7 +39,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Reach:
-    """Where one worker's task listened, whom it does not reach or is not reached by, and why.
+    """Says where a worker's task listened, whom it does not reach or is not reached by, and why.
 
     `store` is why it can't use the driver's store, None where it can or there is none.
     """

@@ -1,4 +1,4 @@
-"""The columns that a transform makes of a model's predictions."""
+"""Makes the columns of a transform from a model's predictions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Outputs(Protocol):
-    """What makes columns of predictions; it travels in the query's closure."""
+    """Makes columns of predictions; it travels in the query's closure."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the columns."""
+        """Return the names of the columns."""
         ...
 
     def types(self, sample: Sequence[Tensor]) -> list[DataType]:

@@ -1,4 +1,4 @@
-"""Where a Spark job's processes are reached, where they may write, and their environment."""
+"""Says where a Spark job's processes are reached and may write; sets environment variables."""
 
 from __future__ import annotations
 

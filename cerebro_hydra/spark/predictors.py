@@ -1,4 +1,4 @@
-"""Predictors: trained models in a form that travels to executors."""
+"""Defines predictors: trained models in a form that travels to executors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Predict = Callable[[tuple[Tensor, ...]], list[Tensor]]
 
 
 class Predictor(Protocol):
-    """A trained model in a form that travels: bytes and plain values."""
+    """Holds a trained model in a form that travels: bytes and plain values."""
 
     def load(self, device: torch.device) -> Predict:
         """Build the model on a device; the process's random numbers go on as before.
@@ -35,7 +35,7 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True)
 class BuiltPredictor:
-    """A model that a factory builds.
+    """Builds a model with a factory.
 
     Args:
         factory: the `estimator_gen_fn`, as `pickle_factory` gives it.
@@ -67,7 +67,7 @@ class BuiltPredictor:
 
 @dataclass(frozen=True)
 class ExportedPredictor:
-    """The two files of `save_exported`, which hold a model without its source."""
+    """Holds the two files of `save_exported`, which hold a model without its source."""
 
     graph: bytes
     weights: bytes

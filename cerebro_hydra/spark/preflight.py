@@ -1,4 +1,4 @@
-"""The one list of checks of a Spark: a search runs all but the network's, the doctor runs all."""
+"""Lists the checks of a Spark: a search runs all but the network's, the doctor runs all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions: local ones with settings that suit agents, and those that users give."""
+"""Starts local sessions with settings that suit agents, and takes those that users give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task slots: how many a Spark has, how many are free, and the wait for them."""
+"""Counts task slots: how many a Spark has, how many are free; waits for them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LOOK_SECONDS = 0.1
 
 
 class LocalMaster(NamedTuple):
-    """What a `local[...]` master allows: task slots, and failures of a task before its job ends."""
+    """Says what `local[...]` allows: task slots, and failures of a task before its job ends."""
 
     slots: int
     max_failures: int
 
 
 class Slots(NamedTuple):
-    """How many tasks a Spark can run at the same time, and how many more than it runs now."""
+    """Says how many tasks a Spark can run at the same time, and how many more than it runs now."""
 
     total: int
     free: int

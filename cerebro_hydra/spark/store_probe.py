@@ -1,4 +1,4 @@
-"""Whether the driver and the executors see the same store: each writes, the others read."""
+"""Checks whether driver and executors see the same store: each writes, the others read."""
 
 from __future__ import annotations
 

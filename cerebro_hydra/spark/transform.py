@@ -1,4 +1,4 @@
-"""Batch inference: a trained model adds columns to a Spark DataFrame."""
+"""Adds columns to a Spark DataFrame by batch inference with a trained model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _loaded: dict[tuple[str, torch.device], Predict] = {}
 
 
 class Inference:
-    """A trained model that predicts on executors.
+    """Predicts with a trained model on executors.
 
     The predictor is broadcast once per Spark application, however many DataFrames it transforms.
     Each Python worker loads it once, to the task's GPU if there is one, else to the CPU.
@@ -57,7 +57,7 @@ class Inference:
 
     @cached_property
     def sample(self) -> list[Tensor]:
-        """The predictions for two rows, known ones or zeros, which show their form.
+        """Return the predictions for two rows, known ones or zeros, which show their form.
 
         Raises:
             ConfigurationError: the weights don't fit, or the model fails, or gives no rows.
@@ -180,7 +180,7 @@ def _row_of_partition(first: int, position: int) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """One transform, as Spark's Python workers need it; it travels in the query's closure."""
+    """Describes a transform to Spark's Python workers; it travels in the query's closure."""
 
     name: str
     predictor: Broadcast[Predictor]

@@ -1,4 +1,4 @@
-"""One small job that asks each worker's task what an agent would find there."""
+"""Asks each worker's task, in one small job, what an agent would find there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEAST_SCRATCH = 1 << 30
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What one worker's task found; `executor` tells the executors of one host apart.
+    """Holds what one worker's task found; `executor` tells the executors of one host apart.
 
     `free_scratch` is in bytes, None where this package can't be imported.
     """

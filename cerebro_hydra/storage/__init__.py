@@ -1,4 +1,4 @@
-"""Stores: they hold prepared data and the files of runs."""
+"""Stores hold prepared data and the files of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store on HDFS; its client is Python and Rust, without Java or libhdfs."""
+"""Stores files on HDFS; its client is Python and Rust, without Java or libhdfs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store on a file system that every worker sees under the same path."""
+"""Stores files on a file system that every worker sees under the same path."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LocalStore(Store):
         return os.path.exists(path)
 
     def list(self, path: str) -> list[str]:
-        """Sorted names in a folder, without unfinished writes; empty if there is no such folder."""
+        """List sorted names in a folder, without unfinished writes; empty if there is no folder."""
         with explained("list", path):
             try:
                 names = os.listdir(path)

@@ -1,4 +1,4 @@
-"""The base of stores on file systems that are reached through fsspec."""
+"""Defines the base of stores on file systems that are reached through fsspec."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RemoteStore(Store):
             return True
 
     def list(self, path: str) -> list[str]:
-        """Sorted names in a folder, without unfinished writes; empty if there is no such folder."""
+        """List sorted names in a folder, without unfinished writes; empty if there is no folder."""
         with explained("list", path):
             try:
                 paths = self._files.ls(self._path(path), detail=False, refresh=True)
@@ -153,7 +153,7 @@ class RemoteStore(Store):
 
     @property
     def _files(self) -> AbstractFileSystem:
-        """The file system; a fork connects anew, because the client's threads don't survive it."""
+        """Return the file system; a fork connects anew, since client threads don't survive it."""
         connected = self._connected
         if connected is None or connected[0] != os.getpid():
             self._connected = connected = (os.getpid(), self._connect())
@@ -164,5 +164,5 @@ class RemoteStore(Store):
         return stripped
 
     def __getstate__(self) -> dict[str, Any]:
-        """A store is its paths; what it is copied to connects by itself."""
+        """Return the state of a copy, which connects by itself."""
         return {**self.__dict__, "_connected": None}

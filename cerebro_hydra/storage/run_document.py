@@ -1,4 +1,4 @@
-"""The documents of a run in JSON: the run folder keeps them, agents and replay read them."""
+"""Defines a run's JSON documents; the run folder keeps them, agents and replay read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKERS_FILE = "workers.json"
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """One trial: with the user's code, which travels once, this JSON is all that an agent needs.
+    """Describes one trial: all that an agent needs, with the user's code, which travels once.
 
     `seed` keys the trial's random numbers; `cut` and `template` are what admission found;
     `nbytes` is the size of its state; `steps` holds optimizer steps per partition.
@@ -54,7 +54,7 @@ class TrialSpec:
 
 @dataclass(frozen=True)
 class RunDocument:
-    """One run of a search.
+    """Describes one run of a search.
 
     `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
     it; `metrics` maps every measured name to its direction; `sample_weight_column` weighs rows;

@@ -1,4 +1,4 @@
-"""The files of one run: JSON documents, journal, states of trials, and shards by digest."""
+"""Keeps the files of one run: JSON documents, journal, states of trials, and shards by digest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATE = re.compile(r"state-(\d{6,})\.json")
 
 
 class RunFolder:
-    """The folder of one run in a store.
+    """Reads and writes the folder of one run in a store.
 
     ```
     <run>/<name>                                   JSON documents, rewritten whole

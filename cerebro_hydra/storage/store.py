@@ -1,4 +1,4 @@
-"""The contract of stores: they hold whole files by path, below one prefix."""
+"""Defines the contract of stores, which hold whole files by path, below one prefix."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, path: str) -> list[str]:
-        """Sorted names in a folder, without unfinished writes; empty if there is no such folder."""
+        """List sorted names in a folder, without unfinished writes; empty if there is no folder."""
 
     @abstractmethod
     def delete(self, path: str) -> None:

@@ -1,1 +1,1 @@
-"""How it travels: shards over Arrow Flight, control as lines of JSON, both with TLS on request."""
+"""Carries shards over Arrow Flight and control as lines of JSON, both with TLS on request."""

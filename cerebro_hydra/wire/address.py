@@ -1,4 +1,4 @@
-"""Where a server listens and how a client reaches it."""
+"""Says where a server listens and how a client reaches it."""
 
 from __future__ import annotations
 

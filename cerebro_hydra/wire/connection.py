@@ -1,4 +1,4 @@
-"""One end of a control connection: lines of JSON, heartbeats, and exactly one end."""
+"""Keeps one side of a control connection: lines of JSON, heartbeats, and exactly one end."""
 
 from __future__ import annotations
 

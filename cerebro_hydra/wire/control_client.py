@@ -1,4 +1,4 @@
-"""An agent's end of control: dials the driver once and stays connected."""
+"""The agent's end of control dials the driver once and stays connected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class ControlClient:
-    """One agent's connection to the driver, open once the constructor returns.
+    """Connects one agent to the driver; it is open once the constructor returns.
 
     `hello` names the agent's `incarnation`. `on_message(message)` is called for each message, in
     order, and `on_closed(reason)` once after the last: the driver said goodbye, its process died

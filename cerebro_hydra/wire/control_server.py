@@ -1,4 +1,4 @@
-"""The driver's end of control: agents dial in and stay connected for their whole life."""
+"""Serves the driver's end of control: agents dial in and stay connected for their whole life."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the servers and clients of one run show each other: a secret, with TLS a certificate too."""
+"""Makes what a run's servers and clients show each other: a secret, with TLS a certificate too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIFETIME = datetime.timedelta(days=365)
 
 @dataclass(frozen=True)
 class TLS:
-    """A certificate of your own for the connections of a run, as PEM files that the driver reads.
+    """Names your own certificate for a run's connections, as PEM files that the driver reads.
 
     Every server of the run uses this certificate, and every client accepts this one alone.
     Therefore it may name any host, and no authority is asked about it.
@@ -42,7 +42,7 @@ class TLS:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate with its private key, both as PEM, and a host name that it is valid for."""
+    """Holds a certificate with its private key, both as PEM, and a host name it is valid for."""
 
     pem: str
     key: str = field(repr=False)
@@ -68,7 +68,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Credentials:
-    """The secret of a run, and its certificate if its connections use TLS.
+    """Holds the secret of a run, and its certificate if its connections use TLS.
 
     Raises:
         ConfigurationError: the secret is empty.

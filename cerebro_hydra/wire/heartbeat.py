@@ -1,4 +1,4 @@
-"""How long the two ends of a control connection wait for each other; `Connection` counts."""
+"""Says how long both ends of a control connection wait for each other; `Connection` counts."""
 
 from __future__ import annotations
 

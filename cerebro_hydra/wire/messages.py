@@ -1,4 +1,4 @@
-"""Names of shards, requests for them, and descriptions of what was fetched."""
+"""Names shards, encodes requests for them, and describes what was fetched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ControlFailed(CerebroHydraError):
 
 @dataclass(frozen=True)
 class ShardKey:
-    """One shard of one state of one trial, at the agent process that owns it."""
+    """Names one shard of one state of one trial, at the agent process that owns it."""
 
     trial: int
     visit: int
@@ -37,7 +37,7 @@ class ShardKey:
 
 
 class Publication(Protocol):
-    """A shard that its owner gives to whoever asks.
+    """Holds a shard that its owner gives to whoever asks.
 
     `segments` maps a segment's name ("frozen", "trainable") to its digest and its bytes, any
     C-contiguous buffer. The bytes must stay unchanged for as long as the shard is published.
@@ -54,7 +54,7 @@ class Publication(Protocol):
 
 @dataclass(frozen=True)
 class FetchedSegment:
-    """A segment as received; `buffer` (uint8, [nbytes]) is None if the receiver had it."""
+    """Holds a segment as received; `buffer` (uint8, [nbytes]) is None if the receiver had it."""
 
     digest: str
     nbytes: int
@@ -63,7 +63,7 @@ class FetchedSegment:
 
 @dataclass(frozen=True)
 class FetchedShard:
-    """A fetched shard and what its transfer cost.
+    """Holds a fetched shard and what its transfer cost.
 
     `seconds` runs from the arrival of the reply's header to the last byte in place, without the
     wait for the owner to publish the shard.

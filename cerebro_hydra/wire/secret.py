@@ -1,4 +1,4 @@
-"""The run's secret in Flight: sent with every call, checked before any call is served."""
+"""Sends the run's secret with every call of Flight, and checks it before any call is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiver's end of a hop, which fetches shards from their owner."""
+"""The receiver's end of a hop fetches shards from their owner."""
 
 from __future__ import annotations
 

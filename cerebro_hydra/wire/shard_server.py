@@ -1,4 +1,4 @@
-"""The owner's end of a hop, which gives published shards to whoever shows the secret."""
+"""The owner's end of a hop gives published shards to whoever shows the secret."""
 
 from __future__ import annotations
 
