@@ -1,10 +1,10 @@
-"""Errors that speak to the user: what was wrong, with its value and name, and what to do."""
+"""Defines errors that tell the user what was wrong, with its value and name, and what to do."""
 
 from __future__ import annotations
 
 
 class CerebroHydraError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Is the base of every error that this package raises on purpose."""
 
 
 class ConfigurationError(CerebroHydraError, ValueError):

@@ -1,4 +1,4 @@
-"""The life of one agent: dial, decode its partitions, join, carry out instructions, leave."""
+"""Runs one agent: dial, decode its partitions, join, carry out instructions, leave."""
 
 from __future__ import annotations
 

@@ -119,17 +119,17 @@ class SparkEstimator(TrialEstimator):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module that was given."""
+        """Return the module that was given."""
         return self.recipe.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that was given."""
+        """Return the optimizer that was given."""
         return self.recipe.optimizer
 
     @property
     def loss(self) -> Any:
-        """The loss that was given."""
+        """Return the loss that was given."""
         return self.recipe.loss
 
     @staticmethod

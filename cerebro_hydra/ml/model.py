@@ -1,4 +1,4 @@
-"""A trained trial as a stage of Spark ML."""
+"""Makes a trained trial a stage of Spark ML."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SparkModel(Model, OutputParams, MLWritable, MLReadable["SparkModel"]):
 
     @property
     def history(self) -> History:
-        """Measured values by name, one per epoch."""
+        """Return measured values by name, one per epoch."""
         return self.trial.history
 
     def torch(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The files of a saved model: Spark's metadata, the network's graph and weights; no pickle.
+"""A saved model's files hold Spark's metadata, the network's graph and weights; no pickle.
 
 ```
 <path>/metadata/part-00000        class, uid, Params, trial, columns: as Spark ML's JSON

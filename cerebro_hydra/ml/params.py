@@ -1,4 +1,4 @@
-"""The Params of estimators and models: one table, each row with its setter and its getter."""
+"""Lists the Params of estimators and models in one table, each with its setter and getter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's prediction is, and the columns of Spark ML that are made of it."""
+"""Decides what a model's prediction is, and makes columns of Spark ML of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLASS_INDEX_FUNCTIONS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
 
 
 class PredictionKind(StrEnum):
-    """What a network gives for a row."""
+    """Names what a network gives for a row."""
 
     RAW = "raw"  # anything
     NUMBER = "number"  # one number
@@ -33,7 +33,7 @@ class PredictionKind(StrEnum):
 
     @property
     def has_classes(self) -> bool:
-        """Whether the prediction is about classes."""
+        """Return whether the prediction is about classes."""
         return self not in (PredictionKind.RAW, PredictionKind.NUMBER)
 
     @classmethod
@@ -108,7 +108,7 @@ class EvaluatorOutputs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the columns."""
+        """Return the names of the columns."""
         return tuple(name for name in (self.raw, self.probability, self.prediction) if name)
 
     def types(self, sample: Sequence[Tensor]) -> list[DataType]:

@@ -29,7 +29,7 @@ class RunNetwork:
 
     @property
     def inference(self) -> Inference:
-        """What predicts on executors, with the weights as they were when first read."""
+        """Return what predicts on executors, with the weights as they were when first read."""
         return self._inference_and_loss[0]
 
     @cached_property
@@ -65,7 +65,7 @@ class RunNetwork:
 
 
 class ExportedNetwork:
-    """The network of a saved model.
+    """Holds the network of a saved model.
 
     Args:
         predictor: graph and weights.

@@ -1,4 +1,4 @@
-"""What happened: one stream of records, and the views that are folds of it.
+"""Tells what happened by one stream of records, and by the views that are folds of it.
 
 `records.py` lists the records. A view matches on their classes, and on those of the events and
 instructions that a `Decision` holds (`plan/events.py`, `plan/instructions.py`).

@@ -1,4 +1,4 @@
-"""Who watches a run, and how a broken watcher is kept from harming it."""
+"""Defines who watches a run, and keeps a broken watcher from harming it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words, numbers and tables that the views share."""
+"""Writes the words, numbers and tables that the views share."""
 
 from __future__ import annotations
 

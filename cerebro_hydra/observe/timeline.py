@@ -36,7 +36,7 @@ class HopBar:
 
 @dataclass
 class TaskBar:
-    """One sub-epoch or one evaluation of a partition, on one worker.
+    """Shows one sub-epoch or one evaluation of a partition, on one worker.
 
     The agent was given the task at `assigned`, and waited for shards from then to `start`;
     `seconds` is what it measured. The outcome "repeated" is that of a sub-epoch that counted until
@@ -54,7 +54,7 @@ class TaskBar:
 
     @property
     def kind(self) -> Literal["train", "evaluate"]:
-        """What the agent does in it."""
+        """Return what the agent does in it."""
         return "train" if isinstance(self.task, instructions.StartSubEpoch) else "evaluate"
 
 

@@ -61,33 +61,33 @@ class TrialView:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """Return whether nothing more will happen to it."""
         return self.status in ("finished", "failed", "stopped")
 
     @property
     def stopped_early(self) -> bool:
-        """Whether it finished before its last epoch because it had stopped improving."""
+        """Return whether it finished before its last epoch because it had stopped improving."""
         return self.status == "finished" and self.reason != ""
 
     @property
     def result_epoch(self) -> int | None:
-        """The epoch that its result is of: the best one with patience, else the last ended."""
+        """Return the epoch of its result: the best one with patience, else the last ended."""
         return self.best_epoch if self.best_epoch is not None else max(self.epochs, default=None)
 
     @property
     def result_metrics(self) -> dict[str, float]:
-        """The metrics of `result_epoch`; empty before the first epoch has ended."""
+        """Return the metrics of `result_epoch`; empty before the first epoch has ended."""
         epoch = self.result_epoch
         return {} if epoch is None else self.epochs[epoch]
 
     @property
     def visit_log(self) -> list[tuple[int, int]]:
-        """(epoch, partition) of each surviving sub-epoch, in the order in which it trained."""
+        """Return (epoch, partition) of each surviving sub-epoch, in the order of training."""
         return [self.visits[visit] for visit in sorted(self.visits)]
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """The values of each measured name, one per ended epoch."""
+        """Return the values of each measured name, one per ended epoch."""
         ended = [self.epochs[epoch] for epoch in sorted(self.epochs)]
         return {name: [metrics[name] for metrics in ended] for name in (ended[0] if ended else ())}
 
@@ -153,7 +153,7 @@ class RunView:
 
     @property
     def winner(self) -> TrialView | None:
-        """The best trial; None if no finished trial has a number as its metric."""
+        """Return the best trial; None if no finished trial has a number as its metric."""
         best = self.best_first()[0]
         return best if self._rank(best)[0] == 0 else None
 

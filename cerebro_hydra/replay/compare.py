@@ -20,7 +20,7 @@ from cerebro_hydra.storage.run_document import NUMERIC_FILE, TrialSpec
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """The verdict on one trial.
+    """Gives the verdict on one trial.
 
     `identical` is true if the visit log obeys its rule and every bit of parameters, buffers,
     optimizer state, learning rates and metrics agrees; `first_difference` says what doesn't.
@@ -42,7 +42,7 @@ class ReplayReport:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run recorded of a trial; `visit` made the state that is its result."""
+    """Holds what a run recorded of a trial; `visit` made the state that is its result."""
 
     trial_id: str
     visit_log: list[tuple[int, int]]

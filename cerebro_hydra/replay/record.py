@@ -11,7 +11,7 @@ from cerebro_hydra.storage.run_folder import RunFolder
 
 @dataclass
 class TrialRecord:
-    """A trial in the journal: visits that were not taken back, and the measured epochs."""
+    """Holds a trial in the journal: visits that were not taken back, and the measured epochs."""
 
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Visit → (epoch, partition)."""

@@ -91,7 +91,7 @@ def load_model(model: nn.Module, saved: SavedState) -> None:
 
 @dataclass
 class Replayed:
-    """What a replay found: measured values per epoch, and the state that is the result."""
+    """Holds what a replay found: measured values per epoch, and the state that is the result."""
 
     history: list[dict[str, float]] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from cerebro_hydra.shards.layout import (
 
 
 class CutTrial:
-    """One admitted trial.
+    """Holds one admitted trial.
 
     Attributes:
         shards: each shard's two segments as bytes, and its cursor as JSON.

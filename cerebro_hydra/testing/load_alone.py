@@ -30,7 +30,7 @@ class Refuse(MetaPathFinder):
 
 
 def run_alone(folder: Path, features: Sequence[Any], refused: Iterable[str]) -> list[Any]:
-    """What an exported model gives for features, in a process without some packages.
+    """Return what an exported model gives for features, in a process without some packages.
 
     Args:
         folder: of `save_exported`; the features are written into it, and the outputs.

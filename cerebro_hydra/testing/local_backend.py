@@ -1,4 +1,4 @@
-"""A backend without Spark, with arrays for a DataFrame and processes for executors."""
+"""Runs a backend without Spark, with arrays for a DataFrame and processes for executors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Arrays:
 
 
 class LocalBackend:
-    """A `Backend` on this machine, without Java.
+    """Runs a `Backend` on this machine, without Java.
 
     Everything but Spark is real: prepared files, agents in processes of their own, the wire,
     the coordinator and its journal. `agents` is the launcher of the latest run.

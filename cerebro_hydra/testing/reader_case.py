@@ -41,7 +41,7 @@ class Layout:
     files: tuple[PartFile, ...]
 
     def values(self) -> dict[str, NDArray[Any]]:
-        """Every column's rows; no two rows are equal where the type has enough values."""
+        """Return every column's rows; no two are equal where the type has enough values."""
         return {
             name: _values(self.rows, *kind, start=7 * i)
             for i, (name, kind) in enumerate(self.columns.items())
@@ -95,14 +95,14 @@ def write_layout(folder: Path, layout: Layout) -> None:
 
 
 class ReaderCase(ABC):
-    """What every reader promises; a subclass, collected by pytest, implements `make_reader`."""
+    """Tests what every reader promises; a subclass that pytest collects has `make_reader`."""
 
     @abstractmethod
     def make_reader(self) -> Reader:
         """Return the reader under test."""
 
     def read(self, folder: Path, columns: Sequence[str]) -> list[dict[str, NDArray[Any]]]:
-        """All row groups of a folder, as training gets them."""
+        """Return all row groups of a folder, as training gets them."""
         return list(read_columns(str(folder), columns, self.make_reader()))
 
     # -------------------------------------------------------------- every row, once, in order
@@ -151,7 +151,7 @@ class ReaderCase(ABC):
         assert group["y"].tobytes() == values.tobytes()
 
     def test_hidden_files_are_no_data(self, tmp_path: Path) -> None:
-        """What Spark and file systems leave beside the rows."""
+        """Readers pass over what Spark and file systems leave beside the rows."""
         pq.write_table(pa.table({"x": [1]}), tmp_path / "part-0.parquet")
         for name in ("_SUCCESS", ".part-0.parquet.crc", ".half.parquet", "_half.parquet"):
             (tmp_path / name).write_bytes(b"no Parquet")
@@ -250,7 +250,7 @@ class ReaderCase(ABC):
     def test_column_of_no_numbers_is_refused_with_its_type(
         self, tmp_path: Path, array: pa.Array
     ) -> None:
-        """What one reader could read and another could not is refused by both."""
+        """Both readers refuse what one could read and another could not."""
         pq.write_table(pa.table({"x": array}), tmp_path / "part-0.parquet")
         with pytest.raises(DataError, match=r"column 'x' in .*part-0\.parquet' is .*cast it"):
             self.read(tmp_path, ["x"])
@@ -265,7 +265,7 @@ class ReaderCase(ABC):
 
     @pytest.mark.parametrize("keep", [0, 3, -1, -40])
     def test_torn_file_is_named(self, tmp_path: Path, keep: int) -> None:
-        """A writer that died, or a copy that was cut off."""
+        """A writer has died, or a copy was cut off."""
         for number in range(2):
             pq.write_table(pa.table({"x": range(99)}), tmp_path / f"part-{number}.parquet")
         torn = tmp_path / "part-1.parquet"

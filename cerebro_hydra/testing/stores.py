@@ -14,7 +14,7 @@ from cerebro_hydra.storage import Store
 
 
 class StoreCase(ABC):
-    """What every store promises; a subclass, collected by pytest, implements `make_store`."""
+    """Tests what every store promises; a subclass, collected by pytest, implements `make_store`."""
 
     @abstractmethod
     def make_store(self, tmp_path: Path) -> Store:
@@ -22,7 +22,7 @@ class StoreCase(ABC):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        """The store under test."""
+        """Return the store under test."""
         return self.make_store(tmp_path)
 
     def test_what_was_written_is_read(self, store: Store) -> None:
@@ -33,7 +33,7 @@ class StoreCase(ABC):
             assert store.read(path) == bytes(content)
 
     def test_data_and_runs_lie_below_the_prefix(self, store: Store) -> None:
-        """The layout that agents and replay rely upon."""
+        """Agents and replay rely upon this layout."""
         assert store.data_path("abc") == f"{store.prefix}/data/abc"
         assert store.run_path("run-1") == f"{store.prefix}/runs/run-1"
 
@@ -98,7 +98,7 @@ class StoreCase(ABC):
         assert store.list(run) == ["a", "b", "folder"]
 
     def test_delete_takes_files_and_folders_and_may_be_repeated(self, store: Store) -> None:
-        """What is absent afterwards is all that counts."""
+        """Only what is absent afterwards counts."""
         run = store.run_path("r1")
         store.write(f"{run}/folder/a", b"x")
         store.write(f"{run}/b", b"x")
@@ -153,7 +153,7 @@ class StoreCase(ABC):
         assert rebuilt.read(path) == b"content"
 
     def test_store_of_an_unknown_type_names_the_known_ones(self, store: Store) -> None:
-        """A description from a program with other stores."""
+        """The description comes from a program with other stores."""
         description = {**store.to_dict(), "type": "CarrierPigeonStore"}
         with pytest.raises(StoreError, match=f"CarrierPigeonStore.*{type(store).__name__}"):
             Store.from_dict(description)

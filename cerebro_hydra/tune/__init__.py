@@ -1,4 +1,4 @@
-"""What to try: search spaces, searches and their results; importing it imports no pyspark."""
+"""Holds search spaces, searches and their results; importing it imports no pyspark."""
 
 from __future__ import annotations
 

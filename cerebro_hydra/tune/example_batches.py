@@ -1,4 +1,4 @@
-"""Example batches to admit models with, made of the first rows of the data."""
+"""Makes example batches to admit models with, from the first rows of the data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cerebro_hydra.storage import Store
 
 
 class ExampleBatches:
-    """Batches of every size that training over a manifest's partitions meets.
+    """Makes batches of every size that training over a manifest's partitions meets.
 
     The driver reads only as many rows as the largest batch has, and no partition as a whole.
     """

@@ -1,4 +1,4 @@
-"""The trials of a search as pandas DataFrames."""
+"""Returns the trials of a search as pandas DataFrames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trained model of one trial: its history, its weights, its predictions."""
+"""The trained model of one trial gives its history, its weights and its predictions."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class TrainedModel:
 
     @property
     def trial_id(self) -> str:
-        """Id of the trial, such as "trial-000"."""
+        """Return the id of the trial, such as "trial-000"."""
         return self._spec.trial_id
 
     @property
     def params(self) -> dict[str, Any]:
-        """Parameters that the factory was called with."""
+        """Return the parameters that the factory was called with."""
         return dict(self._spec.params)
 
     def get_history(self) -> History:
@@ -94,7 +94,7 @@ class TrainedModel:
 
     @cached_property
     def _inference(self) -> Inference:
-        """What predicts, kept so that a second transform neither reads nor sends the weights."""
+        """Return what predicts, kept so that a second transform neither reads nor sends weights."""
         return self.inference()
 
     def inference(self, recipe: Recipe | None = None) -> Inference:

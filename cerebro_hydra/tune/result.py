@@ -103,17 +103,17 @@ class SearchResult:
 
     @property
     def metric(self) -> str:
-        """Name of the metric that decides which trial is best, such as "val_accuracy"."""
+        """Return the name of the metric that decides the best trial, such as "val_accuracy"."""
         return self._view.metric
 
     @property
     def direction(self) -> str:
-        """Either "min" or "max": which values of `metric` are better."""
+        """Return "min" or "max": which values of `metric` are better."""
         return self._view.direction
 
     @property
     def best_trial(self) -> Trial:
-        """The finished trial with the best metric in its result's epoch; of equals the first.
+        """Return the finished trial whose result's epoch has the best metric; of equals the first.
 
         Raises:
             ConfigurationError: no finished trial has a number there.
@@ -184,7 +184,7 @@ class SearchResult:
 
     @cached_property
     def _transforming(self) -> TrainedModel:
-        """The best model, kept so that its weights are read and sent once."""
+        """Return the best model, kept so that its weights are read and sent once."""
         return self.get_best_model()
 
     def _model(self, trial: Trial) -> TrainedModel:

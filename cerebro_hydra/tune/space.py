@@ -19,7 +19,7 @@ _LARGEST_EXPONENT = 300  # of what a float can hold
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values, each as likely as the others."""
+    """Draws one of several values, each as likely as the others."""
 
     options: tuple[Any, ...]
 

@@ -1,4 +1,4 @@
-"""One trial of a search, as its result shows it."""
+"""Describes one trial of a search, as its result shows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ History = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial of a search.
+    """Describes one trial of a search.
 
     `status` is "finished", "failed", "stopped", or where an unfinished run left it; `error` is a
     failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
