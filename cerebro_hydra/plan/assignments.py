@@ -75,6 +75,8 @@ class Assignments:
     def _open_tasks(self, index: int, trial: TrialProgress) -> list[tuple[TaskKind, int]]:
         if trial.status is not None or outcome(self.config, trial) is not None:
             return []
+        if trial.lost_agents and trial.attempts:  # one agent at a time, while it may be lethal
+            return []
         partitions = range(self.config.partitions)
         if trial.epoch_trained(len(partitions)):
             evaluated = trial.evaluation_begun()

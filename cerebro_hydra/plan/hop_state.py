@@ -50,6 +50,7 @@ from cerebro_hydra.plan.instructions import (
     MergeMetrics,
     Redo,
 )
+from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS, story
 from cerebro_hydra.plan.policy import Policy
 from cerebro_hydra.plan.progress import Attempt, CommittedVisit, LiveAgent, TrialProgress
 from cerebro_hydra.plan.retention import Retention
@@ -84,7 +85,7 @@ class HopState(Assignments):
             case WorkerJoined():
                 self._join(event)
             case WorkerLost():
-                self._lose(event.incarnation, event.reason)
+                self._lose(event)
             case SubEpochEnding():
                 self._sub_epoch_ending(event)
             case SubEpochDone():
@@ -131,7 +132,7 @@ class HopState(Assignments):
         if event.incarnation in self._fenced or self.agent(event.incarnation):
             return
         if old := self.agents.get(event.worker):
-            self._lose(old.incarnation, f"worker {event.worker} joined anew")
+            self._lose(WorkerLost(old.incarnation, f"worker {event.worker} joined anew"))
         for agent in self.agents.values():
             if shared := set(agent.partitions) & set(event.partitions):
                 raise ValueError(
@@ -141,11 +142,13 @@ class HopState(Assignments):
         self.agents[event.worker] = LiveAgent(event.worker, event.incarnation, event.partitions)
         self.agents = dict(sorted(self.agents.items()))
 
-    def _lose(self, incarnation: str, reason: str) -> None:
+    def _lose(self, lost: WorkerLost) -> None:
+        incarnation, reason = lost.incarnation, lost.reason
         self._fenced.add(incarnation)
         agent = self.agent(incarnation)
         if agent is None:
             return
+        ran = None if lost.attempt is None else self._running(lost.attempt, incarnation)
         del self.agents[agent.worker]
         for attempt in (agent.reserved, agent.running):
             if attempt is not None:
@@ -157,6 +160,11 @@ class HopState(Assignments):
                 trial.saving = None
             if trial.status is None:
                 self._recover(index, trial, incarnation, reason)
+        if ran is not None:
+            trial = self.trials[ran.trial]
+            trial.note_lost_agent(ran, lost, self._next_attempt)
+            if len(trial.lost_agents) >= MOST_LOST_AGENTS:
+                self._end(ran.trial, "failed", story(ran.trial, trial.lost_agents))
 
     def _recover(self, index: int, trial: TrialProgress, lost: str, reason: str) -> None:
         """Roll back if a state that the trial needs is gone, and abandon fetches from ``lost``."""
@@ -212,6 +220,7 @@ class HopState(Assignments):
             )
         )
         trial.transfer_failures = 0
+        trial.note_progress()
         self.holders.define(attempt.trial, visit, done.digests)
         self.holders.add(attempt.trial, visit, where)
         for successor in trial.pending_visits:  # its source may have arrived before this commit
@@ -234,6 +243,7 @@ class HopState(Assignments):
         self._mark_received(attempt)
         trial.evaluated[attempt.partition] = event
         trial.transfer_failures = 0
+        trial.note_progress()
         self.estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
         self.estimates.advance_clock(attempt.started_at + event.seconds)
         self._release(attempt)
