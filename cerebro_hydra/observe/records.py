@@ -90,13 +90,29 @@ class OutputLine:
 
 
 @dataclass(frozen=True)
+class SlowBatch:
+    """A batch takes far longer than those before it, and goes on; comes once per task at most.
+
+    `seconds` is what it has taken so far, `median` what this trial's batches take on this agent;
+    None before the first one.
+    """
+
+    worker: int
+    trial: int
+    epoch: int
+    partition: int
+    seconds: float
+    median: float | None
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """The run is over, however it ended; comes last."""
 
     seconds: float
 
 
-Record = RunStarted | AgentStarted | Decision | Progress | OutputLine | RunEnded
+Record = RunStarted | AgentStarted | Decision | Progress | OutputLine | SlowBatch | RunEnded
 
 
 def records_of(folder: RunFolder) -> Iterator[Record]:

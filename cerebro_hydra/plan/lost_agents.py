@@ -9,9 +9,9 @@ MOST_LOST_AGENTS = 3
 """How many agents in a row may be lost while one trial runs on them; with the last it fails."""
 
 _CAUSES = (
-    "likely causes: the trial calls os._exit, a native library crashes (segmentation fault), memory "
-    "runs out, or code holds Python's lock for so long that the agent stops answering; if other "
-    "trials end like this on one worker only, look at that machine"
+    "likely causes: the trial calls os._exit, a native library crashes (segmentation fault), "
+    "memory runs out, or code holds Python's lock for so long that the agent stops answering; if "
+    "other trials end like this on one worker only, look at that machine"
 )
 
 
@@ -30,7 +30,8 @@ class LostAgent:
         """Return where, when and why, in one line."""
         where = f"worker {self.worker}" + (f" on {self.host}" if self.host else "")
         doing = "training" if self.kind == "train" else "evaluation"
-        return f"{where}, {doing} of epoch {self.epoch + 1} on partition {self.partition}: {self.reason}"
+        when = f"{doing} of epoch {self.epoch + 1} on partition {self.partition}"
+        return f"{where}, {when}: {self.reason}"
 
 
 def story(trial: int, lost: Sequence[LostAgent]) -> str:

@@ -61,7 +61,8 @@ class RunDocument:
     `store` and `fingerprint` find the data again; `threads` is the thread count of every agent, and
     `reader` names what reads the rows. A run that goes on with the trials of another one begins
     with their results as state 0. Its `first_epoch` says how many epochs they have had, because
-    the order of rows depends on the number of the epoch.
+    the order of rows depends on the number of the epoch. A trial fails whose batch takes longer
+    than `batch_seconds`, or whose task takes longer than `sub_epoch_seconds`; None is no limit.
     """
 
     run_id: str
@@ -82,6 +83,8 @@ class RunDocument:
     sample_weight_column: str | None = None
     reader: str = ""
     first_epoch: int = 0
+    batch_seconds: float | None = None
+    sub_epoch_seconds: float | None = None
     format: int = 1
 
     def to_json(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import datetime
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.arguments import column_names, require_dataframe
@@ -52,6 +53,11 @@ class Search(ABC):
         seed: of everything random.
         order: "dynamic" sends a trial to whichever worker is free, "seeded" fixes every trial's
             order of partitions beforehand, so that two runs give the same bits.
+        batch_seconds: how long one batch may take, without the wait for shards; None allows any
+            time. A trial that takes longer fails alone, and its agent is replaced. A batch that
+            takes 20 times the median of its trial's batches is told of in any case.
+        sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take, with
+            building the model and without the wait for shards; else like `batch_seconds`.
         verbose: 0 prints nothing, 1 shows progress.
         observers: are given every record of the run, such as a `TensorBoardTracker`; one that
             raises is left out, and the run goes on.
@@ -76,6 +82,8 @@ class Search(ABC):
         sample_weight_column: str | None = None,
         seed: int = 0,
         order: str = "dynamic",
+        batch_seconds: float | None = None,
+        sub_epoch_seconds: float | None = None,
         verbose: int = 1,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -104,6 +112,8 @@ class Search(ABC):
         if order not in ORDERS:
             raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
         self.order = order
+        self.batch_seconds = _seconds("batch_seconds", batch_seconds)
+        self.sub_epoch_seconds = _seconds("sub_epoch_seconds", sub_epoch_seconds)
         self.verbose = whole("verbose", verbose, least=0)
         if not isinstance(observers, Sequence):
             raise ConfigurationError(f"observers is {observers!r}; give a list: [{observers!r}]")
@@ -123,7 +133,9 @@ class Search(ABC):
         """Train every candidate on `df`.
 
         A trial whose model can't be built, or whose training raises or gives a NaN loss, fails
-        alone: its traceback is in `result.trials`. Interrupting ends the run and its agents.
+        alone: its traceback is in `result.trials`. So does one that ends its agents' processes or
+        locks Python: after three agents in a row, with what became of them. Interrupting ends the
+        run and its agents, within ten seconds.
 
         Raises:
             ConfigurationError: the data or the metric does not fit the arguments.
@@ -211,6 +223,8 @@ class Search(ABC):
             validated=manifest.has_validation,
             threads=THREADS,
             reader=reader_title(),
+            batch_seconds=self.batch_seconds,
+            sub_epoch_seconds=self.sub_epoch_seconds,
             trials=tuple(admitted.specs),
         )
 
@@ -255,6 +269,14 @@ def whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}; it is a whole number from {least}")
     return value
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise ConfigurationError(f"{name} is {value!r}; it is a number of seconds, or None")
+    return float(value)
 
 
 def _checked_metric(metric: Any, validation: Any) -> str:

@@ -66,7 +66,9 @@ class StandInBuilder:
 
     def get(self, trial: int) -> Any:
         self._hook("build")
-        return SimpleNamespace(num_shards=1, engine=self, spec=SimpleNamespace(steps=(1, 1)))
+        return SimpleNamespace(
+            num_shards=1, engine=self, spec=SimpleNamespace(steps=(1, 1), accumulate=1)
+        )
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[list[Any]]:
         yield []

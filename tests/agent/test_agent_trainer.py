@@ -10,6 +10,7 @@ import pytest
 
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.task_watch import TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
@@ -29,6 +30,7 @@ class Bench:
         self.peers = {"uri-a": Peer(1), "uri-b": Peer(9)}
         self.peers["uri-a"].answer.set()
         self.reported: list[events.Event] = []
+        self.begun: list[int] = []
         folder: Any = None
         connect: Any = self.peers.__getitem__
         self.fetch_manager = FetchManager(
@@ -42,6 +44,8 @@ class Bench:
             self.fetch_manager,
             self.reported.append,
             lambda record: None,
+            self.begun.append,
+            TaskWatch(None, None, print, print),
         )
 
     def perform(self) -> None:
@@ -65,6 +69,12 @@ def test_a_task_is_trained_and_published() -> None:
     bench.perform()
     assert isinstance(bench.outcome, events.SubEpochDone)
     assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == 2
+
+
+def test_a_task_is_told_of_before_the_trials_code_runs() -> None:
+    bench = Bench(build=lambda: bench.begun.append(-1))
+    bench.perform()
+    assert bench.begun == [TASK.attempt, -1]
 
 
 def test_the_state_before_is_kept_as_it_was() -> None:

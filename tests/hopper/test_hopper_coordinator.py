@@ -13,7 +13,7 @@ import pytest
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
-from cerebro_hydra.hopper.coordinator import Coordinator, hop_config
+from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator, hop_config
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json
@@ -180,10 +180,29 @@ def test_a_worker_whose_agents_are_lost_again_and_again_ends_the_run(tmp_path: A
         return None
 
     launcher = ScriptedLauncher(1, script=script)
-    with pytest.raises(SetupError, match=r"worker 0 on here lost 8 agents in a row.*because: "):
+    said = r"worker 0 on here lost 8 agents in a row, none of which began a task.*because: "
+    with pytest.raises(SetupError, match=said):
         run(tmp_path, launcher, document(1, 1, 2))
     assert len(starts) >= 12  # one that finished a task came between
     assert len(launcher.given_up) == len(starts) - 2
+
+
+def test_trials_that_kill_agents_fail_alone_and_their_losses_end_no_run(tmp_path: Any) -> None:
+    lethal = {0, 1, 3, 4}
+
+    def script(instruction: Any, incarnation: str) -> Any:
+        trains = isinstance(instruction, StartSubEpoch) and instruction.trial in lethal
+        return "perish" if trains else None
+
+    launcher = ScriptedLauncher(1, script=script)
+    folder, state, tape = run(tmp_path, launcher, document(6, 1, 2))
+    assert len(launcher.given_up) == 12 > MOST_LOSSES  # all of the same worker
+    for trial in range(6):
+        assert read_trial(folder, trial).status == ("failed" if trial in lethal else "finished")
+    (reason,) = (each.reason for each in tape.instructions(FinishTrial) if each.trial == 3)
+    assert "3 agents in a row were lost while trial 3 ran on them" in reason
+    assert reason.count("worker 0 on here, training of epoch 1 on partition 0: ") == 3
+    assert restored(folder) == comparable(state)
 
 
 def test_seeded_orders_are_the_same_in_every_run(tmp_path: Any) -> None:
