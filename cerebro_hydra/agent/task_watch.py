@@ -34,9 +34,9 @@ class _Timed:
     """The task that is timed; moments are shifted by the time spent waiting for shards."""
 
     task: Task
-    begun: float
     thread: int
-    batch_begun: float | None = None
+    begun: float | None = None  # with its first batch, when its model is built
+    batch_begun: float = 0.0
     batches: int = 1  # that are timed together, because they make one optimizer step
     waiting_since: float | None = None
     told: bool = False
@@ -49,8 +49,8 @@ class TaskWatch:
 
     Args:
         batch_seconds: how long one batch may take, or None.
-        sub_epoch_seconds: how long a sub-epoch or an evaluation of a partition may take, with
-            building its model, or None.
+        sub_epoch_seconds: how long a sub-epoch or an evaluation of a partition may take from its
+            first batch on, or None.
         on_slow: told once per task, with the seconds of a batch so far and the median, if any.
         on_overdue: told the task that exceeds a limit, and why, in words.
         clock: seconds from any start.
@@ -88,7 +88,7 @@ class TaskWatch:
     def task(self, task: Task) -> Iterator[None]:
         """Time the body, which is a task on the calling thread."""
         with self._lock:
-            self._timed = _Timed(task, self._clock(), threading.get_ident())
+            self._timed = _Timed(task, threading.get_ident())
         try:
             yield
         finally:
@@ -101,7 +101,9 @@ class TaskWatch:
             timed, now = self._timed, self._clock()
             if timed is None:
                 return
-            if timed.batch_begun is not None:
+            if timed.begun is None:
+                timed.begun = now
+            else:
                 seconds = (now - timed.batch_begun) / timed.batches
                 self._seconds[timed.task.trial, type(timed.task)].append(seconds)
             timed.batch_begun, timed.batches = now, batches
@@ -118,23 +120,30 @@ class TaskWatch:
             with self._lock:
                 if timed is not None and timed.waiting_since is not None:
                     waited = self._clock() - timed.waiting_since
-                    timed.begun += waited
-                    if timed.batch_begun is not None:
-                        timed.batch_begun += waited
                     timed.waiting_since = None
+                    timed.batch_begun += waited
+                    if timed.begun is not None:
+                        timed.begun += waited
 
     def check(self) -> None:
         """Tell of what is slow or overdue now."""
         with self._lock:
             timed = self._timed
-            if timed is None:
+            if timed is None or timed.begun is None:
                 return
             now = self._clock() if timed.waiting_since is None else timed.waiting_since
-            if (why := self._overdue(timed, now)) is not None:
-                self._timed = None
-                self._on_overdue(timed.task, why)
-            elif timed.batch_begun is not None and not timed.told:
-                self._tell_slow(timed, (now - timed.batch_begun) / timed.batches)
+            batch, task = (now - timed.batch_begun) / timed.batches, now - timed.begun
+            if self._batch_seconds is not None and batch > self._batch_seconds:
+                why = f"a batch took {batch:.1f} s, longer than batch_seconds="
+                why += f"{self._batch_seconds:g}"
+            elif self._sub_epoch_seconds is not None and task > self._sub_epoch_seconds:
+                why = f"it took {task:.1f} s, longer than sub_epoch_seconds="
+                why += f"{self._sub_epoch_seconds:g}"
+            else:
+                self._tell_slow(timed, batch)
+                return
+            self._timed = None
+            self._on_overdue(timed.task, f"{why}, {_where(timed)}")
 
     def _run(self) -> None:
         limits = (self._batch_seconds, self._sub_epoch_seconds)
@@ -142,32 +151,23 @@ class TaskWatch:
         while not self._closed.wait(poll):
             self.check()
 
-    def _overdue(self, timed: _Timed, now: float) -> str | None:
-        """Return in words what exceeds a limit, with what the thread does; None if nothing does."""
-        what, name, limit, seconds = "it", "sub_epoch_seconds", self._sub_epoch_seconds, 0.0
-        if limit is not None:
-            seconds = now - timed.begun
-        if limit is None or seconds <= limit:
-            what, name, limit = "a batch", "batch_seconds", self._batch_seconds
-            if limit is None or timed.batch_begun is None:
-                return None
-            seconds = (now - timed.batch_begun) / timed.batches
-            if seconds <= limit:
-                return None
-        task = timed.task
-        doing = "training" if isinstance(task, StartSubEpoch) else "evaluation"
-        frame = sys._current_frames().get(timed.thread)
-        return (
-            f"{what} took {seconds:.1f} s, which is longer than {name}={limit:g}, in {doing} of "
-            f"epoch {task.epoch + 1} on partition {task.partition} (worker {task.worker}); allow "
-            "more, or look for what hangs:\n" + "".join(traceback.format_stack(frame))
-        )
-
     def _tell_slow(self, timed: _Timed, seconds: float) -> None:
-        if seconds < LEAST_SLOW_SECONDS:
+        if timed.told or seconds < LEAST_SLOW_SECONDS:
             return
         known = self._seconds[timed.task.trial, type(timed.task)]
         usual = median(known) if known else None
         if seconds >= (FIRST_BATCH_SECONDS if usual is None else SLOW_FACTOR * usual):
             timed.told = True
             self._on_slow(timed.task, seconds, usual)
+
+
+def _where(timed: _Timed) -> str:
+    """Return which task it is, and the stack of its thread."""
+    task = timed.task
+    doing = "training" if isinstance(task, StartSubEpoch) else "evaluation"
+    frame = sys._current_frames().get(timed.thread)
+    return (
+        f"in {doing} of epoch {task.epoch + 1} on partition {task.partition} (worker "
+        f"{task.worker}); allow more, or look for what hangs:\n"
+        + "".join(traceback.format_stack(frame))
+    )

@@ -56,8 +56,8 @@ class Search(ABC):
         batch_seconds: how long one batch may take, without the wait for shards; None allows any
             time. A trial that takes longer fails alone, and its agent is replaced. A batch that
             takes 20 times the median of its trial's batches is told of in any case.
-        sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take, with
-            building the model and without the wait for shards; else like `batch_seconds`.
+        sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take from
+            its first batch on; else like `batch_seconds`.
         verbose: 0 prints nothing, 1 shows progress.
         observers: are given every record of the run, such as a `TensorBoardTracker`; one that
             raises is left out, and the run goes on.
