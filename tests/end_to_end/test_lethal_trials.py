@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -13,12 +11,12 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.hopper import coordinator
-from cerebro_hydra.observe import AgentStarted, OutputLine, Record, SlowBatch
+from cerebro_hydra.observe import Record, SlowBatch
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import GridSearch, hp_choice
 from cerebro_hydra.wire.control_server import ControlServer
-from tests.end_to_end.lethal_models import lethal
+from tests.end_to_end.lethal_models import Interrupter, lethal
 from tests.end_to_end.test_runs import classes
 
 pytestmark = pytest.mark.slow
@@ -112,54 +110,40 @@ def test_a_trial_that_hangs_is_ended_by_its_limit(
         assert_equal_bits(result, undisturbed, trial)
 
 
-class Watcher:
-    """Interrupts the driver when an agent prints its last words."""
+class SlowBatches:
+    """Keeps the records of slow batches."""
 
     def __init__(self) -> None:
-        self.pids: set[int] = set()
-        self.slow: list[SlowBatch] = []
-        self.interrupts = False
-        self.interrupted: float | None = None
+        self.seen: list[SlowBatch] = []
 
     def on_record(self, record: Record) -> None:
-        match record:
-            case AgentStarted():
-                self.pids.add(record.pid)
-            case SlowBatch():
-                self.slow.append(record)
-            case OutputLine(line="here it comes") if self.interrupts:
-                self.interrupts = False
-                threading.Timer(2.0, self._interrupt).start()
-
-    def _interrupt(self) -> None:
-        self.interrupted = time.monotonic()
-        os.kill(os.getpid(), signal.SIGINT)
+        if isinstance(record, SlowBatch):
+            self.seen.append(record)
 
 
 @pytest.mark.long
 def test_a_batch_that_takes_long_is_told_of_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    watcher = Watcher()
+    watcher = SlowBatches()
     result = run(tmp_path, ["is slow", "none"], observers=[watcher], verbose=1)
     assert [t.status for t in result.trials] == ["finished", "finished"]
-    for slow in watcher.slow:
+    for slow in watcher.seen:
         assert (slow.trial, slow.epoch) == (0, 0)
         assert slow.seconds >= 5.0 > 20 * slow.median
-    assert len({slow.partition for slow in watcher.slow}) == len(watcher.slow) == 2
+    assert len({slow.partition for slow in watcher.seen}) == len(watcher.seen) == 2
     out = capfd.readouterr().out
     assert out.count("batch_seconds= would fail the trial") == 2
 
 
 @pytest.mark.parametrize("fault", ["hangs", pytest.param("locks Python", marks=pytest.mark.long)])
 def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most(tmp_path: Path, fault: str) -> None:
-    watcher = Watcher()
-    watcher.interrupts = True
+    watcher = Interrupter()
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, [fault], pause=1.0, observers=[watcher])
     assert watcher.interrupted is not None
     assert time.monotonic() - watcher.interrupted < 10.0
     assert len(watcher.pids) == 2
-    for pid in watcher.pids:
+    for pid in watcher.pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
+from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator, hop_config
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan import events
@@ -324,6 +326,30 @@ def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
     said = r"1 of 3 workers did not come.*\[2\].*run `cerebro-hydra doctor`"
     with pytest.raises(SetupError, match=said):
         run(tmp_path, launcher, document(1, 3, 1), join_timeout=1.0)
+
+
+class LateLauncher(ScriptedLauncher):
+    """Starts a real agent, in place of a lost one, when the run is over already."""
+
+    def stop(self, timeout: float) -> None:
+        assert self.spec is not None
+        before = set(threading.enumerate())
+        run_agent(self.spec, AgentStart(1, 99, "/nowhere"), lambda params: None)
+        self.threads_left = set(threading.enumerate()) - before
+        super().stop(timeout)
+
+
+def test_an_agent_that_comes_when_the_run_is_over_leaves_at_once_and_quietly(
+    tmp_path: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = LateLauncher(2)
+    began = time.monotonic()
+    doc = replace(document(2, 2, 1), store=LocalStore(str(tmp_path)).to_dict())
+    _, state, _ = run(tmp_path, launcher, doc)
+    assert time.monotonic() - began < 10
+    assert [trial.status for trial in state.trials] == ["finished"] * 2
+    assert not launcher.threads_left
+    assert capfd.readouterr() == ("", "") and not caplog.records
 
 
 class RefusedLauncher(ScriptedLauncher):

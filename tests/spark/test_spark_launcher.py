@@ -267,6 +267,10 @@ def test_more_deaths_than_a_task_may_have_failures_cost_no_other_agent(
         launcher.replace(0, agents[0].hello["start"]["number"])
         agents[0] = exchange.accept()
         assert agents[0].hello["worker"] == 0
+    os.kill(agents[0].hello["pid"], signal.SIGSTOP)  # one that hangs dies with its task
+    launcher.replace(0, agents[0].hello["start"]["number"])
+    assert agents[0].has_ended()
+    agents[0] = exchange.accept()
     for agent in agents.values():  # the other one is the first of its worker
         agent.tell("end")
     assert exits.get(timeout=WAIT) is None
