@@ -348,7 +348,9 @@ def test_an_agent_that_comes_when_the_run_is_over_leaves_at_once_and_quietly(
     _, state, _ = run(tmp_path, launcher, doc)
     assert time.monotonic() - began < 10
     assert [trial.status for trial in state.trials] == ["finished"] * 2
-    assert not launcher.threads_left
+    for thread in launcher.threads_left:
+        thread.join(5)
+        assert not thread.is_alive(), thread
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 

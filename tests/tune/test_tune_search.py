@@ -43,6 +43,8 @@ def arguments(path: Path, **changes: Any) -> dict[str, Any]:
     ("argument", "value", "said"),
     [
         ("backend", None, "backend is a NoneType; give a SparkBackend"),
+        ("batch_seconds", 0, "batch_seconds is 0; it is a number of seconds, or None"),
+        ("sub_epoch_seconds", "9", "sub_epoch_seconds is '9'; it is a number of seconds"),
         ("store", "/some/folder", "store is '/some/folder', a str; give a store"),
         ("estimator_gen_fn", 3, "estimator_gen_fn is 3; give a function"),
         ("search_space", {"lr": 0.1}, r"search_space\['lr'\] is 0.1"),
