@@ -58,15 +58,15 @@ def test_a_slow_batch_is_told_of_in_every_view(
     slow = SlowBatch(worker=1, trial=0, epoch=2, partition=3, seconds=31.0, median=median)
     usual = "it is the first" if median is None else "the median is 0.25 s"
     said = (
-        f"[trial-000] a batch of epoch 3 on partition 3 (worker 1) has taken 31 s so far, and {usual}"
-        "; if it hangs, batch_seconds= would fail the trial and replace the agent"
+        "[trial-000] a batch of epoch 3 on partition 3 (worker 1) has taken 31 s so far, and "
+        f"{usual}; if it hangs, batch_seconds= would fail the trial and replace the agent"
     )
     views: list[tuple[Any, Console]] = [
         (PlainLines(console := pipe()), console),
         (LiveTable(console := terminal()), console),
     ]
     for view, console in views:
-        view.on_record(RunStarted(make_document()))
+        view.on_record(RunStarted(make_document(1)))
         view.on_record(slow)
         view.close()
         assert said in " ".join(printed(console).split())
