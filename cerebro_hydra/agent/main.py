@@ -218,6 +218,8 @@ class _Agent:
 
     def _stop(self) -> None:
         """End soon: by itself, or else by force."""
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         self._tasks.put(None)
         if self._ready.is_set():

@@ -31,7 +31,7 @@ Task = StartSubEpoch | Evaluate
 
 @dataclass(slots=True)
 class _Timed:
-    """The task that is timed; moments are shifted by the time spent waiting for shards."""
+    """Records the task that is timed; its moments leave out the wait for shards."""
 
     task: Task
     thread: int
