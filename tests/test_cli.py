@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from cerebro_hydra.spark.findings import Check, DoctorReport
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from tests.journals import rewrite_journal
 from tests.tune import tune_models
 
 
@@ -179,14 +179,13 @@ def test_replay_of_a_tampered_run_is_1_and_names_the_trial(
     store = tmp_path / "store"
     shutil.copytree(Path(trained.run_path).parents[1], store)
     folder = RunFolder(LocalStore(str(store)), Path(trained.run_path).name)
-    for segment in Path(folder.path, "journal").iterdir():
-        lines: list[dict[str, Any]] = [json.loads(line) for line in segment.open()]
-        for line in lines:
-            for instruction in line.get("instructions", ()):
-                if instruction["type"] == "EndEpoch" and instruction["trial"] == 1:
-                    loss = instruction["metrics"]["val_loss"]
-                    instruction["metrics"]["val_loss"] = np.nextafter(loss, 9).item()
-        segment.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def one_bit_more(instruction: dict[str, Any]) -> None:
+        if instruction["type"] == "EndEpoch" and instruction["trial"] == 1:
+            loss = instruction["metrics"]["val_loss"]
+            instruction["metrics"]["val_loss"] = np.nextafter(loss, 9).item()
+
+    rewrite_journal(folder, one_bit_more)
     assert cli.main(["replay", folder.path]) == 1
     lines_out = capsys.readouterr().out.splitlines()
     assert "identical" in lines_out[0]

@@ -51,7 +51,7 @@ def render(folder: RunFolder) -> str:
         JournalError: the journal is damaged.
     """
     view, timeline = read_run(folder)
-    content = _content(view, timeline, folder.read_json(REFUSED_FILE))
+    content = _content(view, timeline, folder.read_json(REFUSED_FILE)["trials"])
     return utf8(page().render(**content, version=__version__))
 
 

@@ -57,6 +57,7 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
 
     Raises:
         ReplayError: the trial has no final state.
+        StoreError: that state is missing or damaged.
     """
     record = read_trial(run.folder, spec.trial)
     visit = result_visit(run.folder, spec.trial)
@@ -82,7 +83,7 @@ def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData
 
 def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iterator[str]:
     if replayed.failure is not None:
-        yield expected.saved.damage or f"the run trained on, but in the replay {replayed.failure}"
+        yield f"the run trained on, but in the replay {replayed.failure}"
     tensors, saved = replayed.tensors, expected.saved.tensors
     persistent = recipe.model.state_dict()
     for name in sorted(saved.keys() | tensors.keys()):
@@ -93,8 +94,6 @@ def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iter
             yield f"{name} exists only in the {'run' if name in saved else 'replay'}"
         elif (difference := tensor_difference(saved[name], tensors[name])) is not None:
             yield f"{name}{difference}"
-    if expected.saved.damage is not None:
-        yield expected.saved.damage
     for shard, groups in enumerate(expected.saved.groups):
         yield from _group_differences(shard, groups, replayed.groups)
     replayed_metrics = dict(enumerate(replayed.history))

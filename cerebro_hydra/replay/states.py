@@ -8,10 +8,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import xxhash
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.errors import StoreError
 from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -24,47 +23,44 @@ class SavedState:
     """By name: `param:NAME`, `buffer:NAME`, `ema:NAME`, and `optim:NAME:KEY` where it exists."""
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
     """Options of the param groups, of each shard that was trained."""
-    damage: str | None = None
-    """Says which object has other bytes than its name promises, if one has."""
 
 
 def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
     """Read a trial's state after a visit; 0 is the initial one.
 
     Raises:
-        StoreError: a document or an object of it is missing.
-        ReplayError: an object can't be read at all.
+        StoreError: a document or an object of it is missing or damaged.
     """
     saved = SavedState()
     for shard in folder.read_state(trial, visit)["shards"]:
         for digest in (shard["frozen"], shard["trainable"]):
             content = folder.read_object(digest)
-            if (found := xxhash.xxh3_128_hexdigest(content)) != digest:
-                saved.damage = (
-                    f"object {digest} of the run folder is damaged: its digest is {found}"
-                )
             try:
-                tensors = safetensors.torch.load(content)
-            except safetensors.SafetensorError as error:
-                raise ReplayError(
-                    f"object {digest} of {folder.path} is damaged: {error}"
+                saved.tensors |= _tensors(content)
+            except (safetensors.SafetensorError, LookupError, ValueError, RuntimeError) as error:
+                raise StoreError(
+                    f"object {digest} of {folder.path!r} is no segment of a shard ({error}); "
+                    "nothing of ours wrote it"
                 ) from error
-            header = _header(content)
-            for name, order in header.get("__metadata__", {}).items():
-                axes = [int(axis) for axis in order.split(",")]
-                tensors[name] = tensors[name].permute([axes.index(i) for i in range(len(axes))])
-            marks = tensors.pop("exists", torch.empty(0, dtype=torch.uint8)).tolist()
-            absent = {
-                name for name, mark in zip(_optim_names(header), marks, strict=True) if not mark
-            }
-            saved.tensors.update(
-                (name, tensor)
-                for name, tensor in tensors.items()
-                if not name.startswith("pad:") and name not in absent
-            )
         if shard["cursor"]:
             saved.groups.append(shard["cursor"]["groups"])
     return saved
+
+
+def _tensors(content: bytes) -> dict[str, Tensor]:
+    """Return what a segment holds, without its padding and optimizer state that is not there."""
+    tensors = safetensors.torch.load(content)
+    header = _header(content)
+    for name, order in header.get("__metadata__", {}).items():
+        axes = [int(axis) for axis in order.split(",")]
+        tensors[name] = tensors[name].permute([axes.index(i) for i in range(len(axes))])
+    marks = tensors.pop("exists", torch.empty(0, dtype=torch.uint8)).tolist()
+    absent = {name for name, mark in zip(_optim_names(header), marks, strict=True) if not mark}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("pad:") and name not in absent
+    }
 
 
 def _header(content: bytes) -> dict[str, Any]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from cerebro_hydra.errors import JournalError, StoreError
+from cerebro_hydra.storage.digest import digest as digest_of
+from cerebro_hydra.storage.digested_json import (
+    decode_document,
+    decode_lines,
+    encode_document,
+    encode_lines,
+)
 from cerebro_hydra.storage.store import Store, checked_name
 
 _SEGMENT = re.compile(r"(\d{8,})\.jsonl")
@@ -25,7 +31,8 @@ class RunFolder:
     <run>/objects/<digest>.safetensors             segments of shards, by content
     ```
 
-    Numbers that are not finite are kept as Python's JSON writes them (`NaN`, `Infinity`).
+    Documents and segments end with a digest of their bytes, and an object's name is the digest of
+    its bytes. Whatever is read is compared with its digest first, so that damage raises.
     """
 
     def __init__(self, store: Store, run_id: str) -> None:
@@ -52,13 +59,13 @@ class RunFolder:
             there = f"; runs there: {store.list(runs)}"
         raise StoreError(f"{path!r} is not a run: a run is <store>/runs/<run id>{there}")
 
-    def write_json(self, name: str, document: Any) -> None:
+    def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Write one JSON document, such as `run.json`, over an older one."""
-        self.store.write(self._document(name), _encode(document))
+        self.store.write(self._document(name), encode_document(document))
 
-    def read_json(self, name: str) -> Any:
-        """Read one JSON document; StoreError if it is absent or torn."""
-        return self._decode(self._document(name))
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Read one JSON document; StoreError if it is absent or damaged."""
+        return self._read(self._document(name))
 
     def write_file(self, name: str, content: bytes) -> str:
         """Write a file that a person opens, such as `report.html`, and return its path."""
@@ -76,23 +83,33 @@ class RunFolder:
             self.store.write(self._object(digest), buffer)
 
     def read_object(self, digest: str) -> bytes:
-        """Return the bytes of a shard's segment; StoreError if it is absent."""
-        return self.store.read(self._object(digest))
+        """Return the bytes of a shard's segment.
 
-    def write_segment(self, number: int, lines: list[dict[str, Any]]) -> None:
+        Raises:
+            StoreError: it is absent, or its bytes have another digest.
+        """
+        path = self._object(digest)
+        content = self.store.read(path)
+        if (found := digest_of(content)) != digest:
+            raise StoreError(
+                f"object {digest} is damaged: the {len(content)} bytes of {path!r} have the digest "
+                f"{found}; restore the file from a copy, or train its trial again in a new run"
+            )
+        return content
+
+    def write_segment(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write journal segment `number`, one JSON object a line.
 
         Raises:
             StoreError: that segment exists; what is journalled never changes.
         """
-        content = b"".join(_encode(line) + b"\n" for line in lines)
-        self.store.create(f"{self.path}/journal/{number:08d}.jsonl", content)
+        self.store.create(f"{self.path}/journal/{number:08d}.jsonl", encode_lines(lines))
 
     def read_segments(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the lines of each journal segment in order.
 
         Raises:
-            JournalError: a segment before the last is missing, or a line is not JSON.
+            JournalError: a segment before the last is missing, or one is damaged.
         """
         matches = map(_SEGMENT.fullmatch, self.store.list(f"{self.path}/journal"))
         numbers = sorted(int(match[1]) for match in matches if match)
@@ -102,15 +119,21 @@ class RunFolder:
                     f"the journal of run {self.run_id!r} has a gap: segment {expected:08d}.jsonl "
                     f"is missing before {number:08d}.jsonl; restore it from a copy of the run"
                 )
-            yield self._read_segment(number)
+            path = f"{self.path}/journal/{number:08d}.jsonl"
+            content = self.store.read(path)
+            try:
+                lines = decode_lines(path, content)
+            except StoreError as error:
+                raise JournalError(str(error)) from error
+            yield lines
 
-    def write_state(self, trial: int, visit: int, document: Any) -> None:
+    def write_state(self, trial: int, visit: int, document: Mapping[str, Any]) -> None:
         """Write the shards and cursors of a trial's state after a visit; 0 is the initial state."""
-        self.store.write(self._state(trial, visit), _encode(document))
+        self.store.write(self._state(trial, visit), encode_document(document))
 
-    def read_state(self, trial: int, visit: int) -> Any:
-        """Read a trial's state; StoreError if it was not written."""
-        return self._decode(self._state(trial, visit))
+    def read_state(self, trial: int, visit: int) -> dict[str, Any]:
+        """Read a trial's state; StoreError if it is absent or damaged."""
+        return self._read(self._state(trial, visit))
 
     def states(self, trial: int) -> list[int]:
         """Return the sorted visits after which the trial's state is in this run."""
@@ -148,25 +171,5 @@ class RunFolder:
     def _state(self, trial: int, visit: int) -> str:
         return f"{self.path}/trials/trial-{trial:03d}/state-{visit:06d}.json"
 
-    def _decode(self, path: str) -> Any:
-        try:
-            return json.loads(self.store.read(path))
-        except ValueError as error:
-            raise StoreError(f"{path!r} is not JSON ({error}); restore it from a copy") from error
-
-    def _read_segment(self, number: int) -> list[dict[str, Any]]:
-        path = f"{self.path}/journal/{number:08d}.jsonl"
-        lines: list[dict[str, Any]] = []
-        for position, line in enumerate(self.store.read(path).splitlines(), start=1):
-            try:
-                lines.append(json.loads(line))
-            except ValueError as error:
-                raise JournalError(
-                    f"line {position} of {path!r} is not JSON ({error}); restore the segment "
-                    "from a copy of the run"
-                ) from error
-        return lines
-
-
-def _encode(document: Any) -> bytes:
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    def _read(self, path: str) -> dict[str, Any]:
+        return decode_document(path, self.store.read(path))

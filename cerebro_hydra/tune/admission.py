@@ -26,9 +26,9 @@ from cerebro_hydra.recipe import (
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, ShardReport
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.range_check import check_value_ranges

@@ -69,6 +69,7 @@ class TrainedModel:
 
         Raises:
             ReplayError: its factory can't be found; says how to give it.
+            StoreError: a file of its weights is missing or damaged.
         """
         return self.recipe().model
 

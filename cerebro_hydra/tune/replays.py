@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.errors import ReplayError, StoreError
 from cerebro_hydra.replay.replay_trial import replay
 from cerebro_hydra.tune.result import SearchResult
 
@@ -47,7 +47,12 @@ def print_replays(
             console.print(Text.assemble(trial.trial_id, (f"  {trial.status}, not replayed", "dim")))
             continue
         begun = time.perf_counter()
-        report = replay(run_path, trial.trial_id, factory)
+        try:
+            report = replay(run_path, trial.trial_id, factory)
+        except StoreError as error:  # the files of one trial say nothing of the others'
+            line = Text.assemble(trial.trial_id, ("  NOT REPLAYED", "bold red"), f"  {error}")
+            console.print(line, soft_wrap=True)
+            continue
         seconds = time.perf_counter() - begun
         for warning in report.warnings:
             console.print(Text(f"           warning: {warning}", style="yellow"))

@@ -55,11 +55,13 @@ class SearchResult:
                 `transform`, in a process that did not start the run, if it was not recorded.
 
         Raises:
-            StoreError: there is no run.
+            StoreError: there is no run, or one of its documents is damaged.
             JournalError: its journal is damaged.
         """
         folder = RunFolder.open(run_path)
-        return cls(folder, RunView.of_run(folder), folder.read_json(REFUSED_FILE), factory)
+        return cls(
+            folder, RunView.of_run(folder), folder.read_json(REFUSED_FILE)["trials"], factory
+        )
 
     def __repr__(self) -> str:
         finished = sum(trial.status == "finished" for trial in self.trials)
@@ -156,6 +158,7 @@ class SearchResult:
         Raises:
             ConfigurationError: there is no such trial, or it did not finish.
             ReplayError: its factory can't be found; says how to give it.
+            StoreError: a file of its weights is missing or damaged.
         """
         if trial_id is None:
             return self.get_best_model().torch()

@@ -174,7 +174,7 @@ class Search(ABC):
     def _fit(self, manifest: Manifest) -> SearchResult:
         folder = RunFolder(self.store, _new_run_id())
         admitted = self._admit(folder, manifest)
-        folder.write_json(REFUSED_FILE, admitted.refused)
+        folder.write_json(REFUSED_FILE, {"trials": admitted.refused})
         estimator_factories.remember(folder.path, self.estimator_gen_fn)
         if not admitted.specs:
             raise _all_failed(folder.path, [each["error"] for each in admitted.refused])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from cerebro_hydra.observe import RunEnded
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter, render
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
+from tests.journals import rewrite_journal
 from tests.observe.hostile import HOSTILE
 
 pytestmark = pytest.mark.slow
@@ -115,17 +117,17 @@ def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path:
 def test_nan_and_broken_unicode_are_shown(result: SearchResult, tmp_path: Path) -> None:
     there = tmp_path / "runs" / "nan"
     shutil.copytree(result.run_path, there)
-    document = json.loads((there / "run.json").read_text())
+    folder = RunFolder.open(str(there))
+    document = folder.read_json("run.json")
     document["trials"][0]["params"]["note"] = "\ud800"
-    (there / "run.json").write_text(json.dumps(document))
-    for segment in (there / "journal").iterdir():
-        lines = [json.loads(line) for line in segment.open()]
-        for line in lines:
-            for told in line.get("instructions", ()):
-                if told["type"] == "EndEpoch" and told["trial"] == 0:
-                    told["metrics"]["val_loss"] = float("nan")
-        segment.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = Page(render(RunFolder.open(str(there))))
+    folder.write_json("run.json", document)
+
+    def diverge(told: dict[str, Any]) -> None:
+        if told["type"] == "EndEpoch" and told["trial"] == 0:
+            told["metrics"]["val_loss"] = float("nan")
+
+    rewrite_journal(folder, diverge)
+    page = Page(render(folder))
     assert page.data["trials"][0]["history"]["val_loss"] == ["nan"] * 3
     assert "nan" in page.texts["td"]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.digest import digest
 
 
 @pytest.fixture
@@ -63,21 +65,36 @@ def test_gap_in_the_journal_is_named_after_what_precedes_it(run: RunFolder) -> N
         next(segments)
 
 
-def test_torn_line_in_the_journal_is_named(run: RunFolder) -> None:
+def test_damaged_segment_of_the_journal_is_named(run: RunFolder) -> None:
     run.write_segment(0, [{"n": 0}, {"n": 1}])
     path = Path(run.path, "journal", "00000000.jsonl")
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(JournalError, match=r"line 2 of .*00000000\.jsonl"):
-        list(run.read_segments())
+    content = path.read_bytes()
+    for damaged in (content[:-3], content.replace(b'"n":1', b'"n":3'), b"", b"[" * 100_000):
+        path.write_bytes(damaged)
+        with pytest.raises(JournalError, match=r"00000000\.jsonl' is damaged"):
+            list(run.read_segments())
 
 
 def test_object_is_kept_once_under_its_digest(run: RunFolder) -> None:
-    assert not run.has_object("ab12")
-    run.write_object("ab12", memoryview(b"tensor bytes"))
-    run.write_object("ab12", b"tensor bytes")
-    assert run.has_object("ab12")
-    assert run.read_object("ab12") == b"tensor bytes"
-    assert Path(run.path, "objects", "ab12.safetensors").is_file()
+    name = digest(b"tensor bytes")
+    assert not run.has_object(name)
+    run.write_object(name, memoryview(b"tensor bytes"))
+    run.write_object(name, b"tensor bytes")
+    assert run.has_object(name)
+    assert run.read_object(name) == b"tensor bytes"
+    assert Path(run.path, "objects", f"{name}.safetensors").is_file()
+
+
+@pytest.mark.parametrize("damaged", [b"tensor bytez", b"tensor", b""])
+def test_object_with_other_bytes_is_never_returned(run: RunFolder, damaged: bytes) -> None:
+    name = digest(b"tensor bytes")
+    run.write_object(name, b"tensor bytes")
+    path = Path(run.path, "objects", f"{name}.safetensors")
+    path.write_bytes(damaged)
+    with pytest.raises(StoreError) as raised:
+        run.read_object(name)
+    for said in (name, str(path), digest(damaged), "restore the file from a copy"):
+        assert said in str(raised.value)
 
 
 def test_absent_object_and_digest_that_is_a_path_are_refused(run: RunFolder) -> None:
@@ -102,11 +119,28 @@ def test_state_that_was_not_written_is_named(run: RunFolder) -> None:
         run.read_state(1, 4)
 
 
-def test_document_that_is_not_json_is_named(run: RunFolder) -> None:
+def test_damaged_document_is_named(run: RunFolder) -> None:
     run.write_json("run.json", {"a": 1})
-    Path(run.path, "run.json").write_text('{"a"')
-    with pytest.raises(StoreError, match=r"run\.json.*not JSON"):
-        run.read_json("run.json")
+    run.write_state(0, 3, {"step": 4})
+    document = Path(run.path, "run.json")
+    state = Path(run.path, "trials", "trial-000", "state-000003.json")
+    for damaged in ('{"a"', "", "{}", "[" * 100_000, '{"a":2' + document.read_text()[6:]):
+        document.write_text(damaged)
+        with pytest.raises(StoreError, match=r"run\.json' is damaged"):
+            run.read_json("run.json")
+    state.write_text(state.read_text().replace("4", "5", 1))
+    with pytest.raises(StoreError, match=r"state-000003\.json' is damaged"):
+        run.read_state(0, 3)
+
+
+def test_document_and_segment_are_json_for_everybody(run: RunFolder) -> None:
+    run.write_json("run.json", {"a": "ü"})
+    run.write_json("empty.json", {})
+    run.write_segment(0, [{"n": 0}])
+    assert json.loads(Path(run.path, "run.json").read_text())["a"] == "ü"
+    assert run.read_json("empty.json") == {}
+    lines = Path(run.path, "journal", "00000000.jsonl").read_text().splitlines()
+    assert [list(json.loads(line)) for line in lines] == [["n"], ["digest"]]
 
 
 def test_floats_survive_to_the_last_bit(run: RunFolder) -> None:
