@@ -189,8 +189,10 @@ def _remedy(error: Exception) -> str:
             return "choose another name or folder"
         case OSError(errno=errno.EROFS):
             return "the file system is read-only: choose another folder"
-        case OSError(errno=errno.ENOSPC):
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return "the disk is full: free space or choose another disk"
+        case OSError(errno=errno.EFBIG):
+            return "it is larger than a file may be here: raise the limit (ulimit -f)"
         case ConnectionError() | TimeoutError() | socket.gaierror():
             return "check that the server runs, and its host and port"
         case _ if isinstance(error, PermissionError) or "AccessControlException" in str(error):
