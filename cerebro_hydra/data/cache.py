@@ -13,9 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, stored_name
-from cerebro_hydra.data.parquet_folder import ParquetFolder
-from cerebro_hydra.data.partition_rows import partition_title, read_rows
-from cerebro_hydra.data.row_ids import checksum
+from cerebro_hydra.data.partition_rows import checked_rows
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.storage import Store
 
@@ -68,15 +66,6 @@ class CachedPartition:
 
 
 def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str) -> None:
-    what = partition_title(info, manifest, data_path)
-    if manifest.source is None:
-        promised = ParquetFolder.open(os.path.join(data_path, info.path), ()).rows
-        if promised != info.rows:
-            raise DataError(
-                f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "
-                "delete the data and prepare it again"
-            )
-    ids = np.empty(info.rows, np.int64)
     maps = [
         np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
             os.path.join(target, f"{stored_name(i)}.npy"),
@@ -87,39 +76,13 @@ def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str
         for i, spec in enumerate(manifest.columns)
     ]
     start = 0
-    for rows in read_rows(info, manifest, data_path):
+    for rows in checked_rows(info, manifest, data_path):
         stop = start + len(rows)
-        if stop > info.rows:
-            raise DataError(
-                f"{what}: the reader gave more rows than the {info.rows} in the footers"
-            )
-        if rows.ids is not None:
-            ids[start:stop] = rows.ids
         for values, mapped in zip(rows.columns, maps, strict=True):
             mapped[start:stop] = values
         start = stop
-    if start != info.rows:
-        raise DataError(f"{what}: the reader gave {start} rows, the footers promise {info.rows}")
-    if info.checksum is not None:
-        _check_ids(ids, info.checksum, what)
     for mapped in maps:
         mapped.flush()
-
-
-def _check_ids(ids: NDArray[np.int64], promised: int, what: str) -> None:
-    found = checksum(ids)
-    if found != promised:
-        raise DataError(
-            f"{what}: the checksum of its {len(ids)} row ids is {found:016x}, the manifest says "
-            f"{promised:016x}, so that rows were lost, repeated or exchanged; delete the "
-            "data and prepare it again"
-        )
-    out_of_order = np.flatnonzero(np.diff(ids) <= 0)
-    if out_of_order.size:
-        raise DataError(
-            f"{what}: row ids are not ascending after row {int(out_of_order[0])}; delete the data "
-            "and prepare it again"
-        )
 
 
 def _opened(path: Path, spec: ColumnSpec, info: PartitionInfo) -> NDArray[Any]:

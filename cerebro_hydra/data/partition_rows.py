@@ -22,7 +22,9 @@ from cerebro_hydra.data.manifest import (
     stored_name,
 )
 from cerebro_hydra.data.parquet_files import check_file, read_range
+from cerebro_hydra.data.parquet_folder import ParquetFolder
 from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.data.row_ids import checksum
 from cerebro_hydra.data.row_ranges import split_mask
 from cerebro_hydra.errors import DataError
 
@@ -51,6 +53,54 @@ def partition_title(info: PartitionInfo, manifest: Manifest, data_path: str) -> 
     ]
     more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
     return f"{info.split} partition {info.index} in {files[0]!r}{more}"
+
+
+def checked_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterator[RowBlock]:
+    """Yield what `read_rows` does, and compare all of it with the manifest at the end.
+
+    Raises:
+        DataError: count, row ids or types of the rows are not those of the manifest.
+    """
+    what = partition_title(info, manifest, data_path)
+    if manifest.source is None:
+        promised = ParquetFolder.open(os.path.join(data_path, info.path), ()).rows
+        if promised != info.rows:
+            raise DataError(
+                f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "
+                "delete the data and prepare it again"
+            )
+    ids = np.empty(info.rows, np.int64)
+    start = 0
+    for rows in read_rows(info, manifest, data_path):
+        stop = start + len(rows)
+        if stop > info.rows:
+            raise DataError(
+                f"{what}: the reader gave more rows than the {info.rows} in the footers"
+            )
+        if rows.ids is not None:
+            ids[start:stop] = rows.ids
+        yield rows
+        start = stop
+    if start != info.rows:
+        raise DataError(f"{what}: the reader gave {start} rows, the footers promise {info.rows}")
+    if info.checksum is not None:
+        _check_ids(ids, info.checksum, what)
+
+
+def _check_ids(ids: NDArray[np.int64], promised: int, what: str) -> None:
+    found = checksum(ids)
+    if found != promised:
+        raise DataError(
+            f"{what}: the checksum of its {len(ids)} row ids is {found:016x}, the manifest says "
+            f"{promised:016x}, so that rows were lost, repeated or exchanged; delete the "
+            "data and prepare it again"
+        )
+    out_of_order = np.flatnonzero(np.diff(ids) <= 0)
+    if out_of_order.size:
+        raise DataError(
+            f"{what}: row ids are not ascending after row {int(out_of_order[0])}; delete the data "
+            "and prepare it again"
+        )
 
 
 def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterator[RowBlock]:
