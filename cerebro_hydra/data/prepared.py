@@ -46,7 +46,7 @@ def find_prepared(store: Store, fingerprint: str) -> Manifest | None:
     Raises:
         StoreError: the files are not those of the manifest.
     """
-    manifest = _read(store, fingerprint)
+    manifest = read_manifest(store, fingerprint)
     if manifest is not None:
         check_files(manifest, store)
     return manifest
@@ -61,7 +61,7 @@ def prepared_in(store: Store) -> list[Manifest]:
         StoreError: a manifest can't be read.
     """
     names = store.list(f"{store.prefix}/data")
-    read = [manifest for name in names if (manifest := _read(store, name)) is not None]
+    read = [manifest for name in names if (manifest := read_manifest(store, name)) is not None]
     return [manifest for manifest in read if manifest.source is None]
 
 
@@ -85,7 +85,7 @@ def choose_prepared(
     if given is None:
         found = prepared_in(store)
     else:
-        manifest = _read(store, given.fingerprint)
+        manifest = read_manifest(store, given.fingerprint)
         found = [] if manifest is None else [manifest]
     problems = {each.fingerprint: _problem(each, num_partitions, spec) for each in found}
     fitting = [each for each in found if problems[each.fingerprint] is None]
@@ -147,7 +147,12 @@ def footers(store: Store, folder: str) -> list[FileMetaData]:
     return found
 
 
-def _read(store: Store, fingerprint: str) -> Manifest | None:
+def read_manifest(store: Store, fingerprint: str) -> Manifest | None:
+    """Return the manifest of a data set, without a look at its files; None if there is none.
+
+    Raises:
+        StoreError: it is damaged, or another version wrote it.
+    """
     folder = store.data_path(fingerprint)
     path = f"{folder}/{MANIFEST_NAME}"
     if not store.exists(path):

@@ -34,7 +34,7 @@ def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
     saved = SavedState()
     for shard in folder.read_state(trial, visit)["shards"]:
         for digest in (shard["frozen"], shard["trainable"]):
-            content = folder.read_object(digest)
+            content = bytes(folder.read_object(digest))
             try:
                 saved.tensors |= _tensors(content)
             except (safetensors.SafetensorError, LookupError, ValueError, RuntimeError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from cerebro_hydra.errors import JournalError, StoreError
@@ -15,7 +15,7 @@ from cerebro_hydra.storage.digested_json import (
     encode_document,
     encode_lines,
 )
-from cerebro_hydra.storage.store import Store, checked_name
+from cerebro_hydra.storage.store import Store, checked_name, explained
 
 _SEGMENT = re.compile(r"(\d{8,})\.jsonl")
 _STATE = re.compile(r"state-(\d{6,})\.json")
@@ -82,20 +82,26 @@ class RunFolder:
         if not self.has_object(digest):
             self.store.write(self._object(digest), buffer)
 
-    def read_object(self, digest: str) -> bytes:
-        """Return the bytes of a shard's segment.
+    def read_object(self, digest: str, allocate: Callable[[int], Any] = bytearray) -> Any:
+        """Return a shard's segment, read into the memory that `allocate` gives for so many bytes.
 
         Raises:
             StoreError: it is absent, or its bytes have another digest.
         """
         path = self._object(digest)
-        content = self.store.read(path)
-        if (found := digest_of(content)) != digest:
+        with self.store.open(path) as file, explained("read", path):
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            buffer = allocate(size)
+            rest = memoryview(buffer)
+            while count := file.readinto(rest):  # type: ignore[attr-defined]
+                rest = rest[count:]
+        if (found := digest_of(buffer)) != digest:
             raise StoreError(
-                f"object {digest} is damaged: the {len(content)} bytes of {path!r} have the digest "
+                f"object {digest} is damaged: the {size} bytes of {path!r} have the digest "
                 f"{found}; restore the file from a copy, or train its trial again in a new run"
             )
-        return content
+        return buffer
 
     def write_segment(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write journal segment `number`, one JSON object a line.
