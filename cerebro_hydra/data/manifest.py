@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from cerebro_hydra.errors import DataError, StoreError
 
-FORMAT = 2
+FORMAT = 3
 """The version of the layout of prepared data; it is part of every fingerprint."""
 
 MANIFEST_NAME = "manifest.json"
@@ -90,14 +90,21 @@ class PartitionInfo:
     rows: int
     checksum: int | None
     """The `row_ids.checksum` of its row ids; None in existing files, which have none."""
-    path: str
+    path: str = field(compare=False)
     """The path of its folder, relative to the data's folder; empty for row ranges."""
     row_ranges: tuple[RowRange, ...] = ()
     """Its row ranges; where rows are held back, both splits of a partition share them."""
+    digests: tuple[int, ...] = ()
+    """The `ContentDigest` of each column; empty only until the rows are written or surveyed."""
 
     def to_json(self) -> dict[str, Any]:
-        """Describe the partition; the checksum as text, because JSON numbers have 53 bits."""
-        document: dict[str, Any] = {"split": self.split, "index": self.index, "rows": self.rows}
+        """Describe the partition; 64-bit sums as text, because JSON numbers have 53 bits."""
+        document: dict[str, Any] = {
+            "split": self.split,
+            "index": self.index,
+            "rows": self.rows,
+            "digests": [f"{digest:016x}" for digest in self.digests],
+        }
         if self.checksum is None:
             return {**document, "row_ranges": [astuple(each) for each in self.row_ranges]}
         return {**document, "checksum": f"{self.checksum:016x}", "path": self.path}
@@ -105,6 +112,8 @@ class PartitionInfo:
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> PartitionInfo:
         """Rebuild a partition from `to_json`."""
+        digests = tuple(int(digest, 16) for digest in document["digests"])
+        document = {**document, "digests": digests}
         if "row_ranges" in document:
             ranges = tuple(RowRange(*row_range) for row_range in document["row_ranges"])
             return PartitionInfo(**{**document, "row_ranges": ranges}, checksum=None, path="")
@@ -169,11 +178,11 @@ class Manifest:
         if document.get("format") != FORMAT:
             raise StoreError(
                 f"the manifest has format {document.get('format')!r}, this version reads {FORMAT}: "
-                "prepare the data again"
+                "delete its folder and prepare the data again"
             )
         source = document.get("source")
         try:
-            return Manifest(
+            manifest = Manifest(
                 fingerprint=document["fingerprint"],
                 columns=tuple(
                     ColumnSpec(**{**spec, "shape": tuple(spec["shape"])})
@@ -182,10 +191,13 @@ class Manifest:
                 partitions=tuple(map(PartitionInfo.from_json, document["partitions"])),
                 source=None if source is None else ExistingFiles.from_json(source),
             )
+            if any(len(info.digests) != len(manifest.columns) for info in manifest.partitions):
+                raise ValueError("a partition lacks the digest of a column")
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(
                 f"the manifest is damaged ({error!r}): delete its folder and prepare again"
             ) from error
+        return manifest
 
 
 def stored_name(position: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.partition_rows import checked_rows
+from cerebro_hydra.data.partition_rows import checked_rows, local_partition
 from cerebro_hydra.errors import DataError, StoreError
 from cerebro_hydra.storage import Store
 
@@ -36,15 +36,12 @@ def check_partitions(manifest: Manifest, store: Store, scratch: str) -> Iterator
         store: has it.
         scratch: an existing folder, which is used only for passing copies of remote files.
     """
-    data_path = store.data_path(manifest.fingerprint)
     for info in manifest.partitions:
         problem = None
-        copied = data_path
         try:
-            with store.local_copy(data_path, info.path, scratch) as copied:
-                for _ in checked_rows(info, manifest, copied):
+            with local_partition(info, manifest, store, scratch) as data_path:
+                for _ in checked_rows(info, manifest, data_path):
                     pass
         except (DataError, StoreError) as error:
-            # The user knows the files in the store, not their passing copies.
-            problem = str(error).replace(copied, data_path)
+            problem = str(error)
         yield PartitionCheck(info.split, info.index, info.rows, problem)

@@ -14,16 +14,23 @@ MANIFEST = Manifest(
     fingerprint="ab12",
     columns=(ColumnSpec("image", "float32", (8, 8)), ColumnSpec("label", "int64", ())),
     partitions=(
-        PartitionInfo("train", 0, 10, 2**64 - 1, partition_path("train", 0)),
-        PartitionInfo("train", 1, 9, 2**53 + 1, partition_path("train", 1)),
-        PartitionInfo("val", 0, 3, 0, partition_path("val", 0)),
-        PartitionInfo("val", 1, 2, 7, partition_path("val", 1)),
+        PartitionInfo("train", 0, 10, 2**64 - 1, partition_path("train", 0), digests=(1, 2)),
+        PartitionInfo("train", 1, 9, 2**53 + 1, partition_path("train", 1), digests=(0, 2**64 - 1)),
+        PartitionInfo("val", 0, 3, 0, partition_path("val", 0), digests=(3, 4)),
+        PartitionInfo("val", 1, 2, 7, partition_path("val", 1), digests=(5, 2**53 + 1)),
     ),
 )
 
 
 def test_manifest_survives_a_trip_through_json() -> None:
     assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
+
+
+def test_manifest_without_a_digest_is_refused() -> None:
+    document = MANIFEST.to_json()
+    document["partitions"][2]["digests"].pop()
+    with pytest.raises(StoreError, match=r"lacks the digest of a column.*prepare again"):
+        Manifest.from_json(document)
 
 
 def test_manifest_answers_for_its_partitions() -> None:
