@@ -13,6 +13,7 @@ from pyarrow.parquet import FileMetaData
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest
 from cerebro_hydra.data.parquet_files import check_file, metadata_of
+from cerebro_hydra.documents import parse
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 
@@ -46,7 +47,7 @@ def find_prepared(store: Store, fingerprint: str) -> Manifest | None:
     Raises:
         StoreError: the files are not those of the manifest.
     """
-    manifest = _read(store, fingerprint)
+    manifest = read_manifest(store, fingerprint)
     if manifest is not None:
         check_files(manifest, store)
     return manifest
@@ -61,7 +62,7 @@ def prepared_in(store: Store) -> list[Manifest]:
         StoreError: a manifest can't be read.
     """
     names = store.list(f"{store.prefix}/data")
-    read = [manifest for name in names if (manifest := _read(store, name)) is not None]
+    read = [manifest for name in names if (manifest := read_manifest(store, name)) is not None]
     return [manifest for manifest in read if manifest.source is None]
 
 
@@ -85,7 +86,7 @@ def choose_prepared(
     if given is None:
         found = prepared_in(store)
     else:
-        manifest = _read(store, given.fingerprint)
+        manifest = read_manifest(store, given.fingerprint)
         found = [] if manifest is None else [manifest]
     problems = {each.fingerprint: _problem(each, num_partitions, spec) for each in found}
     fitting = [each for each in found if problems[each.fingerprint] is None]
@@ -147,20 +148,26 @@ def footers(store: Store, folder: str) -> list[FileMetaData]:
     return found
 
 
-def _read(store: Store, fingerprint: str) -> Manifest | None:
+def read_manifest(store: Store, fingerprint: str) -> Manifest | None:
+    """Return the manifest of a store's data, without a look at its files; None if there is none.
+
+    Raises:
+        StoreError: it is damaged, or that of other data.
+    """
     folder = store.data_path(fingerprint)
     path = f"{folder}/{MANIFEST_NAME}"
     if not store.exists(path):
         return None
-    content = store.read(path)
     try:
-        return Manifest.from_json(json.loads(content))
-    except ValueError as error:
-        raise StoreError(
-            f"{path!r} is not JSON ({error}): delete {folder!r} and prepare the data again"
-        ) from error
+        manifest = Manifest.from_json(parse(store.read(path), repr(path)))
     except StoreError as error:
-        raise StoreError(f"{path!r}: {error}") from error
+        raise StoreError(f"{path!r}: {error}; or delete {folder!r} and prepare again") from error
+    if manifest.fingerprint != fingerprint:
+        raise StoreError(
+            f"{path!r} describes the data {manifest.fingerprint!r}: delete {folder!r} and prepare "
+            "the data again"
+        )
+    return manifest
 
 
 def check_files(manifest: Manifest, store: Store) -> None:

@@ -22,15 +22,20 @@ from cerebro_hydra.storage.estimator_factories import find
 from cerebro_hydra.storage.run_document import TrialSpec
 
 
-def replay(run_path: str, trial_id: str, factory: Any = None) -> ReplayReport:
+def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = False) -> ReplayReport:
     """Train a trial of a finished run again, along its visit log, and compare every bit.
 
     Args:
         run_path: the run folder, `result.run_path`.
         trial_id: such as "trial-000".
-        factory: the `estimator_gen_fn` or its `module:name`, if it can't be found by itself.
+        factory: the `estimator_gen_fn` or its `module:name`; the process that trained the run
+            knows it.
+        trust: whether the name that the run records may be imported.
 
     Raises:
+        ConfigurationError: the factory is known only by the name that the run records, and `trust`
+            is False; nothing was imported.
+        StoreError: the run or its data is damaged.
         ReplayError: the factory, the trial or its final state can't be found, or the run began in
             the middle of its trials.
     """
@@ -43,12 +48,14 @@ def replay(run_path: str, trial_id: str, factory: Any = None) -> ReplayReport:
                 "replay the run that its trials began in"
             )
         spec = run.trial(trial_id)
+        found = find(run.folder.path, run.document.factory, factory, trust)
         expected = expectations(run, spec)
-        found = find(run_path, run.document.factory, factory)
         recipe = build_recipe(found, spec.params, run.seed, Columns.of(run.document))
         load_model(recipe.model, read_saved(run.folder, spec.trial, 0))
-        with with_threads(run.document.threads):
-            replayed = train(recipe, run, spec, expected.visit_log, expected.visit)
+        replayed = Replayed()
+        if expected.problem is None:
+            with with_threads(run.document.threads):
+                replayed = train(recipe, run, spec, expected.visit_log, expected.visit)
         return compare(recipe, replayed, expected, run)
 
 

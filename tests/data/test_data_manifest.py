@@ -10,8 +10,10 @@ from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import DataError, StoreError
 from cerebro_hydra.storage import LocalStore
 
+FINGERPRINT = "ab12" * 8
+
 MANIFEST = Manifest(
-    fingerprint="ab12",
+    fingerprint=FINGERPRINT,
     columns=(ColumnSpec("image", "float32", (8, 8)), ColumnSpec("label", "int64", ())),
     partitions=(
         PartitionInfo("train", 0, 10, 2**64 - 1, partition_path("train", 0)),
@@ -47,7 +49,7 @@ def test_manifest_of_another_version_asks_to_prepare_again() -> None:
 def test_damaged_manifest_is_refused(lost: str) -> None:
     document = MANIFEST.to_json()
     del document[lost]
-    with pytest.raises(StoreError, match="damaged"):
+    with pytest.raises(StoreError, match=r"missing or unknown fields|partitions can't be read"):
         Manifest.from_json(document)
 
 
@@ -56,7 +58,7 @@ def test_json_that_is_no_manifest_is_refused_with_its_file(
     document: object, tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path)
-    path = f"{store.data_path('ab12')}/manifest.json"
+    path = f"{store.data_path(FINGERPRINT)}/manifest.json"
     store.write(path, json.dumps(document).encode())
     with pytest.raises(StoreError, match=f"{path}.*no dictionary: delete its folder"):
-        find_prepared(store, "ab12")
+        find_prepared(store, FINGERPRINT)

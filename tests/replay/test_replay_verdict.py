@@ -85,9 +85,8 @@ def test_a_flipped_bit_that_both_sides_read_is_a_difference(folder: RunFolder) -
     trial = recipe()
     content = bytearray(safetensors.torch.save({"param:unused": torch.zeros(4)}))
     digest = xxhash.xxh3_128_hexdigest(content)
-    folder.write_state(
-        0, 1, {"shards": [{"frozen": digest, "trainable": digest, "cursor": {"groups": []}}]}
-    )
+    shards = [{"frozen": digest, "trainable": digest, "cursor": {"groups": []}}]
+    folder.write_state(0, 1, {"trial": 0, "visit": 1, "shards": shards})
     folder.write_object(digest, content)
     assert read_saved(folder, 0, 1).damage is None
     content[-1] ^= 1
