@@ -107,7 +107,7 @@ class RunDocument:
         """
         document: RunDocument = decode(cls, doc, where)
         ids = [(spec.trial, spec.trial_id) for spec in document.trials]
-        if ids != [(n, trial_name(n)) for n in range(len(ids))] or not ids:
+        if ids != [(n, trial_name(n)) for n in range(len(ids))]:
             raise unreadable(f"{where}.trials", ids)
         if document.evaluation_metric not in document.metrics:
             raise unreadable(f"{where}.evaluation_metric", document.evaluation_metric)
