@@ -46,8 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
     replay.add_argument("--trial", metavar="ID", help="for example trial-000; default: all")
-    replay.add_argument(
-        "--factory", metavar="MODULE:NAME", help="estimator_gen_fn, if the run did not record it"
+    factory = replay.add_mutually_exclusive_group()
+    factory.add_argument("--factory", metavar="MODULE:NAME", help="the run's estimator_gen_fn")
+    factory.add_argument(
+        "--trust", action="store_true", help="import the estimator_gen_fn that the run records"
     )
     replay.set_defaults(command=_replay)
 
@@ -116,10 +118,16 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     from cerebro_hydra.tune.replays import print_replays
 
-    # A factory is found as `python -m` would find it: from the current folder.
-    sys.path.insert(0, os.getcwd())
+    if arguments.factory or arguments.trust:
+        # A factory may lie in the current folder. That may be the run's own, so that nothing else
+        # is taken from there.
+        sys.path.append(os.getcwd())
     identical = print_replays(
-        Console(), arguments.run, trial_id=arguments.trial, factory=arguments.factory
+        Console(),
+        arguments.run,
+        trial_id=arguments.trial,
+        factory=arguments.factory,
+        trust=arguments.trust,
     )
     return 0 if identical else 1
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from cerebro_hydra.data.manifest import Manifest, PartitionInfo, stored_name
 from cerebro_hydra.data.partition_rows import checked_rows, local_partition
 from cerebro_hydra.storage import Store
+from cerebro_hydra.storage.digest import digest
 
 _DIGESTS = "digests.json"
 _LOGGER = logging.getLogger(__name__)
@@ -136,4 +136,4 @@ def _digest(path: Path) -> str:
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        return xxhash.xxh3_128_hexdigest(content)
+        return digest(content)

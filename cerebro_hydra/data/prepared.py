@@ -18,6 +18,7 @@ from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manif
 from cerebro_hydra.data.parquet_files import check_file, metadata_of
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
+from cerebro_hydra.storage.digested_json import decode_document, encode_document
 
 
 def fingerprint_of(
@@ -116,9 +117,8 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
     """
     folder = store.data_path(manifest.fingerprint)
     check_files(manifest, store)
-    content = json.dumps(manifest.to_json(), indent=1).encode()
     try:
-        store.create(f"{folder}/{MANIFEST_NAME}", content)
+        store.create(f"{folder}/{MANIFEST_NAME}", encode_document(manifest.to_json()))
     except StoreError:
         found = find_prepared(store, manifest.fingerprint)
         if found is None:
@@ -206,21 +206,22 @@ def read_manifest(store: Store, fingerprint: str) -> Manifest | None:
     """Return the manifest of a data set, without a look at its files; None if there is none.
 
     Raises:
-        StoreError: it is damaged, or another version wrote it.
+        StoreError: it is damaged, that of other data, or another version wrote it.
     """
     folder = store.data_path(fingerprint)
     path = f"{folder}/{MANIFEST_NAME}"
     if not store.exists(path):
         return None
-    content = store.read(path)
     try:
-        return Manifest.from_json(json.loads(content))
-    except ValueError as error:
-        raise StoreError(
-            f"{path!r} is not JSON ({error}): delete {folder!r} and prepare the data again"
-        ) from error
+        manifest = Manifest.from_json(decode_document(path, store.read(path)))
     except StoreError as error:
-        raise StoreError(f"{path!r}: {error}") from error
+        raise StoreError(f"{error}; or delete {folder!r} and prepare again") from error
+    if manifest.fingerprint != fingerprint:
+        raise StoreError(
+            f"{path!r} describes the data {manifest.fingerprint!r}: delete {folder!r} and prepare "
+            "the data again"
+        )
+    return manifest
 
 
 def check_files(manifest: Manifest, store: Store) -> None:

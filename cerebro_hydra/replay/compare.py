@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.recipe import Recipe, numeric_fingerprint
 from cerebro_hydra.replay.record import read_trial, result_visit
@@ -136,7 +137,7 @@ def _group_differences(
     if len(saved) != len(replayed):
         yield f"shard {shard} has {len(saved)} param groups, the replay {len(replayed)}"
     for number, (run, replay) in enumerate(zip(saved, replayed, strict=False)):
-        if "lr" in run and float(run["lr"]) != float(replay["lr"]):
+        if "lr" in run and run["lr"] != float(replay["lr"]):
             yield (
                 f"lr of param group {number} in shard {shard}: "
                 f"the run has {run['lr']}, the replay {replay['lr']}"
@@ -145,9 +146,11 @@ def _group_differences(
 
 def _warnings(run: RunData) -> Iterator[str]:
     try:
-        recorded = run.folder.read_json(NUMERIC_FILE)
-    except StoreError:
-        yield "the run did not record its numeric fingerprint"
+        recorded = decode(
+            dict[str, dict[str, Any]], run.folder.read_json(NUMERIC_FILE), NUMERIC_FILE
+        )
+    except StoreError as error:
+        yield f"the run's numeric fingerprint can't be read: {error}"
         return
     here = numeric_fingerprint() | {"threads": run.document.threads}
     for worker, there in sorted(recorded.items()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +9,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.documents import consistent, parse
+from cerebro_hydra.errors import ReplayError, StoreError
 from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -35,27 +35,26 @@ def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
     for shard in folder.read_state(trial, visit)["shards"]:
         for digest in (shard["frozen"], shard["trainable"]):
             content = bytes(folder.read_object(digest))
-            try:
-                saved.tensors |= _tensors(content)
-            except (safetensors.SafetensorError, LookupError, ValueError, RuntimeError) as error:
-                raise StoreError(
-                    f"object {digest} of {folder.path!r} is no segment of a shard ({error}); "
-                    "nothing of ours wrote it"
-                ) from error
+            where = f"object {digest} of {folder.path!r}"
+            with consistent(where):
+                saved.tensors |= _tensors(content, where)
         if shard["cursor"]:
-            saved.groups.append(shard["cursor"]["groups"])
+            saved.groups.append(shard["cursor"].get("groups", []))
     return saved
 
 
-def _tensors(content: bytes) -> dict[str, Tensor]:
+def _tensors(content: bytes, where: str) -> dict[str, Tensor]:
     """Return what a segment holds, without its padding and optimizer state that is not there."""
-    tensors = safetensors.torch.load(content)
-    header = _header(content)
+    try:
+        tensors = safetensors.torch.load(content)
+    except safetensors.SafetensorError as error:
+        raise StoreError(f"{where} is no segment ({error}); restore it from a copy") from error
+    header = parse(content[8 : 8 + int.from_bytes(content[:8], "little")], where)
     for name, order in header.get("__metadata__", {}).items():
         axes = [int(axis) for axis in order.split(",")]
-        tensors[name] = tensors[name].permute([axes.index(i) for i in range(len(axes))])
-    marks = tensors.pop("exists", torch.empty(0, dtype=torch.uint8)).tolist()
-    absent = {name for name, mark in zip(_optim_names(header), marks, strict=True) if not mark}
+        original = [axes.index(i) for i in range(tensors[name].dim())]
+        tensors[name] = tensors[name].permute(original)
+    absent = _absent(tensors, header)
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -63,25 +62,34 @@ def _tensors(content: bytes) -> dict[str, Tensor]:
     }
 
 
-def _header(content: bytes) -> dict[str, Any]:
-    """Return the JSON before the tensors; its metadata has tensors of another axis order."""
-    header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return header
+def _absent(tensors: dict[str, Tensor], header: dict[str, Any]) -> set[str]:
+    """Take the bytes of `exists`, and return the optimizer state that they say is not there yet.
 
-
-def _optim_names(header: dict[str, Any]) -> list[str]:
-    """Return the names of optimizer state in the order of the bytes of `exists`."""
+    They stand in the order of that state in the file.
+    """
+    marks = tensors.pop("exists", torch.empty(0, dtype=torch.uint8)).tolist()
     names = [name for name in header if name.startswith("optim:")]
-    return sorted(names, key=lambda name: header[name]["data_offsets"])
+    names.sort(key=lambda name: header[name]["data_offsets"])
+    return {name for name, mark in zip(names, marks, strict=True) if not mark}
 
 
 def load_model(model: nn.Module, saved: SavedState) -> None:
-    """Copy saved parameters and buffers into a model, in place."""
+    """Copy saved parameters and buffers into a model, in place.
+
+    Raises:
+        ReplayError: one has another shape in the model.
+    """
     targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
     targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}
     with torch.no_grad():
         for name, tensor in saved.tensors.items():
             if name in targets:
+                if targets[name].shape != tensor.shape:
+                    raise ReplayError(
+                        f"{name} has shape {tuple(tensor.shape)} in the run and "
+                        f"{tuple(targets[name].shape)} in the model that the factory builds; give "
+                        "the factory that the run was started with"
+                    )
                 targets[name].copy_(tensor)
 
 

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cerebro_hydra.documents import decode, parse
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage.digest import digest
 
@@ -32,7 +33,7 @@ def decode_document(path: str, content: bytes) -> dict[str, Any]:
         StoreError: the file is damaged.
     """
     _check(path, content)
-    document: dict[str, Any] = _decode(path, content)
+    document = _decode(path, content)
     del document["digest"]
     return document
 
@@ -57,11 +58,9 @@ def _encode(document: Mapping[str, Any]) -> bytes:
     return text.encode(errors="backslashreplace")  # a surrogate alone, as JSON escapes it
 
 
-def _decode(path: str, text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path!r} is not JSON ({error}); restore it from a copy") from error
+def _decode(path: str, text: bytes) -> dict[str, Any]:
+    document: dict[str, Any] = decode(dict[str, Any], parse(text, repr(path)), repr(path))
+    return document
 
 
 def _sealed(begin: bytes) -> bytes:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.storage.digest import digest as digest_of
 from cerebro_hydra.storage.digested_json import (
@@ -15,9 +16,18 @@ from cerebro_hydra.storage.digested_json import (
     encode_document,
     encode_lines,
 )
-from cerebro_hydra.storage.store import Store, checked_name, explained
+from cerebro_hydra.storage.names import checked_digest, checked_name, state_name, trial_name
+from cerebro_hydra.storage.run_document import (
+    REFUSED_FILE,
+    RUN_FILE,
+    RefusedTrial,
+    RunDocument,
+    StateDocument,
+)
+from cerebro_hydra.storage.store import Store, explained
 
 _SEGMENT = re.compile(r"(\d{8,})\.jsonl")
+_TRIAL = re.compile(r"trial-(\d{3,})")
 _STATE = re.compile(r"state-(\d{6,})\.json")
 
 
@@ -137,13 +147,20 @@ class RunFolder:
         """Write the shards and cursors of a trial's state after a visit; 0 is the initial state."""
         self.store.write(self._state(trial, visit), encode_document(document))
 
-    def read_state(self, trial: int, visit: int) -> dict[str, Any]:
-        """Read a trial's state; StoreError if it is absent or damaged."""
-        return self._read(self._state(trial, visit))
+    def read_state(self, trial: int, visit: int) -> StateDocument:
+        """Read a trial's state; StoreError if it is absent, damaged or that of another visit."""
+        path = self._state(trial, visit)
+        state: StateDocument = decode(StateDocument, self._read(path), repr(path))
+        if (state["trial"], state["visit"]) != (trial, visit):
+            raise StoreError(
+                f"{path!r} holds the state of trial {state['trial']} after visit "
+                f"{state['visit']}; restore it from a copy"
+            )
+        return state
 
     def states(self, trial: int) -> list[int]:
         """Return the sorted visits after which the trial's state is in this run."""
-        matches = map(_STATE.fullmatch, self.store.list(f"{self.path}/trials/trial-{trial:03d}"))
+        matches = map(_STATE.fullmatch, self.store.list(f"{self.path}/trials/{trial_name(trial)}"))
         return sorted(int(match[1]) for match in matches if match)
 
     def sweep(self, kept: Mapping[int, Set[int]]) -> None:
@@ -159,8 +176,8 @@ class RunFolder:
                 if visit not in visits:
                     self.store.delete(self._state(trial, visit))
         named: set[str] = set()
-        for name in self.store.list(f"{self.path}/trials"):
-            trial = int(name.removeprefix("trial-"))
+        matches = map(_TRIAL.fullmatch, self.store.list(f"{self.path}/trials"))
+        for trial in (int(match[1]) for match in matches if match):
             for visit in self.states(trial):
                 for shard in self.read_state(trial, visit)["shards"]:
                     named |= {shard["frozen"], shard["trainable"]}
@@ -172,10 +189,23 @@ class RunFolder:
         return f"{self.path}/{checked_name(name, 'document')}"
 
     def _object(self, digest: str) -> str:
-        return f"{self.path}/objects/{checked_name(digest, 'digest')}.safetensors"
+        return f"{self.path}/objects/{checked_digest(digest)}.safetensors"
 
     def _state(self, trial: int, visit: int) -> str:
-        return f"{self.path}/trials/trial-{trial:03d}/state-{visit:06d}.json"
+        return f"{self.path}/trials/{trial_name(trial)}/{state_name(visit)}"
 
     def _read(self, path: str) -> dict[str, Any]:
         return decode_document(path, self.store.read(path))
+
+
+def read_document(folder: RunFolder) -> RunDocument:
+    """Read what a run is; StoreError if the document is absent or damaged."""
+    return RunDocument.from_json(folder.read_json(RUN_FILE), repr(f"{folder.path}/{RUN_FILE}"))
+
+
+def read_refused(folder: RunFolder) -> list[RefusedTrial]:
+    """Read the trials that could not be built; StoreError if the document is absent or damaged."""
+    where = repr(f"{folder.path}/{REFUSED_FILE}")
+    refused = folder.read_json(REFUSED_FILE).get("trials")
+    trials: list[RefusedTrial] = decode(list[RefusedTrial], refused, where)
+    return trials

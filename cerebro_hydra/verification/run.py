@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from operator import methodcaller
 from typing import Any
 
 from cerebro_hydra.data.prepared import read_manifest
@@ -22,6 +23,7 @@ from cerebro_hydra.storage.run_document import (
     RunDocument,
     TrialSpec,
 )
+from cerebro_hydra.storage.run_folder import read_document, read_refused
 from cerebro_hydra.verification.report import VerifiedPart
 
 Digests = tuple[tuple[str, str], ...]
@@ -33,7 +35,7 @@ _SUFFIX = ".safetensors"
 def document_of(folder: RunFolder) -> RunDocument | None:
     """Return what describes a run; None if it can't be read, which its part of documents says."""
     with suppress(CerebroHydraError):
-        return RunDocument.from_json(folder.read_json(RUN_FILE))
+        return read_document(folder)
     return None
 
 
@@ -44,14 +46,19 @@ def verify_run(folder: RunFolder) -> Iterator[VerifiedPart]:
     if not there & {RUN_FILE, "journal"}:
         yield VerifiedPart(name, notes=("it never began, because no trial was admitted",))
         return
-    names = [RUN_FILE, REFUSED_FILE, *sorted(there & {NUMERIC_FILE, WORKERS_FILE})]
+    readers: dict[str, Callable[[RunFolder], object]] = {
+        RUN_FILE: read_document,
+        REFUSED_FILE: read_refused,
+    }
+    for optional in sorted(there & {NUMERIC_FILE, WORKERS_FILE}):
+        readers[optional] = methodcaller("read_json", optional)
     problems = []
-    for each in names:
+    for read in readers.values():
         try:
-            folder.read_json(each)
+            read(folder)
         except StoreError as error:
             problems.append(str(error))
-    yield VerifiedPart(f"{name}: documents", ", ".join(names), tuple(problems))
+    yield VerifiedPart(f"{name}: documents", ", ".join(readers), tuple(problems))
     if (document := document_of(folder)) is not None:
         yield from _Verification(folder, document).parts()
 
@@ -141,10 +148,11 @@ class _Verification:
         named: set[str] = set()
         for visit in visits:
             try:
-                digests = _digests(self._folder.read_state(spec.trial, visit), spec.trial, visit)
+                state = self._folder.read_state(spec.trial, visit)
             except StoreError as error:
                 problems.append(str(error))
                 continue
+            digests = tuple((shard["frozen"], shard["trainable"]) for shard in state["shards"])
             named.update(digest for pair in digests for digest in pair)
             made = spec.shards if visit == 0 else self._made.get((spec.trial, visit), digests)
             if digests != made:
@@ -165,22 +173,3 @@ class _Verification:
             except StoreError as error:
                 self._objects[digest] = str(error)
         return self._objects[digest]
-
-
-def _digests(state: dict[str, Any], trial: int, visit: int) -> Digests:
-    """Return the digests that a state names.
-
-    Raises:
-        StoreError: it is another state, or lacks something.
-    """
-    where = f"the state of trial {trial} after visit {visit}"
-    try:
-        found = (state["trial"], state["visit"])
-        digests = tuple((shard["frozen"], shard["trainable"]) for shard in state["shards"])
-    except (LookupError, TypeError) as error:
-        raise StoreError(f"{where} lacks {error}; restore it from a copy") from error
-    if found != (trial, visit):
-        raise StoreError(
-            f"{where} is that of trial {found[0]} after visit {found[1]}; restore it from a copy"
-        )
-    return digests

@@ -67,9 +67,6 @@ def verify_data(store: Store, fingerprint: str) -> Iterator[VerifiedPart]:
         yield VerifiedPart(name, notes=("a preparation that did not end, for it has no manifest",))
     elif manifest is None:
         yield VerifiedPart(name, problems=(f"{folder!r} is gone: restore it from a copy",))
-    elif manifest.fingerprint != fingerprint:
-        other = f"{folder!r} has the manifest of {manifest.fingerprint}: restore it from a copy"
-        yield VerifiedPart(f"{name}: manifest", problems=(other,))
     else:
         yield VerifiedPart(f"{name}: manifest", f"{len(manifest.partitions)} partitions")
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-verify-") as scratch:

@@ -70,7 +70,7 @@ def document(
         feature_columns=("x",),
         label_columns=("y",),
         store={},
-        fingerprint="f" * 8,
+        fingerprint="f" * 32,
         validated=True,
         threads=1,
         trials=specs,
