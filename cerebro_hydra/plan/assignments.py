@@ -173,7 +173,7 @@ class Assignments:
         pending_visits = self.trials[attempt.trial].pending_visits
         if pending_visits[1:] == [attempt]:  # it waits until the visit before it ends
             first = pending_visits[0]
-            expected = self.estimates.seconds(first.kind, first.trial, first.partition)
+            expected = self.estimates.seconds[first.kind][first.trial][first.partition]
             attempt.started_at = max(attempt.started_at, first.started_at + expected)
         instruction: Callable[..., Instruction] = Evaluate
         if attempt.kind == "train":
