@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -24,9 +25,9 @@ from cerebro_hydra.storage.run_document import (
     RunDocument,
     StateDocument,
 )
+from cerebro_hydra.storage.segment_range import SegmentRange, in_order
 from cerebro_hydra.storage.store import Store, explained
 
-_SEGMENT = re.compile(r"(\d{8,})\.jsonl")
 _TRIAL = re.compile(r"trial-(\d{3,})")
 _STATE = re.compile(r"state-(\d{6,})\.json")
 
@@ -37,6 +38,7 @@ class RunFolder:
     ```
     <run>/<name>                                   JSON documents, rewritten whole
     <run>/journal/00000000.jsonl                   segments, each written once
+    <run>/journal/00000000-00000255.jsonl          segments that were merged
     <run>/trials/trial-000/state-000000.json       the shards of a trial's state after visit 0
     <run>/objects/<digest>.safetensors             segments of shards, by content
     ```
@@ -119,29 +121,55 @@ class RunFolder:
         Raises:
             StoreError: that segment exists; what is journalled never changes.
         """
-        self.store.create(f"{self.path}/journal/{number:08d}.jsonl", encode_lines(lines))
+        self._create_segment(SegmentRange(number, number), lines)
+
+    def merge_segments(self, first: int, last: int) -> None:
+        """Put the segments from `first` to `last` into one file and delete those that held one.
+
+        After a crash at any point every line is still there: the new file is whole before the first
+        old one is deleted, and readers skip what it contains.
+
+        Raises:
+            JournalError: one of the segments is missing or damaged; nothing is deleted.
+        """
+        singles = [SegmentRange(number, number) for number in range(first, last + 1)]
+        lines: list[dict[str, Any]] = []
+        for single in singles:
+            if (found := self._read_segment(single)) is None:
+                raise JournalError(f"{self._segment(single)!r} is missing; nothing was merged")
+            lines += found
+        self._create_segment(SegmentRange(first, last), lines)
+        for single in singles:
+            self.store.delete(self._segment(single))
 
     def read_segments(self) -> Iterator[list[dict[str, Any]]]:
-        """Yield the lines of each journal segment in order.
+        """Yield the lines of each journal segment in order, or of several that were merged.
+
+        The run may go on meanwhile: a segment that is merged while it is read counts once.
 
         Raises:
             JournalError: a segment before the last is missing, or one is damaged.
         """
-        matches = map(_SEGMENT.fullmatch, self.store.list(f"{self.path}/journal"))
-        numbers = sorted(int(match[1]) for match in matches if match)
-        for expected, number in enumerate(numbers):
-            if number != expected:
+        read: list[tuple[int, int]] = []  # the first segment and the number of lines of each file
+        expected, listed_anew = 0, False
+        left = deque(self._segments())
+        while left:
+            segment = left.popleft()
+            if segment.last < expected:  # a crash kept the merge from deleting it
+                continue
+            lines = self._read_segment(segment) if segment.first <= expected else None
+            if lines is not None:
+                known = sum(count for first, count in read if first >= segment.first)
+                read.append((segment.first, len(lines)))
+                yield lines[known:]
+                expected, listed_anew = segment.last + 1, False
+            elif not listed_anew:  # it may have been merged with others since they were listed
+                left, listed_anew = deque(self._segments()), True
+            else:
                 raise JournalError(
                     f"the journal of run {self.run_id!r} has a gap: segment {expected:08d}.jsonl "
-                    f"is missing before {number:08d}.jsonl; restore it from a copy of the run"
+                    f"is missing before {segment.name}; restore it from a copy of the run"
                 )
-            path = f"{self.path}/journal/{number:08d}.jsonl"
-            content = self.store.read(path)
-            try:
-                lines = decode_lines(path, content)
-            except StoreError as error:
-                raise JournalError(str(error)) from error
-            yield lines
 
     def write_state(self, trial: int, visit: int, document: Mapping[str, Any]) -> None:
         """Write the shards and cursors of a trial's state after a visit; 0 is the initial state."""
@@ -196,6 +224,29 @@ class RunFolder:
 
     def _read(self, path: str) -> dict[str, Any]:
         return decode_document(path, self.store.read(path))
+
+    def _segments(self) -> list[SegmentRange]:
+        return in_order(self.store.list(f"{self.path}/journal"))
+
+    def _segment(self, segment: SegmentRange) -> str:
+        return f"{self.path}/journal/{segment.name}"
+
+    def _create_segment(self, segment: SegmentRange, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.store.create(self._segment(segment), encode_lines(lines))
+
+    def _read_segment(self, segment: SegmentRange) -> list[dict[str, Any]] | None:
+        """Return the lines of a file of the journal, or None if there is none."""
+        path = self._segment(segment)
+        try:
+            content = self.store.read(path)
+        except StoreError:
+            if self.store.exists(path):
+                raise
+            return None
+        try:
+            return decode_lines(path, content)
+        except StoreError as error:
+            raise JournalError(str(error)) from error
 
 
 def read_document(folder: RunFolder) -> RunDocument:

@@ -109,6 +109,7 @@ def run_in_process(
                     events.append(train(instruction))
                 case Checkpoint(number, visit, incarnation):
                     events.append(Checkpointed(number, visit, incarnation))
+    journal.close()
     return folder
 
 

@@ -102,12 +102,13 @@ def test_what_is_drawn_is_what_happened(page: Page, result: SearchResult) -> Non
 
 
 def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path: Path) -> None:
-    """As after a killed driver: some segments of the journal, some tasks that never ended."""
+    """As after a killed driver: the begin of the journal, some tasks that never ended."""
     there = tmp_path / "runs" / "cut"
     shutil.copytree(result.run_path, there)
-    for segment in sorted((there / "journal").iterdir())[12:]:
-        segment.unlink()
     folder = RunFolder.open(str(there))
+    lines = [line for segment in folder.read_segments() for line in segment]
+    shutil.rmtree(there / "journal")
+    folder.write_segment(0, lines[:20])
     ReportWriter(folder).on_record(RunEnded(1.0))
     cut = Page((there / REPORT_FILE).read_text(encoding="utf-8"))
     assert any("did not end" in text for text in cut.texts["strong"])
