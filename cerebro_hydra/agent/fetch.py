@@ -7,12 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from cerebro_hydra.agent.shard_store import Bytes, Shard, ShardStore, State
 from cerebro_hydra.errors import StoreError, TransferError
 from cerebro_hydra.plan.events import Hop
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import aligned
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.messages import ShardKey
@@ -128,10 +125,6 @@ class Fetch:
             self.on_hop(Hop(0, held.nbytes, 0.0))
             return name, held
         begun = time.perf_counter()
-        content = np.frombuffer(self.folder.read_object(name), np.uint8)
-        buffer = aligned(content.nbytes)
-        buffer[:] = content
-        if (found := digest(buffer)) != name:
-            raise TransferError(f"object {name} of the run folder is damaged: it has {found}")
+        buffer = self.folder.read_object(name, aligned)
         self.on_hop(Hop(buffer.nbytes, 0, time.perf_counter() - begun))
         return name, buffer

@@ -37,8 +37,8 @@ from cerebro_hydra.plan.instructions import (
     StartSubEpoch,
 )
 from cerebro_hydra.recipe import numeric_fingerprint
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import Store
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.address import own_host
 from cerebro_hydra.wire.control_client import ControlClient
 from cerebro_hydra.wire.messages import ControlFailed, RunOver, ShardKey

@@ -19,8 +19,8 @@ from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import Cancelled, DataError, TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import aligned
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
 
 PROGRESS_SECONDS = 0.5

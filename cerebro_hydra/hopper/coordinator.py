@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +65,9 @@ MOST_LOSSES = 8
 
 Agents that are lost while a trial runs on them speak against the trial (`plan/lost_agents.py`).
 """
+
+JOURNAL_SECONDS = 0.5
+"""How long events that led to no instruction may wait to be journalled with others."""
 
 STOP_SECONDS = 20.0
 """How long agents may take to end by themselves after every trial is over."""
@@ -176,6 +180,7 @@ class Coordinator:
             self._dismiss()
             self._launcher.stop(STOP_SECONDS if self._state.finished else INTERRUPT_SECONDS)
             self._control.close()  # until here, agents that come late are told that it is over
+            self._journal.close()
             self._observers.on_record(RunEnded(time.monotonic() - begun))
         self._sweep()
         return self._state
@@ -231,14 +236,20 @@ class Coordinator:
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""
-        try:
-            timeout = self._join_timeout if self._roster.missing else None
-            items = [self._inbox.get(timeout=timeout)]
-        except queue.Empty:
-            raise self._missing_workers() from None
+        items = [self._next_item()]
         while not self._inbox.empty():
             items.append(self._inbox.get())
         return [event for item in items if (event := self._event_of(item)) is not None]
+
+    def _next_item(self) -> _Item:
+        if self._journal.waiting:
+            with suppress(queue.Empty):
+                return self._inbox.get(timeout=JOURNAL_SECONDS)
+            self._journal.write()
+        try:
+            return self._inbox.get(timeout=self._join_timeout if self._roster.missing else None)
+        except queue.Empty:
+            raise self._missing_workers() from None
 
     def _event_of(self, item: _Item) -> Event | None:
         match item:

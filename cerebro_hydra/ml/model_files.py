@@ -10,14 +10,16 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.ml.util import DefaultParamsWriter, MLReader, MLWriter
 
 from cerebro_hydra.data.manifest import ColumnSpec
+from cerebro_hydra.documents import Positive, one_of
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.ml.metadata import StageMetadata, part_of, read_metadata
 from cerebro_hydra.ml.model import SparkModel
 from cerebro_hydra.ml.prediction_kind import PredictionKind
 from cerebro_hydra.ml.trained_network import ExportedNetwork
@@ -69,35 +71,40 @@ class ModelWriter(MLWriter):
         DefaultParamsWriter.saveMetadata(model, path, self.sc, extra)
 
 
+@dataclass(frozen=True)
+class _SavedModel:
+    """Holds the fields of the metadata that are not Spark ML's own."""
+
+    head: Annotated[str, one_of(*PredictionKind)]
+    columns: tuple[ColumnSpec, ...]
+    batch_size: Positive
+    trial: Trial
+    run_path: str
+
+
 class ModelReader(MLReader[SparkModel]):
     """Loads a model where neither its source nor its run is known."""
 
     def load(self, path: str) -> SparkModel:
-        """Load a saved model.
+        """Load a saved model; nothing of it is run.
 
         Raises:
             ConfigurationError: another version wrote it, or it is something else.
-            StoreError: a file is missing.
+            StoreError: a file is missing or damaged.
         """
-        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
+        metadata, where = read_metadata(self.sc, path), f"the metadata of {path!r}"
         if metadata.get("format") != FORMAT:
             raise ConfigurationError(
-                f"{path!r} holds {metadata['class']} of format {metadata.get('format')!r}; this "
-                f"version loads a SparkModel of format {FORMAT}"
+                f"{path!r} holds {metadata.get('class')!r} of format {metadata.get('format')!r}; "
+                f"this version loads a SparkModel of format {FORMAT}"
             )
+        stage: StageMetadata = part_of(StageMetadata, metadata, where)
+        saved: _SavedModel = part_of(_SavedModel, metadata, where)
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
             for name in FILES:
                 hadoop_files.download(self.sc, f"{path}/model/{name}", str(Path(folder, name)))
             predictor = ExportedPredictor.of(folder)
-        specs = [
-            ColumnSpec(each["name"], each["dtype"], tuple(each["shape"]))
-            for each in metadata["columns"]
-        ]
-        kind = PredictionKind(metadata["head"])
-        network = ExportedNetwork(predictor, specs, metadata["batch_size"], kind)
-        trial = metadata["trial"]
-        trial["visit_log"] = [(epoch, partition) for epoch, partition in trial["visit_log"]]
-        model = SparkModel(network, Trial(**trial), metadata["run_path"])
-        model._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(model, metadata)
-        return model
+        network = ExportedNetwork(
+            predictor, saved.columns, saved.batch_size, PredictionKind(saved.head)
+        )
+        return stage.restore(SparkModel(network, saved.trial, saved.run_path), where)

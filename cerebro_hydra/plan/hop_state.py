@@ -19,6 +19,8 @@ no harm.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cerebro_hydra.plan import invariants
 from cerebro_hydra.plan.assignments import Assignments
 from cerebro_hydra.plan.epoch_metrics import epoch_metrics
@@ -81,6 +83,7 @@ class HopState(Assignments):
         """Handle one event and return the instructions to carry out, in this order."""
         self._event_count += 1
         self._instructions = []
+        concerned = self._trials_of(event)
         match event:
             case WorkerJoined():
                 self._join(event)
@@ -111,7 +114,7 @@ class HopState(Assignments):
                 self._checkpointed(event)
             case TrialStopped():
                 self._stop(event)
-        self._draw_consequences()
+        self._draw_consequences(concerned)
         return self._instructions
 
     def validate(self) -> None:
@@ -306,11 +309,11 @@ class HopState(Assignments):
 
     # ------------------------------------------------------------------ after every event
 
-    def _draw_consequences(self) -> None:
+    def _draw_consequences(self, concerned: Iterable[int]) -> None:
         """End epochs and trials, start and assign tasks, and drop copies that nobody needs."""
-        for index, trial in enumerate(self.trials):
-            if trial.status is None:
-                self._advance(index, trial)
+        for index in concerned:
+            if self.trials[index].status is None:
+                self._advance(index, self.trials[index])
         for agent in self.agents.values():
             if agent.running is None and agent.reserved is not None:
                 agent.running, agent.reserved = agent.reserved, None
@@ -318,8 +321,8 @@ class HopState(Assignments):
         if choices := self.choices():
             for choice in self.policy.choose(self, choices):
                 self._assign(choice)
-        for index, trial in enumerate(self.trials):
-            self._drop_unneeded(index, trial)
+        for index in concerned:
+            self._drop_unneeded(index, self.trials[index])
         if not self.finished and all(trial.status is not None for trial in self.trials):
             self.finished = True
             self._instructions.append(FinishRun())

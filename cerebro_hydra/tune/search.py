@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
-from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
+from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, StoreError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
@@ -141,6 +142,7 @@ class Search(ABC):
             ConfigurationError: the data or the metric does not fit the arguments.
             SetupError: Spark can't run the agents.
             DataError: rows can't be used.
+            StoreError: the store can't be read or written; says what to do.
             AllTrialsFailed: no trial was left; the message holds every reason.
         """
         require_dataframe("fit", df)
@@ -185,13 +187,15 @@ class Search(ABC):
 
     def _fit(self, manifest: Manifest) -> SearchResult:
         folder = RunFolder(self.store, _new_run_id())
-        admitted = self._admit(folder, manifest)
-        folder.write_json(REFUSED_FILE, admitted.refused)
-        estimator_factories.remember(folder.path, self.estimator_gen_fn)
-        if not admitted.specs:
+        with _removed_on_error(folder):
+            admitted = self._admit(folder, manifest)
+            folder.write_json(REFUSED_FILE, {"trials": admitted.refused})
+            document = self._document(folder, manifest, admitted)
+            if document.trials:
+                folder.write_json(RUN_FILE, document.to_json())
+        if not document.trials:
             raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
-        document = self._document(folder, manifest, admitted)
-        folder.write_json(RUN_FILE, document.to_json())
+        estimator_factories.remember(folder.path, self.estimator_gen_fn)
         self._run(folder, document, manifest, admitted)
         result = SearchResult.open(folder.path)
         if all(trial.status == "failed" for trial in result.trials):
@@ -248,6 +252,17 @@ class Search(ABC):
             observer.close()
             if self.verbose and report.path:
                 print(f"report: {report.path}")
+
+
+@contextmanager
+def _removed_on_error(folder: RunFolder) -> Iterator[None]:
+    """Remove what was written of a run that can't begin, which may have filled the disk."""
+    try:
+        yield
+    except BaseException:
+        with suppress(StoreError):
+            folder.store.delete(folder.path)
+        raise
 
 
 THREADS = 1

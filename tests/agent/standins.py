@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cerebro_hydra.agent.shard_store import Shard
-from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.messages import FetchedSegment, FetchedShard
 
 SECONDS = 20.0

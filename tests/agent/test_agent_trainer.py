@@ -15,7 +15,7 @@ from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import FetchShards, StartSubEpoch, StateSource
-from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage.digest import digest
 from tests.agent.standins import SECONDS, Peer, StandInBuilder
 
 VISIT = 3

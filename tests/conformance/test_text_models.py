@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.model_case import ModelCase, Shards
 from tests.conformance import text
 

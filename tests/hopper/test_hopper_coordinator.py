@@ -14,13 +14,15 @@ import pytest
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.hopper import journal as journal_module
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator, hop_config
+from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.instructions import FinishTrial, StartSubEpoch
+from cerebro_hydra.plan.instructions import Cancel, FinishTrial, StartSubEpoch
 from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
@@ -72,7 +74,7 @@ def document(
         feature_columns=("x",),
         label_columns=("y",),
         store={},
-        fingerprint="f" * 8,
+        fingerprint="f" * 32,
         validated=True,
         threads=1,
         trials=specs,
@@ -139,6 +141,39 @@ def test_the_fold_of_every_prefix_of_the_journal_is_the_state_at_that_time(tmp_p
     for length in range(len(records) + 1):
         fold(config, records[:length]).validate()
     assert restored(folder) == comparable(state)
+
+
+def test_a_long_journal_is_merged_while_the_run_goes_on_and_folds_to_the_same_state(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 4)
+    folder, state, tape = run(tmp_path, ScriptedLauncher(2), document(3, 2, 2))
+    names = sorted(path.name for path in Path(folder.path, "journal").iterdir())
+    assert len(names) > 2
+    assert names[0] == "00000000-00000003.jsonl"
+    assert all("-" in name for name in names[:-1])
+    assert restored(folder) == comparable(state)
+    told = [record for record in tape.records if isinstance(record, Decision)]
+    assert [Decision.from_json(line) for line in journal(folder)[1]] == told
+
+
+def test_only_decisions_to_carry_out_make_a_segment_and_the_others_wait_for_it(
+    tmp_path: Any,
+) -> None:
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    config = hop_config(document(1, 1, 1), manifest(1))
+    log = Journal(folder, config)
+    quiet, start = events.StateReceived(0, 0, "a"), Cancel(0, "a")
+    log.append(1.0, [(quiet, [])])
+    assert log.waiting
+    assert len(list(folder.read_segments())) == 1
+    log.append(2.0, [(quiet, []), (quiet, [start])])
+    assert not log.waiting
+    assert [line["seq"] for line in list(folder.read_segments())[1]] == [0, 1, 2]
+    log.append(3.0, [(quiet, [])])
+    log.close()
+    assert [line["seq"] for line in journal(folder)[1]] == [0, 1, 2, 3]
+    assert len(list(folder.read_segments())) == 1
 
 
 def test_a_trial_that_fails_fails_alone_with_its_traceback(tmp_path: Any) -> None:

@@ -155,7 +155,11 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     again = Pipeline.load(str(tmp_path / "unfitted")).getStages()[-1]
     assert again.getEstimator().trial_params() == {"lr": 0.01, "hidden": 8}
     assert again.getEstimator().getStore().to_dict() == estimator.getStore().to_dict()
-    assert again.getEstimator().factory() is factory
+    with pytest.raises(ConfigurationError, match=r"setFactory\('nets_of_a_user:factory'\)"):
+        again.fit(df)
+    assert again.getEstimator().recorded_factory == "nets_of_a_user:factory"
+    assert again.getEstimator().setFactory("nets_of_a_user:factory").factory() is factory
+    assert again.copy().getEstimator().factory() is factory
     assert len(again.getEstimatorParamMaps()) == 2
     assert again.getEstimatorParamMaps()[1][again.getEstimator().hidden] == 16
 
@@ -204,7 +208,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     assert whole.bestModel.getTransformBatchSize() == 1
     assert whole.getEstimator().trial_params() == {"lr": 0.01, "hidden": 8}
     with pytest.raises(ReplayError, match="can't import 'nets_of_a_user'"):
-        whole.getEstimator().factory()
+        whole.getEstimator().setFactory("nets_of_a_user:factory").factory()
     done = subprocess.run(
         [sys.executable, "-c", LOADS_ALONE, saved.parents[1], tmp_path / "rows", told],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},

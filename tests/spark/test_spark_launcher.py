@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec
 from cerebro_hydra.spark import SparkLauncher
@@ -104,10 +104,16 @@ def make_spec(exchange: Exchange | None = None) -> AgentSpec:
     document = RunDocument(
         run_id="r1", factory=None, seed=0, order="dynamic", num_epochs=1, num_partitions=3,
         evaluation_metric="loss", metrics={"loss": "min"}, feature_columns=("x",),
-        label_columns=("y",), store={}, fingerprint="f", validated=False, threads=1, trials=(),
+        label_columns=("y",), store={}, fingerprint="f" * 32, validated=False, threads=1, trials=(),
     )  # fmt: skip
     control = "" if exchange is None else str(exchange.port)
-    return AgentSpec(control, Credentials("a secret"), 3, document, Manifest("f", (), ()))
+    return AgentSpec(
+        control,
+        Credentials("a secret"),
+        3,
+        document,
+        Manifest("f" * 32, (ColumnSpec("x", "float32", ()),), ()),
+    )
 
 
 @pytest.fixture
