@@ -100,14 +100,14 @@ class PartitionInfo:
         Raises:
             StoreError: a field is wrong, or the path is not that of the partition.
         """
-        info = decode(dict[str, Any], document, where := "a partition")
+        info = decode(dict[str, Any], document, "a partition")
         if "row_ranges" in info:
             ranges = decode(list[tuple[int, int, int]], info["row_ranges"], "the row ranges")
             named = [dict(zip(("file", "first", "rows"), each, strict=True)) for each in ranges]
             info |= {"row_ranges": named, "checksum": None, "path": ""}
         else:
             info["checksum"] = int(decode(_Checksum, info.get("checksum"), "the checksum"), 16)
-        partition: PartitionInfo = decode(PartitionInfo, info, where)
+        partition: PartitionInfo = decode(PartitionInfo, info, "a partition")
         own = "" if partition.checksum is None else partition_path(partition.split, partition.index)
         if partition.path != own:
             raise unreadable("the path of a partition", partition.path)
@@ -193,14 +193,14 @@ class Manifest:
             indices = [info.index for info in self.partitions if info.split == split]
             if sorted(indices) != list(range(len(indices))):
                 raise unreadable(f"the {split} partitions of the manifest", indices)
-        codecs = () if self.source is None else self.source.codecs
-        files = () if self.source is None else self.source.files
-        if not self.columns or len(codecs) not in (0, len(self.columns)):
+        source = self.source or ExistingFiles((None,) * len(self.columns), (), None)
+        if not self.columns or len(source.codecs) != len(self.columns):
             raise unreadable("the columns of the manifest", self.columns)
         for info in self.partitions:
             ranges = info.row_ranges
             whole = all(
-                each.file < len(files) and each.first + each.rows <= files[each.file].rows
+                each.file < len(source.files)
+                and each.first + each.rows <= source.files[each.file].rows
                 for each in ranges
             )
             if not whole or bool(ranges) != (self.source is not None):
