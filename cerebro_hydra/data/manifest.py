@@ -207,16 +207,16 @@ class Manifest:
             indices = [info.index for info in self.partitions if info.split == split]
             if sorted(indices) != list(range(len(indices))):
                 raise unreadable(f"the {split} partitions of the manifest", indices)
-        codecs = () if self.source is None else self.source.codecs
-        files = () if self.source is None else self.source.files
-        if not self.columns or len(codecs) not in (0, len(self.columns)):
+        source = self.source or ExistingFiles((None,) * len(self.columns), (), None)
+        if not self.columns or len(source.codecs) != len(self.columns):
             raise unreadable("the columns of the manifest", self.columns)
         for info in self.partitions:
             if len(info.digests) != len(self.columns):
                 raise unreadable("the digests of a partition", info.digests)
             ranges = info.row_ranges
             whole = all(
-                each.file < len(files) and each.first + each.rows <= files[each.file].rows
+                each.file < len(source.files)
+                and each.first + each.rows <= source.files[each.file].rows
                 for each in ranges
             )
             if not whole or bool(ranges) != (self.source is not None):

@@ -32,13 +32,13 @@ def to_json(obj: object) -> dict[str, Any]:
     return encoded
 
 
-def from_json(doc: dict[str, Any]) -> Any:
+def from_json(doc: Any) -> Any:
     """Return the event, instruction or configuration that ``doc`` describes.
 
     Raises:
         JournalError: the type is unknown, or a field is missing, unknown or of a wrong type.
     """
-    name = doc.get("type")
+    name = doc.get("type") if isinstance(doc, dict) else doc
     kind = _TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
         raise JournalError(f"unknown record type {name!r}; known: {', '.join(sorted(_TYPES))}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.agent.main import run_agent
-from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.hopper import journal as journal_module
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
@@ -35,11 +35,11 @@ from tests.hopper.scripted_agents import ScriptedLauncher
 
 def manifest(partitions: int) -> Manifest:
     infos = [
-        PartitionInfo(split, index, 5, 0, f"{split}/partition={index:05d}")
+        PartitionInfo(split, index, 5, 0, partition_path(split, index))
         for split in ("train", "val")
         for index in range(partitions)
     ]
-    return Manifest("f" * 8, (ColumnSpec("x", "float32", (2,)),), tuple(infos))
+    return Manifest("f" * 32, (ColumnSpec("x", "float32", (2,)),), tuple(infos))
 
 
 def document(
@@ -57,7 +57,7 @@ def document(
             batch_size=5,
             accumulate=1,
             steps=(1,) * partitions,
-            shards=((f"frozen-{t}", f"trained-{t}-0"),),
+            shards=((f"{t:032x}", f"{t + 256:032x}"),),
             **of_trials,
         )
         for t in range(trials)
