@@ -94,4 +94,4 @@ class Holders:
         """Return the share of the state's segments that this place already has."""
         segments = self._segments[trial][visit]
         there = self._at.get(where, {})
-        return sum(segment in there for segment in segments) / len(segments)
+        return sum(map(there.__contains__, segments)) / len(segments)

@@ -203,16 +203,15 @@ def snapshot(state: HopState) -> Lookahead:
     for index, trial in enumerate(state.trials):
         if trial.status is not None or outcome(config, trial) is not None:
             continue
-        forecast = _forecast(state, index, trial, seconds, ends)
-        forecasts[index] = forecast
+        forecast = forecasts[index] = _forecast(state, index, trial, ends)
+        training, evaluating = seconds["train"][index], seconds["evaluate"][index]
         later_epochs = config.epochs - forecast.epoch - 1
+        trains = forecast.kind == "train"
         for partition, worker in enumerate(workers):
-            training, unassigned = forecast.kind == "train", partition in forecast.unassigned
-            trainings = later_epochs + (training and unassigned)
-            load[worker] += trainings * seconds["train"][index][partition]
+            unassigned = partition in forecast.unassigned
+            load[worker] += (later_epochs + (trains and unassigned)) * training[partition]
             if config.evaluate:
-                evaluations = later_epochs + (training or unassigned)
-                load[worker] += evaluations * seconds["evaluate"][index][partition]
+                load[worker] += (later_epochs + (trains or unassigned)) * evaluating[partition]
     return Lookahead(state, workers, seconds, mean, forecasts, free_at, load)
 
 
@@ -236,27 +235,26 @@ def _running_tasks(
 
 
 def _forecast(
-    state: HopState, index: int, trial: TrialProgress, seconds: SecondsTable, ends: dict[int, float]
+    state: HopState, index: int, trial: TrialProgress, ends: dict[int, float]
 ) -> Forecast:
     config, epoch = state.config, len(trial.history)
     partitions = range(config.partitions)
-    kind: TaskKind = "evaluate" if trial.epoch_trained(config.partitions) else "train"
-    if kind == "train":
-        assigned = set(trial.visited(config.partitions))
-        order = visit_order(config, index, epoch)
-    else:
-        assigned, order = trial.evaluation_begun(), tuple(partitions)
-    training, evaluating = seconds["train"][index], seconds["evaluate"][index]
+    training = state.estimates.seconds["train"][index]
     later_epochs = config.epochs - epoch - 1
     work = later_epochs * sum(training)
-    work += sum(training[p] for p in partitions if kind == "train" and p not in assigned)
-    work += (later_epochs + 1) * max(evaluating) if config.evaluate else 0.0
-    pending = [ends[a.number] for a in trial.pending_visits if a.number in ends]
-    return Forecast(
-        epoch,
-        kind,
-        unassigned=[p for p in order if p not in assigned],
-        ready=max(pending, default=0.0),
-        work=work,
-        evaluated=max((ends[a.number] for a in trial.evaluations.values()), default=0.0),
-    )
+    kind: TaskKind = "evaluate" if trial.epoch_trained(config.partitions) else "train"
+    if kind == "train":
+        visited = trial.visited(config.partitions)
+        work += sum([training[p] for p in partitions if p not in visited])
+        unassigned = [p for p in visit_order(config, index, epoch) if p not in visited]
+    else:
+        begun = trial.evaluation_begun()
+        unassigned = [p for p in partitions if p not in begun]
+    if config.evaluate:
+        work += (later_epochs + 1) * max(state.estimates.seconds["evaluate"][index])
+    forecast = Forecast(epoch, kind, unassigned, 0.0, work)
+    for attempt in trial.pending_visits:
+        forecast.ready = max(forecast.ready, ends.get(attempt.number, 0.0))
+    for attempt in trial.evaluations.values():
+        forecast.evaluated = max(forecast.evaluated, ends[attempt.number])
+    return forecast

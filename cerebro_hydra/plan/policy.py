@@ -116,7 +116,7 @@ def _rollout(
 
 def _bytes_there(state: HopState, choices: list[TaskChoice]) -> dict[tuple[int, int], float]:
     """Return preferences for workers that have bytes of the trial's state already."""
-    largest = max(1, *(trial.config.nbytes for trial in state.trials))
+    largest = max(1, *(trial.nbytes for trial in state.config.trials))
     preferences = {}
     for choice in choices:
         trial = state.trials[choice.trial]
