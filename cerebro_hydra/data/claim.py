@@ -42,7 +42,7 @@ class Claims:
         seconds: how long a claim holds without being renewed; the same in all programs.
     """
 
-    def __init__(self, store: Store, folder: str, seconds: float = CLAIM_SECONDS) -> None:
+    def __init__(self, store: Store, folder: str, seconds: float) -> None:
         """Look at nothing yet."""
         self._store = store
         self._folder = f"{folder}/{CLAIMS}"

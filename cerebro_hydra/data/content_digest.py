@@ -17,9 +17,10 @@ _BLOCK = 1 << 14  # rows, or words, that are hashed at once and stay in the proc
 class ContentDigest:
     """Sums a hash of (row id, value) over the rows of each column, modulo 2^64.
 
-    Values are hashed by their bits, so that 0.0 and -0.0 differ. A single changed value always
-    changes the digest of its column; an exchange of values or rows does but for a chance of 2^-64
-    or so. The digest guards against damage, not against somebody who computes it anew.
+    Values are hashed by their bits, so that 0.0 and -0.0 differ. A change within one 32-bit word
+    always changes the digest of its column. Any other change, such as an exchange of values, goes
+    unseen with a chance of about 2^-64, or of 2^-32 if only the highest bits of words differ. The
+    digest guards against damage, not against somebody who computes it anew.
     """
 
     def __init__(self, columns: int) -> None:

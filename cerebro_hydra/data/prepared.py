@@ -12,7 +12,7 @@ from typing import Any
 
 from pyarrow.parquet import FileMetaData
 
-from cerebro_hydra.data.claim import Claims
+from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest
 from cerebro_hydra.data.parquet_files import check_file, metadata_of
@@ -82,7 +82,7 @@ def prepare_once(store: Store, fingerprint: str, prepare: Callable[[str], Manife
         StoreError: the store can't be written, or holds files that contradict their manifest.
     """
     folder = store.data_path(fingerprint)
-    claims = Claims(store, folder)
+    claims = Claims(store, folder, CLAIM_SECONDS)
     while True:
         found = find_prepared(store, fingerprint)
         if found is not None:
