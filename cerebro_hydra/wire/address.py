@@ -43,8 +43,12 @@ def listening_socket(host: str) -> socket.socket:
         ) from error
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let a silent connection break within half a minute of its peer's machine going away."""
+def prepare(connection: socket.socket) -> None:
+    """Let a connection send at once, and break within half a minute of its peer's machine.
+
+    asyncio does the former only for sockets that name their protocol, which accepted ones do not.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

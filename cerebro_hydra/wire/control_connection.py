@@ -11,6 +11,8 @@ from typing import Any
 from cerebro_hydra.wire.connection import LONGEST_MESSAGE, Connection, Message, encode
 from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS
 
+_LONGEST_HELLO = 1 << 20  # bytes of the first line of either end
+
 _log = logging.getLogger(__name__)
 
 
@@ -24,7 +26,7 @@ class ControlConnection(Connection):
     """
 
     def __init__(self, greeting_seconds: float) -> None:
-        super().__init__(LONGEST_MESSAGE)
+        super().__init__(_LONGEST_HELLO)
         self.on_message: Callable[[Message], None] = _ignore
         self.on_end: Callable[[str], None] = _ignore
         self._greeting_seconds = greeting_seconds
@@ -47,6 +49,7 @@ class ControlConnection(Connection):
         self._timer.cancel()
         self._opened = True
         self._heartbeat_seconds, self._silence_seconds = heartbeat_seconds, silence_seconds
+        self.limit = LONGEST_MESSAGE
         self.on_line = self._hear
         self._beat()
 

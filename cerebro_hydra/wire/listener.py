@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from cerebro_hydra.wire.address import bracketed, keep_alive, listening_socket
+from cerebro_hydra.wire.address import bracketed, listening_socket, prepare
 from cerebro_hydra.wire.connection import Connection
 from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS
@@ -114,7 +114,7 @@ class Listener(Generic[C]):
                 oldest = next(iter(self._strangers))
                 oldest.cancel()
                 del self._strangers[oldest]
-            keep_alive(accepted)
+            prepare(accepted)
             task = loop.create_task(self._greet(accepted))
             self._strangers[task] = None
             task.add_done_callback(lambda task: self._strangers.pop(task, None))

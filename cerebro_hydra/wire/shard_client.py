@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from cerebro_hydra.errors import Cancelled, TransferError
-from cerebro_hydra.wire.address import keep_alive
+from cerebro_hydra.wire.address import prepare
 from cerebro_hydra.wire.connection import LONGEST_MESSAGE, encode
 from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.messages import Bytes, FetchedShard, ShardRequest
@@ -73,6 +73,7 @@ class ShardClient:
                 yield self._receive(owner, held, allocate)
             self.reusable = not self._cancelled
         except (OSError, TransferError) as error:
+            self.close()
             if self._cancelled:
                 raise Cancelled(f"the fetch of {request} from {self.uri} was cancelled") from None
             raise TransferError(f"{request} from {self.uri}: {_words(error)}") from error
@@ -104,8 +105,7 @@ class ShardClient:
         owner = self._hold(socket.socket(found[0], socket.SOCK_STREAM))
         owner.settimeout(_DIAL_SECONDS)
         owner.connect(found[4])
-        owner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(owner)
+        prepare(owner)
         if self._certificate is not None:
             context = self._certificate.client_context()
             tls = context.wrap_socket(

@@ -29,7 +29,7 @@ from cerebro_hydra.wire.listener import Listener
 from cerebro_hydra.wire.messages import Publication, ShardRequest
 
 _LONGEST_REQUEST = 1 << 20  # bytes; a request names one state and its shards
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 512 << 10
 _STALL_SECONDS = 60.0  # seconds in which a receiver must answer an offer, or take a chunk
 _IDLE_SECONDS = 600.0  # seconds after which a connection without a request is closed
 

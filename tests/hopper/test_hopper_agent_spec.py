@@ -15,7 +15,7 @@ from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.wire.credentials import Credentials
 from tests.hopper.test_hopper_coordinator import document, manifest
 
-INFO = AgentInfo("abc", 1, 7, "grpc://there:2", "there", 42, ("0", "3"), {"threads": 1})
+INFO = AgentInfo("abc", 1, 7, "tcp://there:2", "there", 42, ("0", "3"), {"threads": 1})
 
 
 def spec() -> AgentSpec:
