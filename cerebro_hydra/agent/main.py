@@ -136,10 +136,12 @@ class _Agent:
 
     def run(self) -> None:
         """Carry out tasks until told to stop."""
-        with forwarded(self._control.send):
-            while (item := self._tasks.get()) is not None:
-                self._trainer.perform(*item)
-        self._fetch_manager.close()
+        try:
+            with forwarded(self._control.send):
+                while (item := self._tasks.get()) is not None:
+                    self._trainer.perform(*item)
+        finally:
+            self._fetch_manager.close()  # the interpreter would wait for its threads
         self._io.shutdown(cancel_futures=True)
         self._control.close()
         self._server.close()

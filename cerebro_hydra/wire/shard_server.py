@@ -42,9 +42,10 @@ class ShardServer:
     `follow(request)` returns a function that looks for a shard of the state by its number, and
     returns None while that is not published. The owner calls `look_again` when that may have
     changed. What `follow` or the function raises reaches the receiver as the message of its
-    TransferError. Both are called on the server's thread and must return at once. The bytes are
-    sent from the publication's own memory. With a certificate in `credentials` the server speaks
-    TLS; `Listener` says what holds before the secret.
+    TransferError. Both are called on the server's thread and must return at once; a publication's
+    `segments` are read on another. The bytes are sent from the publication's own memory. With a
+    certificate in `credentials` the server speaks TLS; `Listener` says what holds before the
+    secret.
 
     A receiver that does not go on for a minute is hung up on, and an idle one after ten.
 
@@ -140,11 +141,9 @@ class _ShardConnection(Connection):
     async def offer(self, number: int, publication: Publication) -> None:
         """Offer a shard, and send the segments that the receiver asks for."""
         self.offering = True
-        buffers = {name: _view(buffer) for name, (_, buffer) in publication.segments.items()}
-        segments = {
-            name: (digest, buffers[name].nbytes)
-            for name, (digest, _) in publication.segments.items()
-        }
+        found = await asyncio.to_thread(lambda: publication.segments)  # may come from disk
+        buffers = {name: _view(buffer) for name, (_, buffer) in found.items()}
+        segments = {name: (digest, buffers[name].nbytes) for name, (digest, _) in found.items()}
         shard = {"number": number, "segments": segments, "cursor": dict(publication.cursor)}
         self.write(encode("shard", shard))
         match json.loads(answer := await self.next_line(_STALL_SECONDS)):
