@@ -30,6 +30,7 @@ from cerebro_hydra.wire.messages import Publication, ShardRequest
 
 _LONGEST_REQUEST = 1 << 20  # bytes; a request names one state and its shards
 _CHUNK_BYTES = 512 << 10
+_TLS_CHUNK_BYTES = 64 << 10  # encrypting copies a chunk several times, within the caches if small
 _STALL_SECONDS = 60.0  # seconds in which a receiver must answer an offer, or take a chunk
 _IDLE_SECONDS = 600.0  # seconds after which a connection without a request is closed
 
@@ -155,8 +156,10 @@ class _ShardConnection(Connection):
         self.offering = False
 
     async def _send(self, buffer: memoryview) -> None:
-        for start in range(0, len(buffer), _CHUNK_BYTES):
-            self.transport.write(buffer[start : start + _CHUNK_BYTES])
+        encrypted = self.transport.get_extra_info("sslcontext") is not None
+        size = _TLS_CHUNK_BYTES if encrypted else _CHUNK_BYTES
+        for start in range(0, len(buffer), size):
+            self.transport.write(buffer[start : start + size])
             try:
                 async with asyncio.timeout(_STALL_SECONDS):
                     await self._writable.wait()
