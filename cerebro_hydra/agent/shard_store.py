@@ -50,7 +50,8 @@ class ShardStore:
 
     Thread-safe. A state is announced by `expect` before its shards come, so that peers can wait
     for it; `withdraw` and `retract` end their waits. Equal segments are kept once, whatever trial
-    they belong to; frozen ones stay for the run, so that they are never sent twice.
+    they belong to; frozen ones stay for the run, so that they are never sent twice. `on_change` is
+    called after each change, and must return at once.
     """
 
     def __init__(self) -> None:
@@ -58,13 +59,14 @@ class ShardStore:
         self._states: dict[tuple[int, int], State] = {}
         self._segments: dict[str, Bytes] = {}
         self._frozen: set[str] = set()
+        self.on_change: Callable[[], None] = lambda: None
 
     def expect(self, trial: int, visit: int, shards: int) -> State:
         """Announce a state that will be published here, forgetting an older one of its name."""
         with self._changed:
             self.withdraw(trial, visit)
             state = self._states[trial, visit] = State(trial, visit, [None] * shards)
-            self._changed.notify_all()
+            self.wake()
             return state
 
     def put(self, state: State, number: int, shard: Shard) -> None:
@@ -78,7 +80,32 @@ class ShardStore:
                 if name == "frozen":
                     self._frozen.add(digest)
             state.shards[number] = Shard(segments, shard.cursor)
-            self._changed.notify_all()
+            self.wake()
+
+    def follow(self, trial: int, visit: int) -> Callable[[int], Shard | None]:
+        """Return what looks for a shard of a state, announced or not: None while it isn't there.
+
+        What is returned raises TransferError if the state that it saw first was withdrawn.
+        """
+        seen: State | None = None
+
+        def look(number: int) -> Shard | None:
+            nonlocal seen
+            with self._changed:
+                state = self._states.get((trial, visit))
+                if seen is not None and state is not seen:
+                    raise TransferError(f"state {visit} of trial {trial} was withdrawn here")
+                seen = state
+                if state is None:
+                    return None
+                if number >= len(state.shards):
+                    raise TransferError(
+                        f"state {visit} of trial {trial} has no shard {number}, only "
+                        f"{len(state.shards)} of them"
+                    )
+                return state.shards[number]
+
+        return look
 
     def wait(
         self, trial: int, visit: int, number: int, given_up: Callable[[], bool] = lambda: False
@@ -88,23 +115,19 @@ class ShardStore:
         Raises:
             TransferError: the state was withdrawn, or `given_up()` after a `wake`.
         """
+        look = self.follow(trial, visit)
         with self._changed:
-            seen: State | None = None
-            while True:
-                state = self._states.get((trial, visit))
-                if seen is not None and state is not seen:
-                    raise TransferError(f"state {visit} of trial {trial} was withdrawn here")
-                if state is not None and (shard := state.shards[number]) is not None:
-                    return shard
-                seen = state
+            while (shard := look(number)) is None:
                 if given_up():
                     raise TransferError(f"waiting for state {visit} of trial {trial} was given up")
                 self._changed.wait()
+            return shard
 
     def wake(self) -> None:
-        """Let every `wait` check again whether it should give up."""
+        """Let all who wait look again."""
         with self._changed:
             self._changed.notify_all()
+            self.on_change()
 
     def whole(self, trial: int, visit: int) -> bool:
         """Return whether every shard of a state is here."""
@@ -139,7 +162,7 @@ class ShardStore:
                 for digest in shard.digests if shard is not None else ():
                     if digest not in named and digest not in self._frozen:
                         self._segments.pop(digest, None)
-            self._changed.notify_all()
+            self.wake()
 
     def retract(self, state: State) -> None:
         """Withdraw this state, but not another that took its name meanwhile."""

@@ -32,7 +32,7 @@ class Bench:
         self.reported: list[events.Event] = []
         self.begun: list[int] = []
         folder: Any = None
-        connect: Any = self.peers.__getitem__
+        connect: Any = lambda uri: self.peers[uri].lent()  # noqa: E731
         self.fetch_manager = FetchManager(
             "me", self.shard_store, folder, connect, lambda trial, visit: None
         )
