@@ -183,23 +183,18 @@ def _write(document: GraphDocument, folder: Path) -> None:
     for name, tensors in files.items():
         safetensors.torch.save_file(tensors, folder / name)
     digests = {name: file_digest(folder / name) for name in files}
-    fields = {"format": _FORMAT, "files": digests, **document.fields()}
-    (folder / GRAPH_FILE).write_text(seal(fields), encoding="ascii")
+    sealed = seal({"files": digests, **document.fields()}, _FORMAT)
+    (folder / GRAPH_FILE).write_text(sealed, encoding="ascii")
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    """Return the graph's document, without its format."""
+    """Return the graph's document with the digests of the other files."""
     if path.stat().st_size > _LARGEST_GRAPH:
         raise ConfigurationError(
-            f"{str(path)!r} has more than {_LARGEST_GRAPH} bytes, which save_exported never writes; "
-            "do not load it"
+            f"{str(path)!r} has more than {_LARGEST_GRAPH} bytes, more than "
+            "save_exported writes; do not load it"
         )
-    document = unseal(path.read_bytes(), str(path))
-    if document.pop("format", None) != _FORMAT:
-        raise ConfigurationError(
-            f"{str(path)!r} is of another format; load it with the version that saved it"
-        )
-    return document
+    return unseal(path.read_bytes(), str(path), _FORMAT)
 
 
 def _digests(document: dict[str, Any]) -> dict[str, str]:

@@ -103,11 +103,11 @@ class _Plan:
             with _autocasting(autocast, device):
                 for step in steps:
                     args = [
-                        slots[each] if type(each) is int else [slots[i] for i in each]
+                        slots[each] if isinstance(each, int) else [slots[i] for i in each]
                         for each in step.args
                     ]
                     kwargs = {
-                        key: slots[each] if type(each) is int else [slots[i] for i in each]
+                        key: slots[each] if isinstance(each, int) else [slots[i] for i in each]
                         for key, each in step.kwargs
                     }
                     try:

@@ -106,7 +106,8 @@ class GraphDocument:
         return {"tensor": len(self.tensors) - 1}
 
     def _call(self, node: fx.Node, values: dict[fx.Node, Any], autocast: str | None) -> Any:
-        target, args = node.target, node.args
+        target: Any = node.target
+        args: tuple[Any, ...] = node.args
         if target is _GRAD_MODE:  # evaluation records no gradients anyway
             inputs = [_encoded(x, values) for x in args[2:]]
             return self._write(values[args[1]], inputs, autocast)
@@ -122,7 +123,7 @@ class GraphDocument:
             return None
         name = name_of(target)
         if name is None:
-            raise InvalidGraph(f"its graph calls {target}, which is not among the allowed operators")
+            raise InvalidGraph(f"its graph calls {target}, which is no allowed operator")
         if not self.regions or self.regions[-1]["autocast"] != autocast:
             self.regions.append({"autocast": autocast, "calls": []})
         self.regions[-1]["calls"].append(

@@ -64,19 +64,19 @@ adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d 
 adaptive_max_pool3d affine_grid_generator alpha_dropout avg_pool1d avg_pool2d avg_pool3d batch_norm
 bilinear binary_cross_entropy binary_cross_entropy_with_logits celu col2im conv1d conv2d conv3d
 conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution cosine_embedding_loss
-cosine_similarity cross_entropy_loss dropout einsum elu embedding embedding_bag feature_alpha_dropout
-feature_dropout fractional_max_pool2d fractional_max_pool3d gelu glu grid_sampler grid_sampler_2d
-grid_sampler_3d group_norm hardshrink hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss
-im2col instance_norm kl_div l1_loss layer_norm leaky_relu linear log_sigmoid log_softmax
-margin_ranking_loss max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d
-max_pool3d_with_indices max_unpool2d max_unpool3d mish mse_loss multi_margin_loss
-multilabel_margin_loss native_batch_norm native_dropout native_group_norm native_layer_norm nll_loss
-nll_loss2d nll_loss_nd poisson_nll_loss prelu relu relu6 rms_norm rrelu scaled_dot_product_attention
-selu silu smooth_l1_loss soft_margin_loss softmax softplus softshrink threshold triplet_margin_loss
-upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
-upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa
-fake_quantize_per_channel_affine fake_quantize_per_tensor_affine gru.input gru_cell lstm.input
-lstm_cell rnn_relu.input rnn_relu_cell rnn_tanh.input rnn_tanh_cell
+cosine_similarity cross_entropy_loss dropout einsum elu embedding embedding_bag
+feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d gelu glu
+grid_sampler grid_sampler_2d grid_sampler_3d group_norm hardshrink hardsigmoid hardswish hardtanh
+hinge_embedding_loss huber_loss im2col instance_norm kl_div l1_loss layer_norm leaky_relu linear
+log_sigmoid log_softmax margin_ranking_loss max_pool1d max_pool1d_with_indices max_pool2d
+max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool2d max_unpool3d mish mse_loss
+multi_margin_loss multilabel_margin_loss native_batch_norm native_dropout native_group_norm
+native_layer_norm nll_loss nll_loss2d nll_loss_nd poisson_nll_loss prelu relu relu6 rms_norm rrelu
+scaled_dot_product_attention selu silu smooth_l1_loss soft_margin_loss softmax softplus softshrink
+threshold triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d
+upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa
+_upsample_bilinear2d_aa fake_quantize_per_channel_affine fake_quantize_per_tensor_affine gru.input
+gru_cell lstm.input lstm_cell rnn_relu.input rnn_relu_cell rnn_tanh.input rnn_tanh_cell
 
 fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2
 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft
@@ -101,17 +101,20 @@ item sym_is_contiguous sym_numel sym_size.int sym_storage_offset sym_stride.int 
 _assert_scalar.default sym_constrain_range.default sym_constrain_range_for_size.default
 """
 
-_NUMBERS: dict[str, tuple[int, Callable[..., Any]]] = {
-    **{
-        name: (2, getattr(operator, name))
-        for name in "add sub mul floordiv truediv mod pow eq ne lt le gt ge and_ or_".split()
-    },
-    **{name: (1, getattr(operator, name)) for name in ("neg", "pos", "abs", "not_")},
-    **{name: (1, getattr(math, name)) for name in ("ceil", "floor", "trunc", "sqrt")},
-    **{f"sym_{n}": (1, getattr(torch, f"sym_{n}")) for n in ("float", "int", "not", "sqrt")},
-    **{f"sym_{n}": (2, getattr(torch, f"sym_{n}")) for n in ("max", "min")},
-    "round": (1, round),
-    "sym_ite": (3, torch.sym_ite),
+_BINARY = (
+    operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod,
+    operator.pow, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+    operator.and_, operator.or_, torch.sym_max, torch.sym_min,
+)  # fmt: skip
+_UNARY = (
+    operator.neg, operator.pos, operator.abs, operator.not_, math.ceil, math.floor, math.trunc,
+    math.sqrt, round, torch.sym_float, torch.sym_int, torch.sym_not, torch.sym_sqrt,
+)  # fmt: skip
+_NUMBERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    **{function.__name__: (function, ("number", "number")) for function in _BINARY},
+    **{function.__name__: (function, ("number",)) for function in _UNARY},
+    "sym_ite": (torch.sym_ite, ("number", "number", "number")),
+    "sym_sum": (torch.sym_sum, ("List[number]",)),
 }
 
 TENSOR, NUMBER, MANY, NOTHING = "Tensor", "number", "many", "nothing"
@@ -156,8 +159,8 @@ def operator_named(name: str) -> Operator | None:
         several, index = Parameter("a", MANY, True, True), Parameter("b", "int", True, True)
         return Operator(name, operator.getitem, (several, index), TENSOR)
     if space == "number" and rest in _NUMBERS:
-        arity, run = _NUMBERS[rest]
-        takes = tuple(Parameter(str(i), NUMBER, True, True) for i in range(arity))
+        run, types = _NUMBERS[rest]
+        takes = tuple(Parameter(str(i), type, True, True) for i, type in enumerate(types))
         return Operator(name, run, takes, NUMBER)
     return None
 
@@ -168,7 +171,7 @@ def name_of(target: Any) -> str | None:
         return str(target)
     if target is operator.getitem:
         return "getitem"
-    for name, (_, function) in _NUMBERS.items():
+    for name, (function, _) in _NUMBERS.items():
         if target is function:
             return f"number.{name}"
     return None

@@ -6,34 +6,45 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.shards.digest import digest
 
-_DIGEST = "digest"
+_FORMAT, _DIGEST = "format", "digest"
 
 
-def seal(document: Mapping[str, Any]) -> str:
-    """Return a document as one line of JSON, with its digest among its fields."""
-    return _canonical({**document, _DIGEST: digest(_canonical(document).encode())})
+def seal(document: Mapping[str, Any], format: int) -> str:
+    """Return a document as one line of JSON, with its format and its digest among its fields."""
+    whole = {**document, _FORMAT: format}
+    return _canonical({**whole, _DIGEST: digest(_canonical(whole).encode())})
 
 
-def unseal(text: str | bytes, name: str) -> dict[str, Any]:
+def unseal(text: str | bytes, name: str, format: int) -> dict[str, Any]:
     """Return the document that was sealed.
 
+    Args:
+        name: of the file, for messages.
+
     Raises:
-        StoreError: the text is no sealed document, or is not what was sealed.
+        ConfigurationError: it has another format.
+        StoreError: it is no sealed document, or not as it was sealed.
     """
     try:
         document = json.loads(text, object_pairs_hook=_without_repeats)
-        found = document.pop(_DIGEST)
-        intact = found == digest(_canonical(document).encode())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        sealed = document.pop(_DIGEST, None)
+        intact = sealed == digest(_canonical(document).encode())
+    except (ValueError, AttributeError, RecursionError) as error:
         raise StoreError(
-            f"{name!r} is no sealed document ({type(error).__name__}); save it again"
+            f"{name!r} is no JSON that was saved here ({type(error).__name__}), so it was damaged "
+            "or replaced; save the model again"
         ) from error
+    if document.pop(_FORMAT, None) != format:
+        raise ConfigurationError(
+            f"{name!r} is not of format {format}, which this version loads; load it with the "
+            "version that saved it"
+        )
     if not intact:
         raise StoreError(
-            f"{name!r} was changed after it was saved, because its digest is another; save it again"
+            f"{name!r} was damaged or changed, because its digest is not {sealed}; save it again"
         )
     return dict(document)
 

@@ -1,14 +1,15 @@
 """The grammar of a stored graph: a document of plain values becomes calls of known operators.
 
 ```
-{"features": [[{"size": 0, "most": null, ...}, 12], ...]   one list per input, one size per dimension
- "tensors":  [{"name": "0.weight", "kind": "parameter", "dtype": "float32", "shape": [16, 6],
-               "order": [0, 1]}, ...]                       order: dimensions, slowest in memory first
- "regions":  [{"autocast": null, "calls": [
+{"features": [[{"size": 0, "least": null, "most": 64}, 12], ...],
+ "tensors": [{"name": "0.weight", "kind": "parameter", "dtype": "float32", "shape": [16, 6],
+              "order": [0, 1]}, ...],
+ "regions": [{"autocast": null, "calls": [
      {"operator": "aten.linear.default", "args": [{"feature": 0}, {"tensor": 0}], "kwargs": {}}]}],
- "outputs":  [{"call": 0}]}
+ "outputs": [{"call": 0}]}
 ```
 
+A feature is a list of its sizes. A tensor's order begins with its slowest dimension in memory.
 A value is what the operator's schema says at its place. References go to features, tensors and
 earlier calls alone. Whatever else is in a document is refused, so nothing in it is ever evaluated.
 """
@@ -21,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cerebro_hydra.shards.operators import (
     MANY,
@@ -33,12 +33,13 @@ from cerebro_hydra.shards.operators import (
 )
 
 DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 "
-        "complex64 complex128 float8_e4m3fn float8_e5m2"
-    ).split()
-}
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+        torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+    )
+}  # fmt: skip
 LAYOUTS = {"strided": torch.strided}
 MEMORY_FORMATS = {
     name: getattr(torch, name)
