@@ -83,12 +83,7 @@ def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path
     with _evaluating(module), torch.no_grad():
         with recipe.precision():
             program = _export(recipe, module, features)
-        try:
-            document = GraphDocument.of(program, _MODEL, recipe.autocast)
-            read_graph(document.fields())
-        except InvalidGraph as error:
-            raise _failed(recipe, str(error)) from error
-        _write(document, target)
+        _write(_document(recipe, program), target)
         loaded = load_exported(target)
         for batch in (features, [x[:-1] for x in features]):
             _check(recipe, module, loaded, batch)
@@ -150,6 +145,20 @@ def _export(
         if isinstance(error.__cause__, ConfigurationError):
             raise error.__cause__ from None
         raise _failed(recipe, str(error)) from error
+
+
+def _document(recipe: Recipe, program: ExportedProgram) -> GraphDocument:
+    """Return a program's document, which can be read again."""
+    reason: InvalidGraph | None = None
+    # Another pass of torch.export makes plain operators of what torch.vmap leaves in a graph.
+    for passes in (lambda: program, lambda: program.run_decompositions({})):
+        try:
+            document = GraphDocument.of(passes(), _MODEL, recipe.autocast)
+            read_graph(document.fields())
+            return document
+        except InvalidGraph as error:
+            reason = reason or error
+    raise _failed(recipe, str(reason)) from reason
 
 
 def _check(

@@ -97,6 +97,8 @@ special_log_ndtr special_log_softmax special_logit special_logsumexp special_mul
 special_ndtr special_ndtri special_polygamma special_psi special_round special_sinc special_softmax
 special_xlog1py special_xlogy special_zeta
 
+_log_softmax _native_batch_norm_legit_no_training _safe_softmax _softmax _to_copy _unsafe_view
+
 item sym_is_contiguous sym_numel sym_size.int sym_storage_offset sym_stride.int _assert_async.msg
 _assert_scalar.default sym_constrain_range.default sym_constrain_range_for_size.default
 """

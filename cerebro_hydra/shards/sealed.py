@@ -30,9 +30,11 @@ def unseal(text: str | bytes, name: str, format: int) -> dict[str, Any]:
     """
     try:
         document = json.loads(text, object_pairs_hook=_without_repeats)
+        if not isinstance(document, dict):
+            raise ValueError("it is no object")
         sealed = document.pop(_DIGEST, None)
         intact = sealed == digest(_canonical(document).encode())
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(
             f"{name!r} is no JSON that was saved here ({type(error).__name__}), so it was damaged "
             "or replaced; save the model again"
@@ -46,7 +48,7 @@ def unseal(text: str | bytes, name: str, format: int) -> dict[str, Any]:
         raise StoreError(
             f"{name!r} was damaged or changed, because its digest is not {sealed}; save it again"
         )
-    return dict(document)
+    return document
 
 
 def _canonical(document: Mapping[str, Any]) -> str:

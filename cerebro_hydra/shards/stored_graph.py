@@ -57,6 +57,9 @@ _NAMED: dict[str, dict[str, Any]] = {
 }
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _NUMBERS = {"number": (bool, int, float), "int": (int,), "float": (int, float), "bool": (bool,)}
+_REFERRED = {  # what a reference may go to, by the type of its place
+    TENSOR: (TENSOR, NUMBER), MANY: (MANY,), **dict.fromkeys(_NUMBERS, (NUMBER,))
+}  # fmt: skip
 _LARGEST = 2**63
 _LONGEST = 4096  # of a name or text
 
@@ -155,7 +158,7 @@ def read_graph(document: Any) -> StoredGraph:
             autocast = DTYPES[_one_of(autocast, AUTOCAST_DTYPES, f"regions[{i}].autocast")]
         regions.append(Region(autocast, tuple(_call(call, values) for call in calls)))
     outputs = tuple(
-        _ref(each, TENSOR, values, "outputs") for each in _list(fields["outputs"], "outputs")
+        _ref(each, (TENSOR,), values, "outputs") for each in _list(fields["outputs"], "outputs")
     )
     if not features or not outputs:
         raise InvalidGraph("it has no features or no outputs")
@@ -192,7 +195,7 @@ def _call(given: Any, values: _Values) -> Call:
     name = _text(fields["operator"], where)
     operator = operator_named(name)
     if operator is None:
-        raise InvalidGraph(f"{where}: it calls {name}, which is not among the allowed operators")
+        raise InvalidGraph(f"{where}: it calls {name}, which is no allowed operator")
     where = f"{where} ({name})"
     args, kwargs = _list(fields["args"], where), fields["kwargs"]
     places = [parameter for parameter in operator.parameters if parameter.positional]
@@ -226,7 +229,7 @@ def _argument(parameter: Parameter, given: Any, values: _Values, where: str) -> 
             for each in given
         ]
     if is_list and kind == TENSOR:
-        return _ref(given, MANY, values, where)
+        return _ref(given, (MANY,), values, where)
     return _value(kind, given, values, where)  # one number stands for a list of equal ones
 
 
@@ -237,8 +240,8 @@ def _unwrapped(kind: str, wrapper: str) -> tuple[bool, str]:
 
 
 def _value(kind: str, given: Any, values: _Values, where: str) -> Argument:
-    if isinstance(given, dict) and kind in (TENSOR, MANY, *_NUMBERS):
-        return _ref(given, kind, values, where)
+    if isinstance(given, dict) and kind in _REFERRED:
+        return _ref(given, _REFERRED[kind], values, where)
     if kind in _NAMED:
         return _NAMED[kind][_one_of(given, _NAMED[kind], where)]
     if kind == "Device":
@@ -259,14 +262,12 @@ def _value(kind: str, given: Any, values: _Values, where: str) -> Argument:
     return given
 
 
-def _ref(given: Any, kind: str, values: _Values, where: str) -> Ref:
+def _ref(given: Any, kinds: Sequence[str], values: _Values, where: str) -> Ref:
     if not isinstance(given, dict) or len(given) != 1:
-        raise InvalidGraph(f"{where} is {_shown(given)} and must refer to a {kind}")
+        raise InvalidGraph(f"{where} is {_shown(given)} and must refer to a {kinds[0]}")
     ((to, number),) = given.items()
-    found = values.kind(to, _count(number, where))
-    accepted = (TENSOR, NUMBER) if kind == TENSOR else (NUMBER,) if kind in _NUMBERS else (kind,)
-    if found not in accepted:
-        raise InvalidGraph(f"{where} refers to {to} {number}, which is no earlier {kind}")
+    if values.kind(to, _count(number, where)) not in kinds:
+        raise InvalidGraph(f"{where} refers to {_shown(to)} {number}, no earlier {kinds[0]}")
     return Ref(to, number)
 
 
