@@ -32,7 +32,7 @@ def export_program(
     except ExportFailed:
         raise
     except Exception as error:
-        raise _failed(error) from error
+        raise ExportFailed(first_line(error)) from error
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def _printing_no_graph(module: nn.Module) -> Iterator[None]:
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
-            raise _failed(error) from error
+            raise ExportFailed(first_line(error)) from error
 
     module.forward = guarded
     try:
@@ -62,6 +62,7 @@ def _printing_no_graph(module: nn.Module) -> Iterator[None]:
             module.forward = own
 
 
-def _failed(error: Exception) -> ExportFailed:
+def first_line(error: Exception) -> str:
+    """Return the name of an error, and the first line of its message."""
     lines = str(error).strip().splitlines()
-    return ExportFailed(f"{type(error).__name__}: {lines[0] if lines else ''}")
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

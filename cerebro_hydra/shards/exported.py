@@ -26,7 +26,7 @@ from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.digest import file_digest
-from cerebro_hydra.shards.export_program import ExportFailed, export_program
+from cerebro_hydra.shards.export_program import ExportFailed, export_program, first_line
 from cerebro_hydra.shards.exported_model import ExportedModel, with_order
 from cerebro_hydra.shards.graph_document import GraphDocument
 from cerebro_hydra.shards.sealed import seal, unseal
@@ -173,7 +173,7 @@ def _check(
     try:
         predictions = loaded(*[x.clone() for x in batch])
     except Exception as error:
-        reason = f"its graph does not run on {len(batch[0])} rows ({error})"
+        reason = f"its graph does not run on {len(batch[0])} rows ({first_line(error)})"
         raise _failed(recipe, reason) from error
     if not all(map(same_bits, predictions, expected)):
         raise _failed(
@@ -185,10 +185,14 @@ def _check(
 
 def _write(document: GraphDocument, folder: Path) -> None:
     files: dict[str, dict[str, Tensor]] = {WEIGHTS_FILE: {}, CONSTANTS_FILE: {}}
+    written: set[int] = set()
     for described, tensor in zip(document.descriptions, document.tensors, strict=True):
-        # A tensor may share its memory with another, which safetensors refuses to write.
-        own = tensor.detach().clone(memory_format=torch.contiguous_format)
-        files[_file_of(described["kind"])][described["name"]] = own
+        tensor = tensor.detach().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in written:  # safetensors refuses tensors that share their memory
+            tensor = tensor.clone()
+        written.add(memory)
+        files[_file_of(described["kind"])][described["name"]] = tensor
     for name, tensors in files.items():
         safetensors.torch.save_file(tensors, folder / name)
     digests = {name: file_digest(folder / name) for name in files}
@@ -200,8 +204,8 @@ def _read_document(path: Path) -> dict[str, Any]:
     """Return the graph's document with the digests of the other files."""
     if path.stat().st_size > _LARGEST_GRAPH:
         raise ConfigurationError(
-            f"{str(path)!r} has more than {_LARGEST_GRAPH} bytes, more than "
-            "save_exported writes; do not load it"
+            f"{str(path)!r} has more than {_LARGEST_GRAPH} bytes, which no graph needs; do not "
+            "load it"
         )
     return unseal(path.read_bytes(), str(path), _FORMAT)
 

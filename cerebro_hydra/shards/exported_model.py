@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.operators import Operator
 from cerebro_hydra.shards.stored_graph import (
     Argument,
     Call,
@@ -27,12 +28,11 @@ _Slots = int | tuple[int, ...]
 class _Step(NamedTuple):
     """A call whose arguments and result lie in slots."""
 
-    run: Callable[..., Any]
+    operator: Operator
     args: tuple[_Slots, ...]
     kwargs: tuple[tuple[str, _Slots], ...]
     result: int
     dead: tuple[int, ...]  # slots that no later step reads
-    name: str
 
 
 class ExportedModel(nn.Module):
@@ -111,9 +111,10 @@ class _Plan:
                         for key, each in step.kwargs
                     }
                     try:
-                        slots[step.result] = step.run(*args, **kwargs)
+                        slots[step.result] = step.operator.run(*args, **kwargs)
                     except Exception as error:
-                        error.add_note(f"in call {step.result - self._start['call']}, {step.name}")
+                        number = step.result - self._start["call"]
+                        error.add_note(f"in call {number}, {step.operator.name}")
                         raise
                     for slot in step.dead:
                         slots[slot] = None
@@ -123,7 +124,7 @@ class _Plan:
         args = tuple(self._slot(each) for each in call.args)
         kwargs = tuple((key, self._slot(each)) for key, each in call.kwargs)
         result = self._start["call"] + number
-        return _Step(call.operator.run, args, kwargs, result, (), call.operator.name)
+        return _Step(call.operator, args, kwargs, result, ())
 
     def _slot(self, argument: Argument) -> Any:
         if isinstance(argument, Ref):

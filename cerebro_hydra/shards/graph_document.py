@@ -123,7 +123,8 @@ class GraphDocument:
             return None
         name = name_of(target)
         if name is None:
-            raise InvalidGraph(f"its graph calls {target}, which is no allowed operator")
+            name = getattr(target, "__name__", str(target))
+            raise InvalidGraph(f"its graph calls {name}, which is no allowed operator")
         if not self.regions or self.regions[-1]["autocast"] != autocast:
             self.regions.append({"autocast": autocast, "calls": []})
         self.regions[-1]["calls"].append(

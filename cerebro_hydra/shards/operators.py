@@ -149,6 +149,9 @@ class Operator:
     parameters: tuple[Parameter, ...]
     result: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator_named, (self.name,)
+
 
 @cache
 def operator_named(name: str) -> Operator | None:

@@ -46,7 +46,7 @@ def unseal(text: str | bytes, name: str, format: int) -> dict[str, Any]:
         )
     if not intact:
         raise StoreError(
-            f"{name!r} was damaged or changed, because its digest is not {sealed}; save it again"
+            f"{name!r} was damaged or changed, because its digest is another; save it again"
         )
     return document
 

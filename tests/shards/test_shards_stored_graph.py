@@ -37,36 +37,39 @@ X, WEIGHT, SHIFT = {"feature": 0}, {"tensor": 0}, {"tensor": 1}
 
 def document() -> dict[str, Any]:
     """A graph with every form of value."""
-    return {
-        "features": [[{"size": 0, "least": None, "most": 64}, 3]],
-        "tensors": [
-            {"name": "a", "kind": "parameter", "dtype": "float32", "shape": [2, 3],
-             "order": [1, 0]},
-            {"name": "b", "kind": "constant", "dtype": "float32", "shape": [2], "order": [0]},
-        ],
-        "regions": [
-            {"autocast": None, "calls": [
-                call("aten.linear.default", X, WEIGHT, SHIFT),
-                call("aten.sym_size.int", {"call": 0}, 0),
-                call("number.mul", {"call": 1}, 2),
-                call("aten.reshape.default", {"call": 0}, [{"call": 2}, 1]),
-                call("aten.split.Tensor", {"call": 3}, {"call": 1}),
-                call("getitem", {"call": 4}, 1),
-                call("aten.cat.default", [{"call": 5}, {"call": 5}], 1),
-                call("aten.arange.default", 2, dtype="float32", device="model", layout="strided",
-                     pin_memory=False),
-                call("aten.add.Tensor", {"call": 6}, {"call": 7}, alpha=0.5),
-                call("aten.gelu.default", {"call": 8}, approximate="tanh"),
-                call("aten.clamp.default", {"call": 9}, None, "inf"),
-            ]},
-            {"autocast": "bfloat16", "calls": [
-                call("aten.matmul.default", {"call": 10}, WEIGHT),
-                call("aten.clone.default", {"call": 11}, memory_format="contiguous_format"),
-                call("aten.to.dtype", {"call": 12}, "float32"),
-            ]},
-        ],
-        "outputs": [{"call": 13}, X],
-    }  # fmt: skip
+    return copy.deepcopy(GRAPH)
+
+
+GRAPH: dict[str, Any] = {
+    "features": [[{"size": 0, "least": None, "most": 64}, 3]],
+    "tensors": [
+        {"name": "a", "kind": "parameter", "dtype": "float32", "shape": [2, 3],
+         "order": [1, 0]},
+        {"name": "b", "kind": "constant", "dtype": "float32", "shape": [2], "order": [0]},
+    ],
+    "regions": [
+        {"autocast": None, "calls": [
+            call("aten.linear.default", X, WEIGHT, SHIFT),
+            call("aten.sym_size.int", {"call": 0}, 0),
+            call("number.mul", {"call": 1}, 2),
+            call("aten.reshape.default", {"call": 0}, [{"call": 2}, 1]),
+            call("aten.split.Tensor", {"call": 3}, {"call": 1}),
+            call("getitem", {"call": 4}, 1),
+            call("aten.cat.default", [{"call": 5}, {"call": 5}], 1),
+            call("aten.arange.default", 2, dtype="float32", device="model", layout="strided",
+                 pin_memory=False),
+            call("aten.add.Tensor", {"call": 6}, {"call": 7}, alpha=0.5),
+            call("aten.gelu.default", {"call": 8}, approximate="tanh"),
+            call("aten.clamp.default", {"call": 9}, None, "inf"),
+        ]},
+        {"autocast": "bfloat16", "calls": [
+            call("aten.matmul.default", {"call": 10}, WEIGHT),
+            call("aten.clone.default", {"call": 11}, memory_format="contiguous_format"),
+            call("aten.to.dtype", {"call": 12}, "float32"),
+        ]},
+    ],
+    "outputs": [{"call": 13}, X],
+}  # fmt: skip
 
 
 TENSORS = (torch.arange(6.0).reshape(3, 2).T, torch.ones(2))
@@ -291,7 +294,7 @@ def test_a_mutated_document_is_refused_or_calls_allowed_operators_alone(mutation
     except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError) as error:
         assert error.__notes__[-1].startswith("in call ")  # an operator refused what it got
         return
-    assert all(type(each) is torch.Tensor for each in predictions)
+    assert all(isinstance(each, torch.Tensor) for each in predictions)
 
 
 def test_every_listed_operator_is_there_and_none_takes_more_than_tensors_and_numbers():
