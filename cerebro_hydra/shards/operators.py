@@ -1,7 +1,8 @@
 """Lists the operators that an exported graph may call; nothing else is ever looked up by a name.
 
 All are functions of tensors and numbers. None opens a file, starts a process, changes a setting of
-torch or resizes the memory of a tensor. The types of their arguments come from their schemas.
+torch or resizes the memory of a tensor, and none is listed whose kernel trusts the sizes that it is
+given. The types of their arguments come from their schemas.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+
+from cerebro_hydra.shards.argument_checks import checked
 
 # Names of ATen's operators. A name allows its variant in place as well ("relu" also "relu_"), with
 # all overloads that compute with tensors and have no `out`, or only the one behind a dot.
@@ -70,7 +73,7 @@ grid_sampler grid_sampler_2d grid_sampler_3d group_norm hardshrink hardsigmoid h
 hinge_embedding_loss huber_loss im2col instance_norm kl_div l1_loss layer_norm leaky_relu linear
 log_sigmoid log_softmax margin_ranking_loss max_pool1d max_pool1d_with_indices max_pool2d
 max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool2d max_unpool3d mish mse_loss
-multi_margin_loss multilabel_margin_loss native_batch_norm native_dropout native_group_norm
+multi_margin_loss multilabel_margin_loss native_dropout native_group_norm
 native_layer_norm nll_loss nll_loss2d nll_loss_nd poisson_nll_loss prelu relu relu6 rms_norm rrelu
 scaled_dot_product_attention selu silu smooth_l1_loss soft_margin_loss softmax softplus softshrink
 threshold triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d
@@ -97,7 +100,7 @@ special_log_ndtr special_log_softmax special_logit special_logsumexp special_mul
 special_ndtr special_ndtri special_polygamma special_psi special_round special_sinc special_softmax
 special_xlog1py special_xlogy special_zeta
 
-_log_softmax _native_batch_norm_legit_no_training _safe_softmax _softmax _to_copy _unsafe_view
+_log_softmax _safe_softmax _softmax _to_copy _unsafe_view
 
 item sym_is_contiguous sym_numel sym_size.int sym_storage_offset sym_stride.int _assert_async.msg
 _assert_scalar.default sym_constrain_range.default sym_constrain_range_for_size.default
@@ -191,7 +194,7 @@ def _aten(name: str, packet: str, overload: str) -> Operator | None:
     if not one and _ALLOWED.isdisjoint({packet, base}):
         return None
     found = getattr(torch.ops.aten, packet, None)
-    if found is None or overload not in found.overloads():
+    if found is None or overload not in found.overloads() or overload.startswith("prim_"):
         return None
     target = getattr(found, overload)
     takes = []
@@ -205,7 +208,8 @@ def _aten(name: str, packet: str, overload: str) -> Operator | None:
     computes = result in (TENSOR, MANY) or any("Tensor" in taken.type for taken in takes)
     if result is None or not (one or computes):
         return None
-    return Operator(name, target, tuple(takes), result)
+    run = checked(packet, target, [taken.name for taken in takes])
+    return Operator(name, run, tuple(takes), result)
 
 
 def _result(returns: list[str]) -> str | None:

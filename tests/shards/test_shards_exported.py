@@ -182,6 +182,44 @@ class Regions(nn.Module):
         return y.reshape(2 * x.shape[0], -1).reshape(x.shape[0], -1)
 
 
+class Checked(nn.Module):
+    """Calls the operators whose arguments are checked, in each of their forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrized = nn.utils.parametrizations.weight_norm
+        self.bag = nn.EmbeddingBag(9, 6, mode="sum")
+        self.recurrent = nn.ModuleList(
+            [
+                nn.LSTM(6, 4, 2, bidirectional=True, batch_first=True, proj_size=3),
+                nn.LSTM(6, 6, bias=False),
+                nn.GRU(6, 3, 2, bidirectional=True),
+                nn.RNN(6, 6, nonlinearity="relu"),
+                nn.RNN(6, 6, batch_first=True),
+            ]
+        )
+        self.normed = nn.ModuleList(parametrized(nn.Linear(6, 6), dim=dim) for dim in (0, 1, None))
+
+    def forward(self, x):
+        index = (x * 3).long().abs().clamp(max=8)
+        x = self.bag(index, per_sample_weights=x)
+        ends = torch.arange(0, index.numel() + 1, 6)
+        table, flat = self.bag.weight, index.flatten()
+        x = x + nn.functional.embedding_bag(flat, table, ends, include_last_offset=True)
+        for layer in self.recurrent:
+            length = 1 if layer.batch_first else 0
+            x = layer(x.unsqueeze(length))[0].squeeze(length)
+        for layer in self.normed:
+            x = layer(x)
+        return x
+
+
+def test_operators_with_checked_arguments_run_as_ever(tmp_path):
+    recipe = recipe_of(Checked())
+    save_exported(recipe, zoo.vectors(4)[0].features, tmp_path)
+    assert_same_predictions(recipe, tmp_path, *(b.features for b in zoo.vectors(1, 9, seed=3)))
+
+
 class Mapped(nn.Module):
     """Leaves calls in torch's graph that change the state of torch.vmap."""
 

@@ -317,3 +317,25 @@ def test_every_listed_operator_is_there_and_none_takes_more_than_tensors_and_num
 )  # fmt: skip
 def test_operators_beyond_the_list_are_not_found(name):
     assert operator_named(f"aten.{name}") is None
+
+
+ONES = torch.ones(1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("_weight_norm.default", (torch.ones(4), torch.ones(2, 0, 3))),
+        ("_weight_norm.default", (torch.ones(0), torch.ones(1))),
+        ("embedding_bag.default", (torch.ones(5, 4), torch.ones(6).long(), torch.ones(0).long())),
+        ("embedding_bag.default", (torch.ones(5, 4), torch.ones(2).long(), torch.arange(9))),
+        ("lstm.input", (ONES, [ONES, ONES], [torch.ones(3, 2)], False, 4, 0.0, False, True, False)),
+        ("lstm.input", (ONES, [ONES, ONES], [], False, -1, 0.0, False, False, False)),
+        ("gru.input", (ONES, ONES, [torch.ones(1, 1)] * 2, False, 1, 0.0, False, False, False)),
+    ],
+)
+def test_arguments_with_which_a_kernel_would_read_beyond_a_tensor_are_refused(name, args):
+    operator = operator_named(f"aten.{name}")
+    assert operator is not None
+    with pytest.raises(ValueError, match="don't fit together"):
+        operator.run(*args)
