@@ -1,4 +1,4 @@
-"""A tensor's digest is that of its elements, in order."""
+"""Digests tensors by content, so that equal segments are sent and kept once."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -16,3 +18,9 @@ def digest(buffer: Any) -> str:
         buffer: bytes, a memoryview or a contiguous numpy array.
     """
     return xxhash.xxh3_128_hexdigest(buffer)
+
+
+def file_digest(path: str | Path) -> str:
+    """Return the digest of a file's bytes, which are not in memory all at once."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]

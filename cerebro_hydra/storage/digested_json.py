@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cerebro_hydra.documents import decode, parse
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.storage.digest import digest
 
 
@@ -35,6 +35,27 @@ def decode_document(path: str, content: bytes) -> dict[str, Any]:
     _check(path, content)
     document = _decode(path, content)
     del document["digest"]
+    return document
+
+
+def encode_format(document: Mapping[str, Any], format: int) -> bytes:
+    """Return the file of one document that says in which format it is."""
+    return encode_document({**document, "format": format})
+
+
+def decode_format(path: str, content: bytes, format: int) -> dict[str, Any]:
+    """Return what `encode_format` was given.
+
+    Raises:
+        StoreError: the file is damaged.
+        ConfigurationError: it has another format.
+    """
+    document = decode_document(path, content)
+    if (found := document.pop("format", None)) != format:
+        raise ConfigurationError(
+            f"{path!r} has format {found!r}, and this version loads {format}; load it with the "
+            "version that saved it"
+        )
     return document
 
 

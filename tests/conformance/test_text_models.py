@@ -168,7 +168,7 @@ class TestLSTMOfDynamicLength(TestLSTM):
         assert "its graph holds for batches of length" in report.fallback
 
     def test_export_loads_without_its_source(self, tmp_path: Path) -> None:
-        with pytest.raises(RuntimeError, match=r"shape\[1\] to be equal to 12, but got 11"):
+        with pytest.raises(RuntimeError, match=r"shape \(4, 11\), .* shape\[1\] of 12"):
             super().test_export_loads_without_its_source(tmp_path)
 
 

@@ -19,7 +19,7 @@ import cerebro_hydra
 from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.errors import ConfigurationError, ReplayError
 from cerebro_hydra.ml import trial_estimator
-from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
+from cerebro_hydra.shards.exported import EXPORTED_FILES, WEIGHTS_FILE
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import SearchResult
@@ -197,8 +197,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
         model.save(str(path))
     (saved,) = path.rglob(WEIGHTS_FILE)
     assert {each.name for each in saved.parent.iterdir() if each.name[0] != "."} == {
-        GRAPH_FILE,
-        WEIGHTS_FILE,
+        *EXPORTED_FILES
     }
     out.select("id", "features").write.parquet(str(tmp_path / "rows"))
     shutil.rmtree(tmp_path / "store")
