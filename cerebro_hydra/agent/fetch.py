@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from cerebro_hydra.agent.shard_store import Bytes, Shard, ShardStore, State
+from cerebro_hydra.agent.shard_store import Shard, ShardStore, State
 from cerebro_hydra.errors import StoreError, TransferError
 from cerebro_hydra.plan.events import Hop
 from cerebro_hydra.shards.digest import digest
-from cerebro_hydra.shards.layout import aligned
+from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.messages import ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
@@ -74,8 +73,8 @@ class Fetch:
         request = self.request
         try:
             for number in range(request.shards):
-                shard = self._from_store(number) if request.uri is None else self._retry(number)
-                self.shard_store.put(state, number, shard)
+                receive = self._from_store if request.uri is None else self._retry
+                self.shard_store.put(state, number, receive(number))
         except Exception as error:
             self.error = str(error) or type(error).__name__
             self.shard_store.retract(state)
@@ -104,11 +103,11 @@ class Fetch:
         if self.cancelled:
             raise TransferError("cancelled")
         key = ShardKey(request.trial, request.visit, number, request.incarnation)
-        held = self.shard_store.segments()
-        fetched = self._client.fetch(key, held, aligned)
+        store = self.shard_store
+        fetched = self._client.fetch(key, store.segments.digests(), store.segments.allocate)
         self.on_hop(Hop(fetched.bytes_moved, fetched.bytes_saved, fetched.seconds))
         segments = {
-            name: (each.digest, held[each.digest] if each.buffer is None else each.buffer)
+            name: (each.digest, store.segment(each.digest) if each.buffer is None else each.buffer)
             for name, each in fetched.segments.items()
         }
         return Shard(segments, fetched.cursor)
@@ -123,14 +122,17 @@ class Fetch:
         return Shard(segments, entry["cursor"] or {})
 
     def _object(self, name: str) -> tuple[str, Bytes]:
-        held = self.shard_store.segments().get(name)
+        held = self.shard_store.segments.get(name)
         if held is not None:
             self.on_hop(Hop(0, held.nbytes, 0.0))
             return name, held
         begun = time.perf_counter()
-        content = np.frombuffer(self.folder.read_object(name), np.uint8)
-        buffer = aligned(content.nbytes)
-        buffer[:] = content
+        with self.folder.open_object(name) as file:
+            buffer = self.shard_store.segments.allocate(file.seek(0, os.SEEK_END))
+            file.seek(0)
+            rest = buffer.data
+            while count := file.readinto(rest):  # type: ignore[attr-defined]
+                rest = rest[count:]
         if (found := digest(buffer)) != name:
             raise TransferError(f"object {name} of the run folder is damaged: it has {found}")
         self.on_hop(Hop(buffer.nbytes, 0, time.perf_counter() - begun))

@@ -1,4 +1,4 @@
-"""Holds segments by digest, and which of them make up each state of each trial."""
+"""Holds the states of trials: which segments make up each of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.shards.layout import Bytes
 
-Bytes = npt.NDArray[np.uint8]
 Cursor = Mapping[str, Any]
 
 
@@ -32,6 +30,14 @@ class Shard:
         return self.segments["frozen"][0], self.segments["trainable"][0]
 
 
+@dataclass(frozen=True)
+class _Names:
+    """One shard by name of a segment → digest; only the segment store refers to its bytes."""
+
+    segments: Mapping[str, str]
+    cursor: Cursor
+
+
 @dataclass(eq=False)
 class State:
     """One announced state, which only those who announced it can fill or retract.
@@ -42,7 +48,7 @@ class State:
 
     trial: int
     visit: int
-    shards: list[Shard | None]
+    shards: list[_Names | None]
 
 
 class ShardStore:
@@ -51,12 +57,15 @@ class ShardStore:
     Thread-safe. A state is announced by `expect` before its shards come, so that peers can wait
     for it; `withdraw` and `retract` end their waits. Equal segments are kept once, whatever trial
     they belong to; frozen ones stay for the run, so that they are never sent twice.
+
+    Args:
+        segments: holds the bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, segments: SegmentStore) -> None:
+        self.segments = segments
         self._changed = threading.Condition()
         self._states: dict[tuple[int, int], State] = {}
-        self._segments: dict[str, Bytes] = {}
         self._frozen: set[str] = set()
 
     def expect(self, trial: int, visit: int, shards: int) -> State:
@@ -72,12 +81,12 @@ class ShardStore:
         with self._changed:
             if self._states.get((state.trial, state.visit)) is not state:
                 return
-            segments = {}
             for name, (digest, buffer) in shard.segments.items():
-                segments[name] = (digest, self._segments.setdefault(digest, buffer))
+                self.segments.add(digest, buffer)
                 if name == "frozen":
                     self._frozen.add(digest)
-            state.shards[number] = Shard(segments, shard.cursor)
+            names = {name: digest for name, (digest, _) in shard.segments.items()}
+            state.shards[number] = _Names(names, shard.cursor)
             self._changed.notify_all()
 
     def wait(
@@ -94,12 +103,25 @@ class ShardStore:
                 state = self._states.get((trial, visit))
                 if seen is not None and state is not seen:
                     raise TransferError(f"state {visit} of trial {trial} was withdrawn here")
-                if state is not None and (shard := state.shards[number]) is not None:
-                    return shard
+                if state is not None and (names := state.shards[number]) is not None:
+                    break
                 seen = state
                 if given_up():
                     raise TransferError(f"waiting for state {visit} of trial {trial} was given up")
                 self._changed.wait()
+        segments = {name: (digest, self.segment(digest)) for name, digest in names.segments.items()}
+        return Shard(segments, names.cursor)
+
+    def segment(self, digest: str) -> Bytes:
+        """Return the bytes of a segment that is here.
+
+        Raises:
+            TransferError: it was dropped meanwhile, or scratch disk lost it.
+        """
+        buffer = self.segments.get(digest)
+        if buffer is None:
+            raise TransferError(f"segment {digest} was dropped here")
+        return buffer
 
     def wake(self) -> None:
         """Let every `wait` check again whether it should give up."""
@@ -117,11 +139,6 @@ class ShardStore:
         with self._changed:
             return (trial, visit) in self._states
 
-    def segments(self) -> dict[str, Bytes]:
-        """Return all segments that need not be sent here, by digest."""
-        with self._changed:
-            return dict(self._segments)
-
     def withdraw(self, trial: int, visit: int) -> None:
         """Forget a state, with the trainable segments that no other state names."""
         with self._changed:
@@ -131,14 +148,14 @@ class ShardStore:
             named = {
                 digest
                 for other in self._states.values()
-                for shard in other.shards
-                if shard is not None
-                for digest in shard.digests
+                for names in other.shards
+                if names is not None
+                for digest in names.segments.values()
             }
-            for shard in state.shards:
-                for digest in shard.digests if shard is not None else ():
+            for names in state.shards:
+                for digest in names.segments.values() if names is not None else ():
                     if digest not in named and digest not in self._frozen:
-                        self._segments.pop(digest, None)
+                        self.segments.discard(digest)
             self._changed.notify_all()
 
     def retract(self, state: State) -> None:

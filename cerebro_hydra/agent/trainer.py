@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import traceback
@@ -12,14 +13,14 @@ from weakref import WeakValueDictionary
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import current_trial
-from cerebro_hydra.agent.shard_store import Bytes, Shard, ShardStore, State
+from cerebro_hydra.agent.shard_store import Shard, ShardStore, State
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import Cancelled, DataError, TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
 from cerebro_hydra.shards.digest import digest
-from cerebro_hydra.shards.layout import aligned
+from cerebro_hydra.shards.layout import Bytes
 
 PROGRESS_SECONDS = 0.5
 
@@ -90,6 +91,11 @@ class Trainer:
                 if (published := self._published.get(task.attempt)) is not None:
                     self._shard_store.retract(published)
                 self._report_failure(task, error)
+                failed = True
+            else:
+                failed = False
+        if failed:
+            gc.collect()  # frames of a traceback can refer to the trial's memory in a circle
 
     def _report_failure(self, task: Task, error: BaseException) -> None:
         if isinstance(error, Cancelled) or self._is_cancelled(task.attempt):
@@ -106,51 +112,50 @@ class Trainer:
     def _train(self, task: StartSubEpoch) -> None:
         runtime = self._builder.get(task.trial)
         state = self._announce(task, runtime.num_shards)
-        inputs: dict[int, Shard] = {}
-        outputs: dict[int, Shard] = {}
-
-        def shard(number: int) -> Shard:
-            if number not in inputs:
-                inputs[number] = self._wait(task, number)
-            return inputs[number]
+        frozen: dict[int, tuple[str, Bytes]] = {}
+        digests: dict[int, tuple[str, str]] = {}
+        nbytes = 0
 
         def need(number: int) -> tuple[dict[str, Bytes], dict[str, Any] | None]:
             # The state before is kept: training writes into a copy of the trainable segment.
-            given = shard(number)
+            given = self._wait(task, number)
             before = given.buffers["trainable"]
-            trainable = aligned(before.nbytes)
+            trainable = self._shard_store.segments.allocate(before.nbytes)
             trainable[:] = before
+            frozen[number] = given.segments["frozen"]
             cursor = dict(given.cursor) or None
             return {"frozen": given.buffers["frozen"], "trainable": trainable}, cursor
 
         def publish(number: int, segments: dict[str, Bytes], cursor: dict[str, Any]) -> None:
-            frozen = inputs[number].segments["frozen"]
+            nonlocal nbytes
             trainable = segments["trainable"]
-            ready = Shard({"frozen": frozen, "trainable": (digest(trainable), trainable)}, cursor)
-            outputs[number] = ready
+            named = {"frozen": frozen[number], "trainable": (digest(trainable), trainable)}
+            ready = Shard(named, cursor)
+            digests[number] = ready.digests
+            nbytes += sum(buffer.nbytes for buffer in ready.buffers.values())
             self._shard_store.put(state, number, ready)
 
-        start_step = int(shard(0).cursor.get("step", 0))
+        start_step = int(self._wait(task, 0).cursor.get("step", 0))
         begun = time.perf_counter()
-        totals = runtime.engine.train(
-            self._windows(task, runtime.spec.steps[task.partition]),
-            start_step,
-            need,
-            publish,
-            self._progress(task, runtime.spec.steps[task.partition], start_step),
-            epoch_metrics=task.metrics or None,
-        )
+        with self._shard_store.segments.reserved(runtime.layout.step_bytes(first=start_step == 0)):
+            totals = runtime.engine.train(
+                self._windows(task, runtime.spec.steps[task.partition]),
+                start_step,
+                need,
+                publish,
+                self._progress(task, runtime.spec.steps[task.partition], start_step),
+                epoch_metrics=task.metrics or None,
+            )
         seconds = time.perf_counter() - begun
         self._check_rows(task, totals.rows)
-        published = [outputs[number] for number in range(runtime.num_shards)]
         self._report(
             events.SubEpochDone(
                 attempt=task.attempt,
                 incarnation=self._incarnation,
                 rows=totals.rows,
                 loss_sum=totals.loss_sum,
-                digests=tuple(each.digests for each in published),
-                nbytes=sum(b.nbytes for each in published for b in each.buffers.values()),
+                digests=tuple(digests[number] for number in range(runtime.num_shards)),
+                nbytes=nbytes,
                 seconds=seconds,
                 hop=self._fetch_manager.take_hop(task.trial),
             )

@@ -27,6 +27,7 @@ class TrialRuntime:
 
     spec: TrialSpec
     recipe: Recipe
+    layout: TrialLayout
     engine: Engine
     num_shards: int
 
@@ -68,7 +69,7 @@ class TrialBuilder:
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
         engine = Engine(cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
         _free_weights(recipe)
-        return TrialRuntime(spec, recipe, engine, cut_model.num_shards)
+        return TrialRuntime(spec, recipe, layout, engine, cut_model.num_shards)
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
         """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""

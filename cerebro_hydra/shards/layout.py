@@ -105,6 +105,15 @@ class TrialLayout:
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
 
+    def step_bytes(self, first: bool) -> int:
+        """Return the bytes that optimizer steps need beside the segments.
+
+        They are gradients and, in a trial's first step, the optimizer state that was just made.
+        """
+        made = ("param:", "optim:") if first else ("param:",)
+        entries = (entry for shard in self.shards for entry in shard.trainable.entries)
+        return sum(entry.nbytes for entry in entries if entry.name.startswith(made))
+
     @classmethod
     def make(cls, recipe: Recipe, cut_model: CutModel, template: StateTemplate) -> TrialLayout:
         """Lay out a recipe's parameters, their moving averages, buffers and optimizer state.

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from typing import Any, BinaryIO
 
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.storage.store import Store, checked_name
@@ -78,6 +78,10 @@ class RunFolder:
     def read_object(self, digest: str) -> bytes:
         """Return the bytes of a shard's segment; StoreError if it is absent."""
         return self.store.read(self._object(digest))
+
+    def open_object(self, digest: str) -> BinaryIO:
+        """Open a shard's segment to read it into memory of one's own; StoreError if absent."""
+        return self.store.open(self._object(digest))
 
     def write_segment(self, number: int, lines: list[dict[str, Any]]) -> None:
         """Write journal segment `number`, one JSON object a line.

@@ -7,16 +7,15 @@ from typing import Any
 
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.errors import Cancelled
-from tests.agent.standins import SECONDS, Peer
+from tests.agent.standins import SECONDS, Peer, empty_store
 
 
 class Bench:
     """FetchManager of one agent with two peers."""
 
     def __init__(self) -> None:
-        self.shard_store = ShardStore()
+        self.shard_store = empty_store()
         self.peers = {"uri-a": Peer(1), "uri-b": Peer(2)}
         self.whole: list[tuple[int, int]] = []
         self.told = threading.Event()

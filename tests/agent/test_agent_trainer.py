@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import FetchShards, StartSubEpoch, StateSource
 from cerebro_hydra.shards.digest import digest
-from tests.agent.standins import SECONDS, Peer, StandInBuilder
+from tests.agent.standins import SECONDS, Peer, StandInBuilder, empty_store
 
 VISIT = 3
 TASK = StartSubEpoch(7, 0, VISIT, 1, 0, 0, "me", StateSource(VISIT - 1, "a"), {})
@@ -25,7 +24,7 @@ class Bench:
     """A trainer whose source is peer "a"; another state 3 is at peer "b"."""
 
     def __init__(self, **hooks: Callable[[], object]) -> None:
-        self.shard_store = ShardStore()
+        self.shard_store = empty_store()
         self.peers = {"uri-a": Peer(1), "uri-b": Peer(9)}
         self.peers["uri-a"].answer.set()
         self.reported: list[events.Event] = []
