@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -49,6 +50,11 @@ class BufferPool:
         with self._lock:
             self._collect()
             self._shrink(nbytes)
+
+    @staticmethod
+    def is_shared(buffer: Bytes) -> bool:
+        """Return whether anything but this one view, `lease()[:]`, looks into its memory."""
+        return sys.getrefcount(buffer.base) > 2  # the view, and the argument of the call
 
     @property
     def leased(self) -> int:

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import logging
-import mmap
-import resource
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO
-
-import numpy as np
 
 from cerebro_hydra.agent.buffer_pool import BufferPool
+from cerebro_hydra.agent.heap import trim_heap
+from cerebro_hydra.agent.scratch_file import ScratchFile
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.shards.digest import digest as digest_of
 from cerebro_hydra.shards.layout import Bytes
 
-BUDGET_STATES = 3.5
-"""The budget of an agent, in states of its largest trial: the one that it trains with its source,
-its gradients and what its optimizer makes, and another that comes or goes meanwhile."""
+BUDGET_STATES = 3.75
+"""The budget of an agent, in states of its largest trial: the state that it trains, the one before
+it, another that comes or goes meanwhile, and two thirds for the gradients of Adam."""
 
 LEAST_BUDGET = 256 << 20
 """Bytes that an agent may hold however small its trials are."""
 
 LEAST_SPILLED = 1 << 20
 """Bytes below which a segment is not worth a file."""
+
+LEAST_TRIMMED = 16 << 20
+"""Bytes that others must have used before the heap is trimmed after them."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,20 +38,20 @@ def budget_of(largest_state: int) -> int:
 
 @dataclass(eq=False)
 class _Segment:
-    """Holds the bytes of a segment in exactly one place."""
+    """Holds the bytes of a segment in memory, in a file, or in both."""
 
     digest: str
     nbytes: int
     buffer: Bytes | None
-    file: IO[bytes] | None = None
+    file: ScratchFile | None = None
 
 
 class SegmentStore:
     """Keeps segments within a budget by spilling those that were longest unused. Thread-safe.
 
-    A spilled segment lies in a file without a name, which vanishes with this process. Readers get
-    a map of it, and the kernel keeps as much of that in memory as there is room for. Where the
-    disk does not take it, it stays in memory.
+    A spilled segment lies in a file without a name, which vanishes with this process, and is read
+    back when somebody wants it. What is being read or trained is not spilled. Where the disk takes
+    no more, segments stay in memory.
 
     Args:
         budget: the bytes of memory for segments and for what training needs beside them.
@@ -64,45 +63,46 @@ class SegmentStore:
         self.pool = pool
         self._budget = budget
         self._scratch = scratch
-        self._lock = threading.Lock()
-        self._making_room = threading.Lock()
+        self._lock = threading.Lock()  # of the table
+        self._moving = threading.RLock()  # of what is moved between memory and disk; taken first
         self._segments: dict[str, _Segment] = {}  # the longest unused first
         self._reserved = 0
         self._can_spill = True
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return memory for one segment, after others were spilled where the budget asks for it."""
-        with self._making_room:
+        with self._moving:
             self._make_room(nbytes)
             buffer = self.pool.lease(nbytes)
-            self.pool.trim(self._budget - self._reserved)
+            self._trim()
             return buffer
 
     @contextmanager
     def reserved(self, nbytes: int) -> Iterator[None]:
         """Leave this much of the budget to memory of others while the body runs."""
-        with self._making_room:
+        with self._moving:
             self._reserved += nbytes
             self._make_room(0)
-            self.pool.trim(self._budget - self._reserved)
+            self._trim()
         try:
             yield
         finally:
-            with self._making_room:
+            if nbytes >= LEAST_TRIMMED:
+                trim_heap()
+            with self._moving:
                 self._reserved -= nbytes
 
     def add(self, digest: str, buffer: Bytes) -> None:
         """Keep a segment, unless an equal one is here."""
         with self._lock:
-            self._segments.setdefault(digest, _Segment(digest, buffer.nbytes, buffer))
+            self._segments.setdefault(digest, _Segment(digest, buffer.nbytes, buffer[:]))
             self._touch(digest)
 
     def discard(self, digest: str) -> None:
         """Forget a segment; whoever reads it may go on."""
         with self._lock:
-            segment = self._segments.pop(digest, None)
-            if segment is not None and segment.file is not None:
-                segment.file.close()
+            self._segments.pop(digest, None)
+        self._trim()
 
     def get(self, digest: str) -> Bytes | None:
         """Return the bytes of a segment, None if it is not here.
@@ -111,18 +111,13 @@ class SegmentStore:
             TransferError: the disk did not keep what was spilled.
         """
         with self._lock:
-            segment = self._segments.get(digest)
-            if segment is None:
+            if (segment := self._segments.get(digest)) is None:
                 return None
             self._touch(digest)
-            if segment.buffer is not None:
-                return segment.buffer
-            assert segment.file is not None
-            memory = mmap.mmap(segment.file.fileno(), segment.nbytes, access=mmap.ACCESS_COPY)
-        mapped = np.frombuffer(memory, np.uint8)
-        if (found := digest_of(mapped)) != digest:
-            raise TransferError(f"segment {digest} has digest {found} on scratch disk")
-        return mapped
+            if (buffer := segment.buffer) is not None:
+                return buffer[:]
+        with self._moving:
+            return self._read_back(segment)
 
     def digests(self) -> set[str]:
         """Return the digests of all segments."""
@@ -132,48 +127,41 @@ class SegmentStore:
     def _touch(self, digest: str) -> None:
         self._segments[digest] = self._segments.pop(digest)
 
+    def _trim(self) -> None:
+        self.pool.trim(self._budget - self._reserved)
+
     def _make_room(self, nbytes: int) -> None:
-        excess = self.pool.leased + self._reserved + nbytes - self._budget
-        while excess > 0 and self._can_spill and (oldest := self._longest_unused()) is not None:
-            excess -= oldest.nbytes  # freed now, or when its last reader is through
-            self._spill(oldest)
+        while self.pool.leased + self._reserved + nbytes > self._budget and self._can_spill:
+            if (segment := self._longest_unused()) is None:
+                return
+            self._spill(segment)
 
     def _longest_unused(self) -> _Segment | None:
         with self._lock:
             for segment in self._segments.values():
-                if segment.buffer is not None and segment.nbytes >= LEAST_SPILLED:
+                if segment.buffer is None or segment.nbytes < LEAST_SPILLED:
+                    continue
+                if not self.pool.is_shared(segment.buffer):
                     return segment
             return None
 
     def _spill(self, segment: _Segment) -> None:
-        buffer = segment.buffer
-        assert buffer is not None, "only this method empties a segment, one caller at a time"
-        try:
-            file = _written(self._scratch, buffer)
-        except OSError as error:
-            self._can_spill = False
-            _log.warning("trials stay in memory, because scratch takes no more: %s", error)
-            return
-        with self._lock:
-            if self._segments.get(segment.digest) is segment:
-                segment.buffer, segment.file = None, file
-            else:
-                file.close()
+        if segment.file is None and segment.buffer is not None:
+            try:
+                segment.file = ScratchFile(self._scratch, segment.buffer)
+            except OSError as error:
+                self._can_spill = False
+                _log.warning("trials stay in memory, because scratch takes no more: %s", error)
+                return
+        segment.buffer = None
 
-
-def _written(folder: str, buffer: Bytes) -> IO[bytes]:
-    """Return an open file without a name that holds these bytes.
-
-    Raises:
-        OSError: the disk is full, or too few file descriptors would be left for connections.
-    """
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-    try:
-        if file.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-            raise OSError("half of the process's file descriptors are in use (ulimit -n)")
-        buffer.tofile(file)
-        file.flush()
-    except BaseException:
-        file.close()
-        raise
-    return file
+    def _read_back(self, segment: _Segment) -> Bytes:
+        if segment.buffer is not None:  # another thread was first
+            return segment.buffer[:]
+        assert segment.file is not None, "a segment without a buffer has a file"
+        buffer = self.allocate(segment.nbytes)
+        segment.file.read_into(buffer)
+        if (found := digest_of(buffer)) != segment.digest:
+            raise TransferError(f"segment {segment.digest} has digest {found} on scratch disk")
+        segment.buffer = buffer[:]
+        return buffer

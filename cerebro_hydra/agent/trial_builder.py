@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cerebro_hydra.agent.heap import trim_heap
 from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
@@ -98,3 +99,4 @@ def _free_weights(recipe: Recipe) -> None:
     recipe.optimizer.state.clear()
     for parameter in recipe.model.parameters():
         parameter.data = parameter.data.new_empty(0)
+    trim_heap()

@@ -108,11 +108,13 @@ class TrialLayout:
     def step_bytes(self, first: bool) -> int:
         """Return the bytes that optimizer steps need beside the segments.
 
-        They are gradients and, in a trial's first step, the optimizer state that was just made.
+        They are gradients, twice because the heap has gaps, and in a trial's first step the
+        optimizer state that was just made.
         """
-        made = ("param:", "optim:") if first else ("param:",)
-        entries = (entry for shard in self.shards for entry in shard.trainable.entries)
-        return sum(entry.nbytes for entry in entries if entry.name.startswith(made))
+        entries = [entry for shard in self.shards for entry in shard.trainable.entries]
+        gradients = sum(entry.nbytes for entry in entries if entry.name.startswith("param:"))
+        made = sum(entry.nbytes for entry in entries if is_optimizer_state(entry.name))
+        return 2 * gradients + (made if first else 0)
 
     @classmethod
     def make(cls, recipe: Recipe, cut_model: CutModel, template: StateTemplate) -> TrialLayout:
