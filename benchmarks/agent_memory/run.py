@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import tempfile
@@ -21,13 +20,13 @@ from torch import nn
 
 from cerebro_hydra import GridSearch, LocalStore, SparkEstimator, hp_choice
 from cerebro_hydra.observe.records import AgentStarted, Decision, RunStarted
-from cerebro_hydra.plan.events import SubEpochDone
+from cerebro_hydra.plan.events import SubEpochDone, WorkerJoined
 from cerebro_hydra.plan.instructions import FinishRun
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 
 EVERY_SECONDS = 0.05
 FEATURES, CLASSES = 64, 10
-KINDS = ("Pss", "Pss_Anon", "Pss_File")
+KINDS = ("Rss", "Pss", "Pss_Anon")
 
 
 def memory_of(pid: int | str) -> dict[str, int]:
@@ -37,11 +36,8 @@ def memory_of(pid: int | str) -> dict[str, int]:
     return {kind: int(found[kind].split()[0]) * 1024 for kind in KINDS}
 
 
-def make(params: Mapping[str, Any], width: int, layers: int, shards: int, notes: str) -> Any:
-    """Return a net with AdamW, and note what this process needs before its first trial."""
-    note = Path(notes, str(os.getpid()))
-    if not note.exists():
-        note.write_text(json.dumps(memory_of("self")))
+def make(params: Mapping[str, Any], width: int, layers: int, shards: int) -> Any:
+    """Return a net with AdamW."""
     net: list[nn.Module] = [nn.Linear(FEATURES, width), nn.ReLU()]
     for _ in range(layers):
         net += [nn.Linear(width, width), nn.ReLU()]
@@ -58,10 +54,11 @@ def make(params: Mapping[str, Any], width: int, layers: int, shards: int, notes:
 
 @dataclass
 class Watch:
-    """Samples each agent's memory from its first word to the end of the run."""
+    """Samples each agent's memory, from its decoded rows to the end of the run."""
 
+    before: dict[int, dict[str, int]] = field(default_factory=dict)  # by process id
     peaks: dict[int, dict[str, int]] = field(default_factory=dict)  # by process id
-    workers: dict[int, int] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)  # by worker
     state_bytes: int = 0
     sub_epochs: list[float] = field(default_factory=list)
     hops: list[tuple[int, float]] = field(default_factory=list)  # bytes, seconds
@@ -73,10 +70,13 @@ class Watch:
         if isinstance(record, RunStarted):
             self.state_bytes = max(trial.nbytes for trial in record.document.trials)
         elif isinstance(record, AgentStarted):
-            self.workers[record.pid] = record.worker
-            threading.Thread(target=self._sample, args=(record.pid,), daemon=True).start()
+            self.pids[record.worker] = record.pid
         elif isinstance(record, Decision):
             self.began = self.began or record.time
+            if isinstance(record.event, WorkerJoined):
+                pid = self.pids[record.event.worker]
+                self.before[pid] = memory_of(pid)
+                threading.Thread(target=self._sample, args=(pid,), daemon=True).start()
             if isinstance(record.event, SubEpochDone):
                 self.sub_epochs.append(record.event.seconds)
                 if record.event.hop.bytes_moved:
@@ -84,6 +84,11 @@ class Watch:
             if any(isinstance(each, FinishRun) for each in record.instructions):
                 self.ended = record.time
                 self._over.set()
+
+    def multiples(self, pid: int) -> dict[str, float]:
+        """Return the peaks of a process above its start, in states of one trial."""
+        before, peak = self.before[pid], self.peaks[pid]
+        return {kind: round((peak[kind] - before[kind]) / self.state_bytes, 2) for kind in KINDS}
 
     def close(self) -> None:
         self._over.set()
@@ -108,7 +113,7 @@ class Figures:
     shards: int
     state_mb: float
     multiples: dict[int, dict[str, float]]
-    baseline_mb: dict[int, float]
+    before_mb: dict[int, float]
     run_seconds: float
     sub_epoch_seconds: float  # the median
     hop_gb_per_second: float  # all bytes over all seconds
@@ -120,12 +125,11 @@ def measured(asked: argparse.Namespace) -> Figures:
     data = Arrays({"features": features, "label": random.integers(0, CLASSES, asked.rows)})
     watch = Watch()
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
-        os.mkdir(f"{folder}/notes")
         sizes = {"width": asked.width, "layers": asked.layers, "shards": asked.shards}
         search = GridSearch(
             backend=LocalBackend(asked.workers),
             store=LocalStore(f"{folder}/store"),
-            estimator_gen_fn=partial(make, **sizes, notes=f"{folder}/notes"),
+            estimator_gen_fn=partial(make, **sizes),
             search_space={"lr": hp_choice([1e-4 * (n + 1) for n in range(asked.trials)])},
             num_epochs=asked.epochs,
             evaluation_metric="accuracy",
@@ -135,21 +139,14 @@ def measured(asked: argparse.Namespace) -> Figures:
             observers=[watch],
         )
         search.fit(data)
-        notes = {pid: json.loads(Path(f"{folder}/notes/{pid}").read_text()) for pid in watch.peaks}
     seconds = sum(each for _, each in watch.hops)
     return Figures(
         trials=asked.trials,
         workers=asked.workers,
         shards=asked.shards,
         state_mb=round(watch.state_bytes / 1e6, 1),
-        multiples={
-            watch.workers[pid]: {
-                kind: round((peak[kind] - notes[pid][kind]) / watch.state_bytes, 2)
-                for kind in KINDS
-            }
-            for pid, peak in sorted(watch.peaks.items())
-        },
-        baseline_mb={watch.workers[pid]: round(notes[pid]["Pss"] / 1e6) for pid in watch.peaks},
+        multiples={worker: watch.multiples(pid) for worker, pid in sorted(watch.pids.items())},
+        before_mb={w: round(watch.before[pid]["Rss"] / 1e6) for w, pid in watch.pids.items()},
         run_seconds=round(watch.ended - watch.began, 1),
         sub_epoch_seconds=round(statistics.median(watch.sub_epochs), 3),
         hop_gb_per_second=round(sum(n for n, _ in watch.hops) / seconds / 1e9, 2),
