@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ctypes
 
+LEAST_TRIMMED = 16 << 20
+"""Freed bytes below which the heap is left alone."""
+
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others need it less
 
 
-def trim_heap() -> None:
-    """Return free pages, which takes some milliseconds; freed tensors keep them else."""
-    if _TRIM is not None:
+def trim_heap(freed: int) -> None:
+    """Return free pages after so many bytes were freed, which takes about 5 ms.
+
+    Gaps between living blocks would else add up to several times the gradients.
+    """
+    if freed >= LEAST_TRIMMED and _TRIM is not None:
         _TRIM(0)

@@ -25,9 +25,6 @@ LEAST_BUDGET = 256 << 20
 LEAST_SPILLED = 1 << 20
 """Bytes below which a segment is not worth a file."""
 
-LEAST_TRIMMED = 16 << 20
-"""Bytes that others must have used before the heap is trimmed after them."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -87,8 +84,7 @@ class SegmentStore:
         try:
             yield
         finally:
-            if nbytes >= LEAST_TRIMMED:
-                trim_heap()
+            trim_heap(nbytes)
             with self._moving:
                 self._reserved -= nbytes
 

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.heap import trim_heap
 from cerebro_hydra.agent.logs import current_trial
 from cerebro_hydra.agent.shard_store import Shard, ShardStore, State
 from cerebro_hydra.agent.trial_builder import TrialBuilder
@@ -137,13 +138,14 @@ class Trainer:
 
         start_step = int(self._wait(task, 0).cursor.get("step", 0))
         begun = time.perf_counter()
-        with self._shard_store.segments.reserved(runtime.layout.step_bytes(first=start_step == 0)):
+        beside = runtime.layout.step_bytes(first=start_step == 0)
+        with self._shard_store.segments.reserved(beside):
             totals = runtime.engine.train(
                 self._windows(task, runtime.spec.steps[task.partition]),
                 start_step,
                 need,
                 publish,
-                self._progress(task, runtime.spec.steps[task.partition], start_step),
+                self._progress(task, runtime.spec.steps[task.partition], start_step, beside),
                 epoch_metrics=task.metrics or None,
             )
         seconds = time.perf_counter() - begun
@@ -185,7 +187,7 @@ class Trainer:
             )
 
     def _progress(
-        self, task: StartSubEpoch, steps: int, start_step: int
+        self, task: StartSubEpoch, steps: int, start_step: int, freed: int
     ) -> Callable[[int, float], None]:
         next_time = time.monotonic() + PROGRESS_SECONDS
 
@@ -194,6 +196,7 @@ class Trainer:
             if time.monotonic() < next_time:
                 return
             next_time = time.monotonic() + PROGRESS_SECONDS
+            trim_heap(freed)
             self._send(
                 {
                     "progress": {

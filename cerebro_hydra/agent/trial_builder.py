@@ -97,6 +97,8 @@ class TrialBuilder:
 def _free_weights(recipe: Recipe) -> None:
     """Free the weights that the factory made: only their names are needed, states are fetched."""
     recipe.optimizer.state.clear()
+    freed = 0
     for parameter in recipe.model.parameters():
+        freed += parameter.nbytes
         parameter.data = parameter.data.new_empty(0)
-    trim_heap()
+    trim_heap(freed)
