@@ -11,8 +11,8 @@ SPARK4 := .venv-spark4
 CEREBRO := .venv-cerebro
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
-# The decisions without their long searches, which know no library; what reads Arrow, Parquet and
-# Flight; Java's choice; of Spark one whole run.
+# The decisions without their long searches, which know no library; what reads Arrow and
+# Parquet; Java's choice; of Spark one whole run.
 MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py holders.py \
   hop_state.py schedules.py seeds.py) \
   $(addprefix tests/data/test_data_,assignment.py cache.py column_decoder.py existing.py manifest.py \

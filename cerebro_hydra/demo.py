@@ -114,8 +114,8 @@ def _play(console: Console, folder: str, epochs: int, workers: int) -> bool:
         _title(console, "3. What the hops cost")
         totals = result.totals
         console.print(
-            f"{totals.hops} hops between workers moved {human_bytes(totals.bytes_moved)} over "
-            f"Arrow Flight, {1000 * totals.seconds_per_hop:.0f} ms each on average. "
+            f"{totals.hops} hops between workers moved {human_bytes(totals.bytes_moved)} between "
+            f"their processes, {1000 * totals.seconds_per_hop:.0f} ms each on average. "
             f"{human_bytes(totals.bytes_saved)} were not sent, because the receiver had the same "
             "bytes already: frozen layers, which all trials share."
         )

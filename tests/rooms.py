@@ -27,8 +27,6 @@ END = "<!-- end of the table -->\n"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 # The package itself is the room of the names that users import; these belong to nobody.
 FREE_NAMES = ("__version__", "__file__")
-# The only part of a third-party package that counts as a package of its own.
-FLIGHT = "pyarrow.flight"
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Import:
         top = self.name.split(".")[0]
         if top in sys.stdlib_module_names or top in ("cerebro_hydra", ""):
             return None
-        return FLIGHT if self.within(FLIGHT) else top
+        return top
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from cerebro_hydra.agent.shard_store import Shard, ShardStore, State
@@ -14,10 +16,10 @@ from cerebro_hydra.plan.events import Hop
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.storage.run_folder import RunFolder
-from cerebro_hydra.wire.messages import ShardKey
+from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 from cerebro_hydra.wire.shard_client import ShardClient
 
-Connect = Callable[[str], ShardClient]
+Connect = Callable[[str], AbstractContextManager[ShardClient]]
 
 TRIES = 3
 RETRY_SECONDS = 1.0
@@ -37,7 +39,7 @@ class FetchRequest:
 
 @dataclass
 class Fetch:
-    """One state on its way here, on a thread of its own; its shards appear in the shard store.
+    """One state on its way here; its shards appear in the shard store as they come.
 
     A fetch that fails retracts the state, which ends the waits for it; `error` says why. `on_hop`
     is given the cost of each part of the state as it comes.
@@ -51,66 +53,78 @@ class Fetch:
     on_whole: Callable[[int, int], None]
     error: str | None = None
     _cancelled: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _client: ShardClient | None = None
 
-    def start(self) -> Fetch:
+    def start(self, threads: Executor) -> Fetch:
+        """Announce the state, and fetch it on one of some threads."""
         state = self.shard_store.expect(self.request.trial, self.request.visit, self.request.shards)
-        name = f"fetch-{self.request.trial}-{self.request.visit}"
-        threading.Thread(target=self._run, args=(state,), name=name, daemon=True).start()
+        threads.submit(self._run, state)
         return self
 
     def cancel(self) -> None:
         """End the fetch; shards that are here already stay until the state is dropped."""
-        self._cancelled.set()
-        if self._client is not None:
-            self._client.cancel()
+        with self._lock:
+            self._cancelled.set()
+            if self._client is not None:
+                self._client.cancel()
 
     @property
     def cancelled(self) -> bool:
+        """Whether the fetch was taken back."""
         return self._cancelled.is_set()
 
     def _run(self, state: State) -> None:
         request = self.request
         try:
-            for number in range(request.shards):
-                receive = self._from_store if request.uri is None else self._retry
-                self.shard_store.put(state, number, receive(number))
+            if request.uri is None:
+                for number in range(request.shards):
+                    self.shard_store.put(state, number, self._from_store(number))
+            else:
+                self._from_peer(state, request.uri)
         except Exception as error:
             self.error = str(error) or type(error).__name__
             self.shard_store.retract(state)
             return
-        finally:
-            if self._client is not None:
-                self._client.cancel()
         if not self.cancelled:
             self.on_whole(request.trial, request.visit)
 
-    def _retry(self, number: int) -> Shard:
+    def _from_peer(self, state: State, uri: str) -> None:
         """Ask the owner, a few times: a transfer may break while both ends live."""
-        for _ in range(TRIES - 1):
+        missing, tries = set(range(self.request.shards)), 0
+        while missing:
             try:
-                return self._from_peer(number)
+                for shard in self._ask(uri, missing):
+                    self.on_hop(Hop(shard.bytes_moved, shard.bytes_saved, shard.seconds))
+                    self.shard_store.put(state, shard.number, Shard(shard.segments, shard.cursor))
+                    missing.remove(shard.number)
+                    tries = 0
             except TransferError:
-                if self._cancelled.wait(RETRY_SECONDS):
+                tries += 1
+                if tries == TRIES or self._cancelled.wait(RETRY_SECONDS):
                     raise
-        return self._from_peer(number)
 
-    def _from_peer(self, number: int) -> Shard:
+    def _ask(self, uri: str, missing: Iterable[int]) -> Iterator[FetchedShard]:
         request = self.request
-        assert request.uri is not None and request.incarnation is not None
-        if self._client is None:
-            self._client = self.connect(request.uri)
-        if self.cancelled:
-            raise TransferError("cancelled")
-        key = ShardKey(request.trial, request.visit, number, request.incarnation)
-        store = self.shard_store
-        fetched = self._client.fetch(key, store.segments.digests(), store.segments.allocate)
-        self.on_hop(Hop(fetched.bytes_moved, fetched.bytes_saved, fetched.seconds))
-        segments = {
-            name: (each.digest, store.segment(each.digest) if each.buffer is None else each.buffer)
-            for name, each in fetched.segments.items()
-        }
-        return Shard(segments, fetched.cursor)
+        assert request.incarnation is not None
+        with self.connect(uri) as client:
+            self._use(client)
+            try:
+                yield from client.fetch(
+                    ShardRequest(
+                        request.trial, request.visit, request.incarnation, tuple(sorted(missing))
+                    ),
+                    self.shard_store.segments.get,
+                    self.shard_store.segments.allocate,
+                )
+            finally:
+                self._use(None)  # from here on it is another fetch's
+
+    def _use(self, client: ShardClient | None) -> None:
+        with self._lock:
+            self._client = client
+            if client is not None and self.cancelled:
+                raise TransferError("cancelled")
 
     def _from_store(self, number: int) -> Shard:
         request = self.request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from cerebro_hydra.agent.fetch import Connect, Fetch, FetchRequest
@@ -11,11 +12,12 @@ from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.plan.events import Hop
 from cerebro_hydra.storage.run_folder import RunFolder
 
+_THREADS = 32  # a fetch that waits for its turn holds no other up: owners need nothing from here
 _NO_HOP = Hop(0, 0, 0.0)
 
 
 class FetchManager:
-    """Starts and ends fetches. Thread-safe.
+    """Starts and ends fetches, which share some threads. Thread-safe.
 
     Args:
         incarnation: this agent, whose own states need no fetch.
@@ -36,6 +38,7 @@ class FetchManager:
         self._connect = connect
         self._on_whole = on_whole
         self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
         self._fetches: dict[tuple[int, int], Fetch] = {}
         self._hops: dict[int, Hop] = {}
 
@@ -58,7 +61,7 @@ class FetchManager:
                 self._connect,
                 partial(self._add_hop, request.trial),
                 self._on_whole,
-            ).start()
+            ).start(self._threads)
 
     def error(self, trial: int, visit: int) -> str | None:
         """Return why a state could not be fetched; None if nothing went wrong."""
@@ -89,7 +92,8 @@ class FetchManager:
             self._shard_store.withdraw(trial, visit)
 
     def close(self) -> None:
-        """End every fetch."""
+        """End every fetch, and wait for their threads."""
         with self._lock:
             for fetch in self._fetches.values():
                 fetch.cancel()
+        self._threads.shutdown(cancel_futures=True)

@@ -19,7 +19,7 @@ from cerebro_hydra.agent.checkpoint import write_checkpoint
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.segment_store import SegmentStore, budget_of
-from cerebro_hydra.agent.shard_store import Shard, ShardStore
+from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.trainer import Task, Trainer
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.cache import CachedPartition
@@ -41,10 +41,10 @@ from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import Store
 from cerebro_hydra.wire.address import own_host
+from cerebro_hydra.wire.client_pool import ClientPool
 from cerebro_hydra.wire.control_client import ControlClient
-from cerebro_hydra.wire.messages import ShardKey
-from cerebro_hydra.wire.shard_client import ShardClient
-from cerebro_hydra.wire.shard_server import ShardServer
+from cerebro_hydra.wire.messages import ShardRequest
+from cerebro_hydra.wire.shard_server import Look, ShardServer
 
 Partitions = dict[int, CachedPartition]
 
@@ -94,12 +94,13 @@ class _Agent:
         self._stopping = threading.Event()
         self._ready = threading.Event()
         host = start.host or own_host(spec.control)
-        self._server = ShardServer(host, spec.credentials, self._published)
+        self._server = ShardServer(host, spec.credentials, self._follow)
+        self._shard_store.on_change = self._server.look_again
         self._fetch_manager = FetchManager(
             self._incarnation,
             self._shard_store,
             self._folder,
-            lambda uri: ShardClient(uri, spec.credentials, digest),
+            ClientPool(spec.credentials, digest).client,
             lambda trial, visit: self._report(
                 events.StateReceived(trial, visit, self._incarnation)
             ),
@@ -138,18 +139,20 @@ class _Agent:
 
     def run(self) -> None:
         """Carry out tasks until told to stop."""
-        with forwarded(self._control.send):
-            while (item := self._tasks.get()) is not None:
-                self._trainer.perform(*item)
-        self._fetch_manager.close()
+        try:
+            with forwarded(self._control.send):
+                while (item := self._tasks.get()) is not None:
+                    self._trainer.perform(*item)
+        finally:
+            self._fetch_manager.close()  # the interpreter would wait for its threads
         self._io.shutdown(cancel_futures=True)
         self._control.close()
         self._server.close()
 
-    def _published(self, key: ShardKey) -> Shard:
-        if key.incarnation != self._incarnation:
-            raise TransferError(f"{key} was asked for, but here is {self._incarnation}")
-        return self._shard_store.wait(key.trial, key.visit, key.shard)
+    def _follow(self, request: ShardRequest) -> Look:
+        if request.incarnation != self._incarnation:
+            raise TransferError(f"{request} was asked for, but here is {self._incarnation}")
+        return self._shard_store.follow(request.trial, request.visit)
 
     def _fail(self, error: Exception) -> None:
         """End the run, because a new agent in this one's place would meet the same error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cerebro_hydra.agent.segment_store import SegmentStore
@@ -22,20 +22,40 @@ class Shard:
     cursor: Cursor
 
     @property
-    def buffers(self) -> dict[str, Bytes]:
-        return {name: buffer for name, (_, buffer) in self.segments.items()}
-
-    @property
     def digests(self) -> tuple[str, str]:
+        """Return the digests of the frozen and the trainable segment."""
         return self.segments["frozen"][0], self.segments["trainable"][0]
 
 
 @dataclass(frozen=True)
-class _Names:
-    """One shard by name of a segment → digest; only the segment store refers to its bytes."""
+class HeldShard:
+    """One shard that is here: name of a segment → digest.
 
-    segments: Mapping[str, str]
+    It refers to no bytes, so that they can be spilled.
+    """
+
+    names: Mapping[str, str]
     cursor: Cursor
+    _store: SegmentStore = field(repr=False)
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """Return the digests of the frozen and the trainable segment."""
+        return self.names["frozen"], self.names["trainable"]
+
+    @property
+    def segments(self) -> Mapping[str, tuple[str, Bytes]]:
+        """Return (digest, bytes) by name; bytes that lie on disk are read now.
+
+        Raises:
+            TransferError: a segment was dropped meanwhile, or the disk lost it.
+        """
+        segments = {}
+        for name, digest in self.names.items():
+            if (buffer := self._store.get(digest)) is None:
+                raise TransferError(f"segment {digest} was dropped here meanwhile")
+            segments[name] = (digest, buffer)
+        return segments
 
 
 @dataclass(eq=False)
@@ -48,7 +68,7 @@ class State:
 
     trial: int
     visit: int
-    shards: list[_Names | None]
+    shards: list[HeldShard | None]
 
 
 class ShardStore:
@@ -56,7 +76,8 @@ class ShardStore:
 
     Thread-safe. A state is announced by `expect` before its shards come, so that peers can wait
     for it; `withdraw` and `retract` end their waits. Equal segments are kept once, whatever trial
-    they belong to; frozen ones stay for the run, so that they are never sent twice.
+    they belong to; frozen ones stay for the run, so that they are never sent twice. `on_change` is
+    called after each change, and must return at once.
 
     Args:
         segments: holds the bytes.
@@ -67,13 +88,14 @@ class ShardStore:
         self._changed = threading.Condition()
         self._states: dict[tuple[int, int], State] = {}
         self._frozen: set[str] = set()
+        self.on_change: Callable[[], None] = lambda: None
 
     def expect(self, trial: int, visit: int, shards: int) -> State:
         """Announce a state that will be published here, forgetting an older one of its name."""
         with self._changed:
             self.withdraw(trial, visit)
             state = self._states[trial, visit] = State(trial, visit, [None] * shards)
-            self._changed.notify_all()
+            self.wake()
             return state
 
     def put(self, state: State, number: int, shard: Shard) -> None:
@@ -86,47 +108,55 @@ class ShardStore:
                 if name == "frozen":
                     self._frozen.add(digest)
             names = {name: digest for name, (digest, _) in shard.segments.items()}
-            state.shards[number] = _Names(names, shard.cursor)
-            self._changed.notify_all()
+            state.shards[number] = HeldShard(names, shard.cursor, self.segments)
+            self.wake()
+
+    def follow(self, trial: int, visit: int) -> Callable[[int], HeldShard | None]:
+        """Return what looks for a shard of a state, announced or not: None while it isn't there.
+
+        What is returned raises TransferError if the state that it saw first was withdrawn.
+        """
+        seen: State | None = None
+
+        def look(number: int) -> HeldShard | None:
+            nonlocal seen
+            with self._changed:
+                state = self._states.get((trial, visit))
+                if seen is not None and state is not seen:
+                    raise TransferError(f"state {visit} of trial {trial} was withdrawn here")
+                seen = state
+                if state is None:
+                    return None
+                if number >= len(state.shards):
+                    raise TransferError(
+                        f"state {visit} of trial {trial} has no shard {number}, only "
+                        f"{len(state.shards)} of them"
+                    )
+                return state.shards[number]
+
+        return look
 
     def wait(
         self, trial: int, visit: int, number: int, given_up: Callable[[], bool] = lambda: False
-    ) -> Shard:
+    ) -> HeldShard:
         """Return one shard, as soon as it is there.
 
         Raises:
             TransferError: the state was withdrawn, or `given_up()` after a `wake`.
         """
+        look = self.follow(trial, visit)
         with self._changed:
-            seen: State | None = None
-            while True:
-                state = self._states.get((trial, visit))
-                if seen is not None and state is not seen:
-                    raise TransferError(f"state {visit} of trial {trial} was withdrawn here")
-                if state is not None and (names := state.shards[number]) is not None:
-                    break
-                seen = state
+            while (shard := look(number)) is None:
                 if given_up():
                     raise TransferError(f"waiting for state {visit} of trial {trial} was given up")
                 self._changed.wait()
-        segments = {name: (digest, self.segment(digest)) for name, digest in names.segments.items()}
-        return Shard(segments, names.cursor)
-
-    def segment(self, digest: str) -> Bytes:
-        """Return the bytes of a segment that is here.
-
-        Raises:
-            TransferError: it was dropped meanwhile, or scratch disk lost it.
-        """
-        buffer = self.segments.get(digest)
-        if buffer is None:
-            raise TransferError(f"segment {digest} was dropped here")
-        return buffer
+            return shard
 
     def wake(self) -> None:
-        """Let every `wait` check again whether it should give up."""
+        """Let all who wait look again."""
         with self._changed:
             self._changed.notify_all()
+            self.on_change()
 
     def whole(self, trial: int, visit: int) -> bool:
         """Return whether every shard of a state is here."""
@@ -145,21 +175,18 @@ class ShardStore:
             state = self._states.pop((trial, visit), None)
             if state is None:
                 return
-            named = {
-                digest
-                for other in self._states.values()
-                for names in other.shards
-                if names is not None
-                for digest in names.segments.values()
-            }
-            for names in state.shards:
-                for digest in names.segments.values() if names is not None else ():
-                    if digest not in named and digest not in self._frozen:
-                        self.segments.discard(digest)
-            self._changed.notify_all()
+            kept = self._frozen.union(*map(_digests, self._states.values()))
+            for digest in _digests(state) - kept:
+                self.segments.discard(digest)
+            self.wake()
 
     def retract(self, state: State) -> None:
         """Withdraw this state, but not another that took its name meanwhile."""
         with self._changed:
             if self._states.get((state.trial, state.visit)) is state:
                 self.withdraw(state.trial, state.visit)
+
+
+def _digests(state: State) -> set[str]:
+    """Return the digests of all segments of a state that are here."""
+    return {each for shard in state.shards if shard is not None for each in shard.digests}

@@ -14,7 +14,7 @@ from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.heap import trim_heap
 from cerebro_hydra.agent.logs import current_trial
-from cerebro_hydra.agent.shard_store import Shard, ShardStore, State
+from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import Cancelled, DataError, TransferError
@@ -120,12 +120,11 @@ class Trainer:
         def need(number: int) -> tuple[dict[str, Bytes], dict[str, Any] | None]:
             # The state before is kept: training writes into a copy of the trainable segment.
             given = self._wait(task, number)
-            before = given.buffers["trainable"]
+            segments = given.segments
+            frozen[number], (_, before) = segments["frozen"], segments["trainable"]
             trainable = self._shard_store.segments.allocate(before.nbytes)
             trainable[:] = before
-            frozen[number] = given.segments["frozen"]
-            cursor = dict(given.cursor) or None
-            return {"frozen": given.buffers["frozen"], "trainable": trainable}, cursor
+            return {"frozen": frozen[number][1], "trainable": trainable}, dict(given.cursor) or None
 
         def publish(number: int, segments: dict[str, Bytes], cursor: dict[str, Any]) -> None:
             nonlocal nbytes
@@ -133,7 +132,7 @@ class Trainer:
             named = {"frozen": frozen[number], "trainable": (digest(trainable), trainable)}
             ready = Shard(named, cursor)
             digests[number] = ready.digests
-            nbytes += sum(buffer.nbytes for buffer in ready.buffers.values())
+            nbytes += frozen[number][1].nbytes + trainable.nbytes
             self._shard_store.put(state, number, ready)
 
         start_step = int(self._wait(task, 0).cursor.get("step", 0))
@@ -219,7 +218,8 @@ class Trainer:
 
         def need(number: int) -> tuple[dict[str, Bytes], dict[str, Any] | None]:
             given = self._wait(task, number)
-            return given.buffers, dict(given.cursor) or None
+            buffers = {name: buffer for name, (_, buffer) in given.segments.items()}
+            return buffers, dict(given.cursor) or None
 
         self._wait(task, 0)
         begun = time.perf_counter()
@@ -239,7 +239,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ both
 
-    def _wait(self, task: Task, number: int) -> Shard:
+    def _wait(self, task: Task, number: int) -> HeldShard:
         name = task.trial, task.source.visit
 
         def given_up() -> bool:

@@ -79,6 +79,9 @@ class AgentStart:
     gpus: tuple[str, ...] = ()
 
 
+_KINDS = {"incarnation": str, "start": int, "uri": str, "host": str, "pid": int, "numeric": dict}
+
+
 @dataclass(frozen=True)
 class AgentInfo:
     """Describes one agent, as it introduces itself to the coordinator.
@@ -121,6 +124,12 @@ class AgentInfo:
                 f"the agent's hello can't be read: {error}; run the same version on driver and "
                 "workers"
             ) from error
-        if info.worker not in range(num_workers):
+        for name, kind in _KINDS.items():
+            if type(value := getattr(info, name)) is not kind:
+                raise ConfigurationError(
+                    f"the agent's hello can't be read: {name} is {value!r}; run the same version "
+                    "on driver and workers"
+                )
+        if type(info.worker) is not int or info.worker not in range(num_workers):
             raise ConfigurationError(f"worker {info.worker} is not one of 0..{num_workers - 1}")
         return info

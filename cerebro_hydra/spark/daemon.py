@@ -17,7 +17,6 @@ import zipimport
 PRELOADED = (
     "numpy",
     "pyarrow",
-    "pyarrow.flight",
     "pyarrow.parquet",
     "torch",
     "torch._dynamo",

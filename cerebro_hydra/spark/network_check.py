@@ -103,7 +103,7 @@ def reach(
 
     with contextlib.ExitStack() as stack:
         try:
-            local = os.environ.get(LOCAL_IP) or own_host(f"grpc://{_text(driver)}")
+            local = os.environ.get(LOCAL_IP) or own_host(f"tcp://{_text(driver)}")
             own = stack.enter_context(listening(local, secret))
             if why := _dial(driver, secret, own):
                 note(f"the driver can't reach worker {worker} at {_text(own)}: {why}")

@@ -55,7 +55,7 @@ class WorkerFacts:
 def required_modules() -> tuple[str, ...]:
     """Return what an agent imports, with petastorm where the driver has it: all read alike."""
     petastorm = () if obstacle() else ("petastorm.reader",)
-    return ("cerebro_hydra", "torch", "numpy", "pyarrow.flight", *petastorm)
+    return ("cerebro_hydra", "torch", "numpy", "pyarrow", *petastorm)
 
 
 def ask_workers(

@@ -1,1 +1,1 @@
-"""Carries shards over Arrow Flight and control as lines of JSON, both with TLS on request."""
+"""Carries shards and control between processes that know a secret, with TLS on request."""

@@ -9,6 +9,7 @@ from cerebro_hydra.errors import ConfigurationError, SetupError
 
 _WILDCARDS = ("", "*", "0.0.0.0", "::", "[::]")
 _BACKLOG = 1024  # all agents of a run dial at once
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 def bracketed(host: str) -> str:
@@ -36,12 +37,21 @@ def listening_socket(host: str) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise cant_listen(host, error.strerror or str(error)) from error
+        raise SetupError(
+            f"can't listen on host={host!r}: {error.strerror or error}; give an address of this "
+            "machine"
+        ) from error
 
 
-def cant_listen(host: str, why: str) -> SetupError:
-    """Return the error of a server whose host is not an address of this machine."""
-    return SetupError(f"can't listen on host={host!r}: {why}; give an address of this machine")
+def prepare(connection: socket.socket) -> None:
+    """Let a connection send at once, and break within half a minute of its peer's machine.
+
+    asyncio does the former only for sockets that name their protocol, which accepted ones do not.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def own_host(peer: str) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.wire.connection import LONGEST_MESSAGE, Connection, Message
+from cerebro_hydra.wire.connection import Message
+from cerebro_hydra.wire.control_connection import ControlConnection
 from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS, HEARTBEAT_SECONDS, SILENCE_SECONDS
 from cerebro_hydra.wire.messages import ControlFailed
@@ -113,8 +114,8 @@ class ControlClient:
             self._connection.write(greeting)
             await self._connection.gone
 
-    def _made(self) -> Connection:
-        connection = Connection(set(), LONGEST_MESSAGE, self._silence_seconds)
+    def _made(self) -> ControlConnection:
+        connection = ControlConnection(self._silence_seconds)
         connection.on_line = self._take_answer
         connection.on_message = self._inbox.put
         connection.on_end = self._end

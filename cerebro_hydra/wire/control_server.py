@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
-import hmac
 import json
-import socket
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from cerebro_hydra.wire.address import bracketed, listening_socket
-from cerebro_hydra.wire.connection import LONGEST_MESSAGE, Connection, Message, encode
+from cerebro_hydra.wire import listener
+from cerebro_hydra.wire.connection import Message, encode
+from cerebro_hydra.wire.control_connection import ControlConnection
 from cerebro_hydra.wire.credentials import Credentials
-from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS, HEARTBEAT_SECONDS, SILENCE_SECONDS
-
-_GREETING_SECONDS = 5.0  # seconds in which a connection must show the secret and say hello
+from cerebro_hydra.wire.heartbeat import HEARTBEAT_SECONDS, SILENCE_SECONDS
+from cerebro_hydra.wire.listener import Listener
 
 
 class ControlServer:
@@ -34,8 +29,7 @@ class ControlServer:
     Callbacks run one at a time on the server's thread and must return at once: while one runs, no
     agent is heard. They put what they are told into a queue. They may call `send`, but not `close`.
     `send` works from any thread, never waits, and reaches an agent from its `on_hello` on. A
-    message may have `LONGEST_MESSAGE` bytes. What comes before the secret may be no longer than
-    the secret itself, and who doesn't show it in a few seconds is hung up on.
+    message may have `LONGEST_MESSAGE` bytes; `Listener` says what holds before the secret.
 
     Raises:
         ConfigurationError: if `host` means all addresses.
@@ -53,29 +47,16 @@ class ControlServer:
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        self._secret = credentials.secret.encode()
         self._on_hello = on_hello
         self._on_message = on_message
         self._on_closed = on_closed
         self._heartbeat_seconds = heartbeat_seconds
         self._silence_seconds = silence_seconds
-        self._connections: set[Connection] = set()
-        self._agents: dict[str, Connection] = {}
+        self._agents: dict[str, ControlConnection] = {}
         self._known: set[str] = set()
         self._closing = False
-        tls: dict[str, Any] = {}
-        if credentials.certificate is not None:
-            tls["ssl"] = credentials.certificate.server_context()
-            tls["ssl_handshake_timeout"] = _GREETING_SECONDS
-            tls["ssl_shutdown_timeout"] = GOODBYE_SECONDS
-        listener = listening_socket(host)
-        self.uri = f"{'tls' if tls else 'tcp'}://{bracketed(host)}:{listener.getsockname()[1]}"
-        self._loop: Future[asyncio.AbstractEventLoop] = Future()
-        self._thread = threading.Thread(
-            target=asyncio.run, args=(self._serve(listener, tls),), name="wire-control", daemon=True
-        )
-        self._thread.start()
-        self._loop.result()
+        self._listener = Listener(host, credentials, self._admit, self._leave, "wire-control")
+        self.uri = self._listener.uri
         atexit.register(self.close)
 
     def send(self, incarnation: str, message: Mapping[str, Any]) -> bool:
@@ -87,34 +68,19 @@ class ControlServer:
         """Deliver what was sent, say goodbye to every agent, and stop; a few seconds at most."""
         atexit.unregister(self.close)
         self._closing = True
-        with contextlib.suppress(RuntimeError):  # closed before
-            self._loop.result().call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        self._listener.close()
 
-    async def _serve(self, listener: socket.socket, tls: Mapping[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        server = await loop.create_server(self._connection, sock=listener, **tls)
-        self._loop.set_result(loop)
-        await self._stop.wait()
-        server.close()
-        for connection in list(self._connections):
+    async def _leave(self) -> None:
+        for connection in list(self._listener.connections):
             connection.hang_up("the driver closed the connection")
-        await asyncio.gather(*(connection.gone for connection in self._connections))
+        await asyncio.gather(*(connection.gone for connection in self._listener.connections))
 
-    def _connection(self) -> Connection:
-        connection = Connection(self._connections, len(self._secret), _GREETING_SECONDS)
-        connection.on_line = partial(self._prove, connection)
+    def _admit(self) -> ControlConnection:
+        connection = ControlConnection(listener.GREETING_SECONDS)
+        connection.on_line = partial(self._greet, connection)
         return connection
 
-    def _prove(self, connection: Connection, line: bytes) -> None:
-        if hmac.compare_digest(line, self._secret):
-            connection.limit = LONGEST_MESSAGE
-            connection.on_line = partial(self._greet, connection)
-        else:
-            connection.hang_up("the secret of this run is missing or wrong")
-
-    def _greet(self, connection: Connection, line: bytes) -> None:
+    def _greet(self, connection: ControlConnection, line: bytes) -> None:
         try:
             hello = json.loads(line)
             incarnation = self._admitted(hello)
@@ -130,9 +96,9 @@ class ControlServer:
         connection.open(self._heartbeat_seconds, self._silence_seconds)
 
     def _admitted(self, hello: Any) -> str:
-        if not isinstance(hello, dict) or not hello.get("incarnation"):
-            raise ValueError("the hello names no incarnation")
-        incarnation = str(hello["incarnation"])
+        incarnation = hello.get("incarnation") if isinstance(hello, dict) else None
+        if not isinstance(incarnation, str) or not incarnation:
+            raise ValueError("the hello names no incarnation; give the uuid of the process")
         if incarnation in self._agents or incarnation in self._known:
             raise ValueError(f"incarnation {incarnation} was connected before; start a new one")
         return incarnation

@@ -1,4 +1,4 @@
-"""Says how long both ends of a control connection wait for each other; `Connection` counts."""
+"""Says how long two ends of a connection wait for each other."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Names shards, encodes requests for them, and describes what was fetched."""
+"""Says how shards are asked for, offered and received."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,19 +20,41 @@ class ControlFailed(CerebroHydraError):
 
 
 @dataclass(frozen=True)
-class ShardKey:
-    """Names one shard of one state of one trial, at the agent process that owns it."""
+class ShardRequest:
+    """Asks the agent process that owns a state of a trial for some of its shards."""
 
     trial: int
     visit: int
-    shard: int
     incarnation: str
+    shards: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Return the key as error messages show it."""
+        """Return the request as error messages show it."""
+        numbers = ", ".join(map(str, self.shards))
         return (
-            f"shard {self.shard} of trial {self.trial} after visit {self.visit} "
+            f"shard {numbers} of trial {self.trial} after visit {self.visit} "
             f"(owner {self.incarnation})"
+        )
+
+    @classmethod
+    def from_line(cls, line: bytes) -> ShardRequest:
+        """Return the request that a receiver wrote.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match json.loads(line):
+            case {
+                "fetch": {
+                    "trial": int(trial),
+                    "visit": int(visit),
+                    "incarnation": str(incarnation),
+                    "shards": [int(), *_] as shards,
+                }
+            } if all(type(number) is int and number >= 0 for number in shards):
+                return cls(trial, visit, incarnation, tuple(shards))
+        raise ValueError(
+            f"{line[:200]!r} is no request for shards; run the same version everywhere"
         )
 
 
@@ -53,36 +75,17 @@ class Publication(Protocol):
 
 
 @dataclass(frozen=True)
-class FetchedSegment:
-    """Holds a segment as received; `buffer` (uint8, [nbytes]) is None if the receiver had it."""
-
-    digest: str
-    nbytes: int
-    buffer: Bytes | None
-
-
-@dataclass(frozen=True)
 class FetchedShard:
-    """Holds a fetched shard and what its transfer cost.
+    """Holds a fetched shard, and what its transfer cost.
 
-    `seconds` runs from the arrival of the reply's header to the last byte in place, without the
+    `segments` maps a segment's name to its digest and its bytes: received, or held before.
+    `seconds` runs from the arrival of the owner's offer to the last byte in place, without the
     wait for the owner to publish the shard.
     """
 
-    segments: dict[str, FetchedSegment]
+    number: int
+    segments: dict[str, tuple[str, Bytes]]
     cursor: dict[str, Any]
     bytes_moved: int
     bytes_saved: int
     seconds: float
-
-
-def ticket_to_bytes(key: ShardKey, have: Collection[str]) -> bytes:
-    """Encode the request for a shard by a receiver that holds the digests `have`."""
-    return json.dumps({**vars(key), "have": sorted(have)}).encode()
-
-
-def ticket_from_bytes(ticket: bytes) -> tuple[ShardKey, frozenset[str]]:
-    """Decode what `ticket_to_bytes` made; raises KeyError, TypeError or ValueError on all else."""
-    fields = json.loads(ticket)
-    have = frozenset(fields.pop("have"))
-    return ShardKey(**fields), have

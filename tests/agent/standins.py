@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.agent.shard_store import Shard, ShardStore
 from cerebro_hydra.shards.digest import digest
-from cerebro_hydra.wire.messages import FetchedSegment, FetchedShard
+from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 
 SECONDS = 20.0
 """After this a wait counts as one that never ends."""
@@ -42,7 +43,9 @@ class Peer:
         self.answer = threading.Event()
         self.left = threading.Event()
 
-    def fetch(self, key: Any, have: Any, allocate: Callable[[int], Any]) -> FetchedShard:
+    def fetch(
+        self, request: ShardRequest, held: Any, allocate: Callable[[int], Any]
+    ) -> Iterator[FetchedShard]:
         self.asked.set()
         assert self.answer.wait(SECONDS)
         if self.error is not None:
@@ -51,12 +54,18 @@ class Peer:
         for name in ("frozen", "trainable"):
             buffer = allocate(8)
             buffer[:] = self.fill
-            segments[name] = FetchedSegment(digest(buffer), 8, buffer)
-        return FetchedShard(segments, {"step": 1}, 16, 0, 0.0)
+            segments[name] = (digest(buffer), buffer)
+        yield FetchedShard(0, segments, {"step": 1}, 16, 0, 0.0)
 
     def cancel(self) -> None:
-        """End the wait of the fetch; called once more when the fetch has ended."""
-        if self.answer.is_set():
+        """Go on waiting: the answer comes late."""
+
+    @contextmanager
+    def lent(self) -> Iterator[Peer]:
+        """Be one fetch's, and say when it has ended."""
+        try:
+            yield self
+        finally:
             self.left.set()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +33,7 @@ from cerebro_hydra.plan.instructions import (
 from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_folder import RunFolder
-from cerebro_hydra.wire.messages import FetchedSegment, FetchedShard
+from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 from tests.agent.standins import SECONDS
 
 PARTITIONS, EPOCHS = 2, 2
@@ -105,13 +107,12 @@ class Agent:
         self.pool = CountingPool()
         self.store = ShardStore(SegmentStore(budget, str(scratch), self.pool))
         self.tasks: list[Any] = []
-        connect: Any = cluster.agents.__getitem__
         report = cluster.events.put
         self.fetch_manager = FetchManager(
             name,
             self.store,
             cluster.folder,
-            connect,
+            cluster.client,
             lambda trial, visit: report(events.StateReceived(trial, visit, name)),
         )
         builder: Any = Builder(cluster.nbytes, self.pool)
@@ -119,17 +120,21 @@ class Agent:
             name, builder, self.store, self.fetch_manager, report, lambda record: None
         )
 
-    def fetch(self, key: Any, have: Any, allocate: Any) -> FetchedShard:
+    def fetch(
+        self, request: ShardRequest, held: Any, allocate: Callable[[int], Any]
+    ) -> Iterator[FetchedShard]:
         """Answer a peer as its wire would: read what is published while it is sent."""
-        shard = self.store.wait(key.trial, key.visit, key.shard)
-        segments = {}
-        for name, (named, buffer) in shard.segments.items():
-            sent = None if named in have else allocate(buffer.nbytes)
-            if sent is not None:
-                sent[:] = buffer
-                assert digest(sent) == named
-            segments[name] = FetchedSegment(named, buffer.nbytes, sent)
-        return FetchedShard(segments, dict(shard.cursor), 0, 0, 0.0)
+        for number in request.shards:
+            shard = self.store.wait(request.trial, request.visit, number)
+            segments = {}
+            for name, (named, buffer) in shard.segments.items():
+                received = held(named)
+                if received is None:
+                    received = allocate(buffer.nbytes)
+                    received[:] = buffer
+                    assert digest(received) == named
+                segments[name] = (named, received)
+            yield FetchedShard(number, segments, dict(shard.cursor), 0, 0, 0.0)
 
     def cancel(self) -> None:
         """Do nothing: a copy in memory does not wait."""
@@ -156,6 +161,11 @@ class Cluster:
         configs = tuple(TrialConfig(n, 1.0, nbytes, digests) for n in range(trials))
         self.state = HopState(HopConfig(configs, PARTITIONS, EPOCHS))
         self.results: dict[int, FinishTrial] = {}
+
+    @contextmanager
+    def client(self, uri: str) -> Iterator[Any]:
+        """Lend the agent of this name to a peer that fetches from it."""
+        yield self.agents[uri]
 
     def run(self) -> None:
         workers = len(self.agents)
@@ -199,6 +209,8 @@ def peaks(path: Path, budget_states: float, trials: int = 4, workers: int = 2) -
     """Run the trials and return the peak of each agent in states of one trial."""
     cluster = Cluster(path, trials, STATE, int(budget_states * STATE), workers)
     cluster.run()
+    for agent in cluster.agents.values():
+        agent.fetch_manager.close()
     for trial, result in cluster.results.items():
         assert (result.status, result.visit) == ("finished", PARTITIONS * EPOCHS)
         (shard,) = cluster.folder.read_state(trial, result.visit)["shards"]

@@ -68,7 +68,7 @@ def test_equal_segments_are_kept_once_for_all_trials() -> None:
         shard_store.put(
             shard_store.expect(trial, 0, shards=1), 0, shard("backbone", f"head-{trial}")
         )
-    buffers = [shard_store.wait(trial, 0, 0).buffers["frozen"] for trial in range(3)]
+    buffers = [shard_store.wait(trial, 0, 0).segments["frozen"][1] for trial in range(3)]
     assert len({buffer.ctypes.data for buffer in buffers}) == 1
     assert sorted(shard_store.segments.digests()) == ["backbone", "head-0", "head-1", "head-2"]
 

@@ -29,7 +29,7 @@ class Bench:
         self.peers["uri-a"].answer.set()
         self.reported: list[events.Event] = []
         folder: Any = None
-        connect: Any = self.peers.__getitem__
+        connect: Any = lambda uri: self.peers[uri].lent()  # noqa: E731
         self.fetch_manager = FetchManager(
             "me", self.shard_store, folder, connect, lambda trial, visit: None
         )
@@ -63,14 +63,14 @@ def test_a_task_is_trained_and_published() -> None:
     bench = Bench()
     bench.perform()
     assert isinstance(bench.outcome, events.SubEpochDone)
-    assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == 2
+    assert bench.shard_store.wait(0, VISIT, 0).segments["trainable"][1][0] == 2
 
 
 def test_the_state_before_is_kept_as_it_was() -> None:
     bench = Bench()
     bench.perform()
     before, after = (bench.shard_store.wait(0, visit, 0) for visit in (VISIT - 1, VISIT))
-    assert before.buffers["trainable"].tolist() == [1] * 8
+    assert before.segments["trainable"][1].tolist() == [1] * 8
     for state in (before, after):
         named, buffer = state.segments["trainable"]
         assert digest(buffer) == named
@@ -92,7 +92,7 @@ def test_a_task_that_is_taken_back_after_its_end_leaves_nothing() -> None:
     assert not bench.shard_store.knows(0, VISIT)
     peer = bench.bring_redone_state()
     peer.answer.set()
-    assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
+    assert bench.shard_store.wait(0, VISIT, 0).segments["trainable"][1][0] == peer.fill
 
 
 def test_a_task_that_is_taken_back_spares_the_state_that_came_instead() -> None:
@@ -107,7 +107,7 @@ def test_a_task_that_is_taken_back_spares_the_state_that_came_instead() -> None:
     peer = bench.peers["uri-b"]
     peer.answer.set()
     assert peer.left.wait(SECONDS)
-    assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
+    assert bench.shard_store.wait(0, VISIT, 0).segments["trainable"][1][0] == peer.fill
 
 
 def test_stopping_ends_a_task_that_waits() -> None:

@@ -31,7 +31,7 @@ class ScriptedAgent:
         self.incarnation = uuid.uuid4().hex
         self._script = script
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        uri = f"grpc://127.0.0.1:{worker + 1}"
+        uri = f"tcp://127.0.0.1:{worker + 1}"
         info = AgentInfo(self.incarnation, worker, start, uri, "here", 7, (str(worker),), {})
         self._control = ControlClient(
             spec.control,

@@ -15,7 +15,7 @@ from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.wire.credentials import Credentials
 from tests.hopper.test_hopper_coordinator import document, manifest
 
-INFO = AgentInfo("abc", 1, 7, "grpc://there:2", "there", 42, ("0", "3"), {"threads": 1})
+INFO = AgentInfo("abc", 1, 7, "tcp://there:2", "there", 42, ("0", "3"), {"threads": 1})
 
 
 def spec() -> AgentSpec:
@@ -33,6 +33,11 @@ def test_a_spec_and_an_introduction_come_back_from_json_as_they_were() -> None:
     [
         ({"worker": 2}, r"worker 2 is not one of 0\.\.1"),
         ({"worker": "1"}, r"worker 1 is not one of 0\.\.1"),
+        ({"worker": True}, r"worker True is not one of 0\.\.1"),
+        ({"worker": [0]}, r"worker \[0\] is not one of 0\.\.1"),
+        ({"pid": "7"}, "hello can't be read: pid is '7'; run the same version"),
+        ({"uri": None}, "hello can't be read: uri is None; run the same version"),
+        ({"numeric": [1]}, r"hello can't be read: numeric is \[1\]; run the same version"),
         ({"gpus": None}, "the agent's hello can't be read: .*run the same version"),
         ({"extra": 1}, "the agent's hello can't be read: .*'extra'.*run the same version"),
     ],

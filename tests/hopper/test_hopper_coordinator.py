@@ -283,7 +283,7 @@ def test_a_hello_that_can_not_be_used_is_refused_in_words_and_the_run_goes_on(
 
     def script(instruction: Any, incarnation: str) -> None:
         if not refusals:
-            whole = AgentInfo("stranger", 0, 1, "grpc://127.0.0.1:1", "here", 7, (), {})
+            whole = AgentInfo("stranger", 0, 1, "tcp://127.0.0.1:1", "here", 7, (), {})
             changed_hello = {**whole.to_json(), **changed}
             hello = {name: value for name, value in changed_hello.items() if value is not ...}
             spec = launcher.spec

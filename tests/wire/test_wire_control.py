@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.wire import connection
-from cerebro_hydra.wire.connection import Connection
+from cerebro_hydra.wire import connection, control_connection
 from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.control_connection import ControlConnection
 from cerebro_hydra.wire.control_server import ControlServer
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
 from cerebro_hydra.wire.messages import ControlFailed
@@ -241,7 +241,7 @@ def test_a_pause_of_this_process_is_not_taken_for_silence_of_the_peer(
     async def converse() -> list[str]:
         reasons: list[str] = []
         loop, (end, silent) = asyncio.get_running_loop(), socket.socketpair()
-        _, talking = await loop.create_connection(lambda: Connection(set(), 1, GUARD), sock=end)
+        _, talking = await loop.create_connection(lambda: ControlConnection(GUARD), sock=end)
         talking.on_end = reasons.append
         talking.open(heartbeat_seconds=0.5, silence_seconds=10.0)
         clock, leapt = loop.time, 0.0
@@ -376,7 +376,8 @@ def test_a_message_that_is_too_long_fails_at_its_sender(
 def test_a_line_that_is_too_long_ends_its_connection(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "LONGEST_MESSAGE", 1 << 20)  # of those who open from now on
+    # Of those who open from now on.
+    monkeypatch.setattr(control_connection, "LONGEST_MESSAGE", 1 << 20)
     client = dial(driver)
     client.send({"first": "word"})
     assert [driver.next()[0] for _ in range(2)] == ["hello", "message"]  # so the driver has opened

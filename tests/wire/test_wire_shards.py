@@ -11,75 +11,46 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cerebro_hydra.errors import Cancelled, TransferError
+from cerebro_hydra.wire import shard_server
+from cerebro_hydra.wire.client_pool import ClientPool
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
-from cerebro_hydra.wire.messages import FetchedShard, ShardKey
+from cerebro_hydra.wire.messages import ShardRequest
 from cerebro_hydra.wire.shard_client import ShardClient
-from cerebro_hydra.wire.shard_server import ShardServer
+from tests.wire.owners import Owner, Published, empty, fetch, noise, nothing, request
 
 GUARD = 60  # seconds; only a hang comes near it
 PLAIN = new_credentials()
-KEY = ShardKey(trial=4, visit=2, shard=0, incarnation="owner")
-
-
-@dataclass(frozen=True)
-class Published:
-    segments: dict[str, tuple[str, Any]]
-    cursor: dict[str, Any]
-
-
-def noise(nbytes: int) -> np.ndarray:
-    return np.random.default_rng(7).integers(0, 256, nbytes, dtype=np.uint8)
+SMALL = Published({"trainable": ("t", noise(1000))})
 
 
 def sha(buffer: np.ndarray) -> str:
     return hashlib.sha256(buffer).hexdigest()
 
 
-def empty(nbytes: int) -> np.ndarray:
-    return np.empty(nbytes, dtype=np.uint8)
+@contextmanager
+def serving(*shards: Published | Exception) -> Iterator[Owner]:
+    owner = Owner(PLAIN, *shards)
+    yield owner
+    owner.server.close()
 
 
 @contextmanager
-def serving(
-    lookup: Callable[[ShardKey], Any], credentials: Credentials = PLAIN
-) -> Iterator[ShardServer]:
-    server = ShardServer("127.0.0.1", credentials, lookup)
-    yield server
-    server.close()
-
-
-@contextmanager
-def fetching(client: ShardClient, key: ShardKey = KEY, **options: Any) -> Iterator[Future[Any]]:
+def fetching(client: ShardClient, *shards: int) -> Iterator[Future[Any]]:
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(client.fetch, key, (), empty, **options)
-
-
-class Waiting:
-    """A lookup that waits until the shard is published, and says that it waits."""
-
-    def __init__(self) -> None:
-        self.began: SimpleQueue[ShardKey] = SimpleQueue()
-        self.published = threading.Event()
-
-    def __call__(self, key: ShardKey) -> Published:
-        self.began.put(key)
-        assert self.published.wait(GUARD)
-        return Published({"trainable": ("t", noise(1000))}, {})
+        yield pool.submit(fetch, client, *shards)
 
 
 @pytest.fixture
-def waiting() -> Iterator[Waiting]:
-    lookup = Waiting()
-    yield lookup
-    lookup.published.set()
+def waiting() -> Iterator[Owner]:
+    """An owner that has published nothing yet."""
+    with serving() as owner:
+        yield owner
 
 
 def test_fifty_megabytes_from_another_process_are_equal_bit_for_bit(
@@ -88,9 +59,8 @@ def test_fifty_megabytes_from_another_process_are_equal_bit_for_bit(
     nbytes = 50_000_000
     uri = peer("owner", credentials, str(nbytes)).hear()["uri"]
     memory = np.zeros(nbytes, dtype=np.uint8)
-    shard = ShardClient(uri, credentials).fetch(KEY, (), lambda n: memory[:n])
-    assert shard.segments["trainable"].buffer is not None
-    assert np.shares_memory(shard.segments["trainable"].buffer, memory)
+    (shard,) = fetch(ShardClient(uri, credentials), allocate=lambda n: memory[:n])
+    assert np.shares_memory(shard.segments["trainable"][1], memory)
     assert np.array_equal(memory, noise(nbytes))
     assert shard.cursor == {"step": 3}
     assert (shard.bytes_moved, shard.bytes_saved) == (nbytes, 0)
@@ -100,17 +70,17 @@ def test_fifty_megabytes_from_another_process_are_equal_bit_for_bit(
 @pytest.mark.parametrize("nbytes", [0, 1, 63, (2 << 20) - 1, 2 << 20, (2 << 20) + 1])
 def test_any_size_arrives_whole(nbytes: int) -> None:
     data = noise(nbytes)
-    with serving(lambda _: Published({"trainable": (sha(data), data)}, {})) as server:
-        shard = ShardClient(server.uri, PLAIN, sha).fetch(KEY, (), empty)
-    assert np.array_equal(shard.segments["trainable"].buffer, data)
+    with serving(Published({"trainable": (sha(data), data)})) as owner:
+        (shard,) = fetch(ShardClient(owner.uri, PLAIN, sha))
+    assert np.array_equal(shard.segments["trainable"][1], data)
 
 
 @pytest.mark.parametrize("kind", [bytes, memoryview, lambda data: data.view(np.float32)])
 def test_any_contiguous_buffer_can_be_published(kind: Callable[[np.ndarray], Any]) -> None:
     data = noise(4096)
-    with serving(lambda _: Published({"trainable": ("t", kind(data))}, {})) as server:
-        shard = ShardClient(server.uri, PLAIN).fetch(KEY, (), empty)
-    assert np.array_equal(shard.segments["trainable"].buffer, data)
+    with serving(Published({"trainable": ("t", kind(data))})) as owner:
+        (shard,) = fetch(ShardClient(owner.uri, PLAIN))
+    assert np.array_equal(shard.segments["trainable"][1], data)
 
 
 @pytest.mark.parametrize(
@@ -133,69 +103,84 @@ def test_segments_that_the_receiver_has_are_not_sent(
         allocated.append(nbytes)
         return empty(nbytes)
 
-    with serving(lambda _: published) as server:
-        shard = ShardClient(server.uri, PLAIN).fetch(KEY, have, allocate)
+    holding = {digest: empty(1) for digest in have}
+    with serving(published) as owner:
+        (shard,) = fetch(ShardClient(owner.uri, PLAIN), held=holding.get, allocate=allocate)
     assert allocated == [data[name].nbytes for name in moved]
     assert shard.bytes_moved == sum(allocated)
     assert shard.bytes_saved == sum(data[name].nbytes for name in saved)
-    for name, segment in shard.segments.items():
-        assert (segment.digest, segment.nbytes) == (name[0], data[name].nbytes)
+    assert list(shard.segments) == list(data)
+    for name, (digest, buffer) in shard.segments.items():
+        assert digest == name[0]
         if name in moved:
-            assert np.array_equal(segment.buffer, data[name])
+            assert np.array_equal(buffer, data[name])
         else:
-            assert segment.buffer is None
+            assert buffer is holding[digest]
 
 
-def test_the_owner_is_asked_for_exactly_the_key() -> None:
-    asked: list[ShardKey] = []
-    with serving(lambda key: asked.append(key) or Published({}, {})) as server:
-        ShardClient(server.uri, PLAIN).fetch(ShardKey(12, 34, 5, "abc"), (), empty)
-    assert asked == [ShardKey(12, 34, 5, "abc")]
+def test_the_owner_is_asked_for_exactly_what_is_requested() -> None:
+    wanted = ShardRequest(12, 34, "abc", (1, 0))
+    with serving(Published({}), Published({})) as owner:
+        fetched = ShardClient(owner.uri, PLAIN).fetch(wanted, nothing, empty)
+        assert [shard.number for shard in fetched] == [1, 0]
+        assert owner.asked.get_nowait() == wanted
+        assert owner.asked.empty()
 
 
-def test_several_threads_fetch_at_once() -> None:
+def test_shards_come_in_the_order_in_which_they_are_published(waiting: Owner) -> None:
+    fetched = ShardClient(waiting.uri, PLAIN).fetch(request(0, 1, 2), nothing, empty)
+    for number in (2, 0, 1):
+        waiting.publish(number, SMALL)
+        assert next(fetched).number == number
+    assert list(fetched) == []
+
+
+def test_several_threads_fetch_at_once(waiting: Owner) -> None:
     data = [noise(3_000_000 + shard) for shard in range(6)]
-    gate = threading.Barrier(6)
+    pool = ClientPool(PLAIN, sha)
 
-    def lookup(key: ShardKey) -> Published:
-        gate.wait(GUARD)  # passes only if all six are being served together
-        return Published({"trainable": (sha(data[key.shard]), data[key.shard])}, {})
+    def fetch_one(number: int) -> Any:
+        with pool.client(waiting.uri) as client:
+            return fetch(client, number)[0]
 
-    with serving(lookup) as server, ThreadPoolExecutor(6) as pool:
-        client = ShardClient(server.uri, PLAIN, sha)
-        keys = [ShardKey(0, 1, shard, "owner") for shard in range(6)]
-        shards = list(pool.map(lambda key: client.fetch(key, (), empty), keys))
+    with ThreadPoolExecutor(6) as threads:
+        fetches = [threads.submit(fetch_one, number) for number in range(6)]
+        for _ in fetches:
+            waiting.asked.get(timeout=GUARD)  # all six are being served together
+        for number, content in enumerate(data):
+            waiting.publish(number, Published({"trainable": (sha(content), content)}))
+        shards = [each.result(GUARD) for each in fetches]
     for shard, expected in zip(shards, data, strict=True):
-        assert np.array_equal(shard.segments["trainable"].buffer, expected)
+        assert np.array_equal(shard.segments["trainable"][1], expected)
 
 
 @pytest.mark.parametrize("error", [KeyError, ValueError, TransferError])
 def test_a_refusal_reaches_the_receiver_in_the_owners_words(error: type[Exception]) -> None:
-    def lookup(key: ShardKey) -> Published:
-        raise error(f"incarnation {key.incarnation!r} is not mine; I am 'new'")
-
-    with serving(lookup) as server, pytest.raises(TransferError) as caught:
-        ShardClient(server.uri, PLAIN).fetch(KEY, (), empty)
+    refusal = error("incarnation 'owner' is not mine; I am 'new'")
+    with serving(refusal) as owner, pytest.raises(TransferError) as caught:
+        fetch(ShardClient(owner.uri, PLAIN))
     assert str(caught.value) == (
-        f"shard 0 of trial 4 after visit 2 (owner owner) from {server.uri}: "
+        f"shard 0 of trial 4 after visit 2 (owner owner) from {owner.uri}: "
         "incarnation 'owner' is not mine; I am 'new'"
     )
 
 
-def test_a_failed_fetch_leaves_the_client_usable() -> None:
-    answers: list[Any] = [KeyError("not yet"), Published({"frozen": ("f", noise(10))}, {})]
+def test_a_failed_fetch_leaves_the_pool_usable() -> None:
+    with serving(KeyError("not yet")) as owner:
+        pool = ClientPool(PLAIN)
+        with pytest.raises(TransferError, match="not yet"), pool.client(owner.uri) as client:
+            fetch(client)
+        owner.publish(0, SMALL)
+        with pool.client(owner.uri) as client:
+            assert fetch(client)[0].bytes_moved == 1000
 
-    def lookup(key: ShardKey) -> Published:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
-    with serving(lookup) as server:
-        client = ShardClient(server.uri, PLAIN)
-        with pytest.raises(TransferError, match="not yet"):
-            client.fetch(KEY, (), empty)
-        assert client.fetch(KEY, (), empty).bytes_moved == 10
+def test_an_error_in_the_middle_keeps_what_came_before() -> None:
+    with serving(SMALL, TransferError("state 2 of trial 4 was withdrawn here")) as owner:
+        fetched = ShardClient(owner.uri, PLAIN).fetch(request(0, 1), nothing, empty)
+        assert next(fetched).number == 0
+        with pytest.raises(TransferError, match="withdrawn here"):
+            next(fetched)
 
 
 def test_bytes_with_another_digest_are_refused() -> None:
@@ -203,60 +188,55 @@ def test_bytes_with_another_digest_are_refused() -> None:
     announced = sha(data)
     data[500] ^= 1
     with (
-        serving(lambda _: Published({"trainable": (announced, data)}, {})) as server,
+        serving(Published({"trainable": (announced, data)})) as owner,
         pytest.raises(TransferError, match=f"'trainable' .* announced was {announced}"),
     ):
-        ShardClient(server.uri, PLAIN, sha).fetch(KEY, (), empty)
+        fetch(ShardClient(owner.uri, PLAIN, sha))
 
 
 def test_memory_of_another_size_is_refused() -> None:
-    with (
-        serving(lambda _: Published({"trainable": ("t", noise(10))}, {})) as server,
-        pytest.raises(ValueError, match=r"allocate\(10\)"),
-    ):
-        ShardClient(server.uri, PLAIN).fetch(KEY, (), lambda n: empty(n + 1))
+    with serving(SMALL) as owner, pytest.raises(ValueError, match=r"allocate\(1000\)"):
+        fetch(ShardClient(owner.uri, PLAIN), allocate=lambda n: empty(n + 1))
 
 
-def test_a_waiting_fetch_ends_when_the_shard_is_published(waiting: Waiting) -> None:
-    with serving(waiting) as server, fetching(ShardClient(server.uri, PLAIN)) as fetch:
-        waiting.began.get(timeout=GUARD)
-        assert not fetch.done()
-        waiting.published.set()
-        assert fetch.result(GUARD).bytes_moved == 1000
+def test_a_waiting_fetch_ends_when_the_shard_is_published(waiting: Owner) -> None:
+    with fetching(ShardClient(waiting.uri, PLAIN)) as fetched:
+        waiting.asked.get(timeout=GUARD)
+        assert not fetched.done()
+        waiting.publish(0, SMALL)
+        assert fetched.result(GUARD)[0].bytes_moved == 1000
 
 
-def test_waiting_is_not_part_of_the_seconds(waiting: Waiting) -> None:
-    with serving(waiting) as server, fetching(ShardClient(server.uri, PLAIN)) as fetch:
-        waiting.began.get(timeout=GUARD)
+def test_waiting_is_not_part_of_the_seconds(waiting: Owner) -> None:
+    with fetching(ShardClient(waiting.uri, PLAIN)) as fetched:
+        waiting.asked.get(timeout=GUARD)
         threading.Event().wait(0.3)  # makes a wait that was counted show; decides nothing
         published = time.perf_counter()
-        waiting.published.set()
-        assert fetch.result(GUARD).seconds <= time.perf_counter() - published
+        waiting.publish(0, SMALL)
+        assert fetched.result(GUARD)[0].seconds <= time.perf_counter() - published
 
 
-def test_a_waiting_fetch_ends_when_its_client_cancels(waiting: Waiting) -> None:
-    with serving(waiting) as server:
-        client = ShardClient(server.uri, PLAIN)
-        with fetching(client) as fetch:
-            waiting.began.get(timeout=GUARD)
-            client.cancel()
-            with pytest.raises(Cancelled, match="shard 0 of trial 4"):
-                fetch.result(GUARD)
+def test_a_waiting_fetch_ends_when_its_client_cancels(waiting: Owner) -> None:
+    client = ShardClient(waiting.uri, PLAIN)
+    with fetching(client) as fetched:
+        waiting.asked.get(timeout=GUARD)
+        client.cancel()
+        with pytest.raises(Cancelled, match="shard 0 of trial 4"):
+            fetched.result(GUARD)
+    with pytest.raises(Cancelled):
+        fetch(client)
+
+
+def test_one_of_two_waiting_fetches_can_be_cancelled(waiting: Owner) -> None:
+    patient, client = ShardClient(waiting.uri, PLAIN), ShardClient(waiting.uri, PLAIN)
+    with fetching(patient) as kept, fetching(client) as dropped:
+        waiting.asked.get(timeout=GUARD)
+        waiting.asked.get(timeout=GUARD)
+        client.cancel()
         with pytest.raises(Cancelled):
-            client.fetch(KEY, (), empty)
-
-
-def test_one_of_two_waiting_fetches_can_be_cancelled(waiting: Waiting) -> None:
-    with serving(waiting) as server:
-        patient, client = ShardClient(server.uri, PLAIN), ShardClient(server.uri, PLAIN)
-        with fetching(patient) as kept, fetching(client) as dropped:
-            waiting.began.get(timeout=GUARD)
-            waiting.began.get(timeout=GUARD)
-            client.cancel()
-            with pytest.raises(Cancelled):
-                dropped.result(GUARD)
-            waiting.published.set()
-            assert kept.result(GUARD).bytes_moved == 1000
+            dropped.result(GUARD)
+        waiting.publish(0, SMALL)
+        assert kept.result(GUARD)[0].bytes_moved == 1000
 
 
 def test_a_fetch_from_a_hung_owner_can_be_cancelled(
@@ -265,29 +245,42 @@ def test_a_fetch_from_a_hung_owner_can_be_cancelled(
     owner = peer("owner", credentials, "1000")
     client = ShardClient(owner.hear()["uri"], credentials)
     os.kill(owner.process.pid, signal.SIGSTOP)
-    with fetching(client) as fetch:
+    with fetching(client) as fetched:
         client.cancel()
         with pytest.raises(Cancelled):
-            fetch.result(GUARD)
+            fetched.result(GUARD)
 
 
-def test_a_waiting_fetch_ends_when_the_server_closes(waiting: Waiting) -> None:
-    server = ShardServer("127.0.0.1", PLAIN, waiting)
-    with fetching(ShardClient(server.uri, PLAIN)) as fetch:
-        waiting.began.get(timeout=GUARD)
-        server.close()  # while lookup still waits
+def test_a_waiting_fetch_ends_when_the_server_closes(waiting: Owner) -> None:
+    with fetching(ShardClient(waiting.uri, PLAIN)) as fetched:
+        waiting.asked.get(timeout=GUARD)
+        waiting.server.close()
         with pytest.raises(TransferError, match="the owner has closed"):
-            fetch.result(GUARD)
+            fetched.result(GUARD)
+
+
+def test_a_transfer_under_way_is_finished_when_the_server_closes() -> None:
+    data, closing = noise(50_000_000), threading.Event()
+
+    def allocate(nbytes: int) -> np.ndarray:
+        threading.Thread(target=owner.server.close).start()
+        while not owner.server._closing:
+            closing.wait(0.01)
+        return empty(nbytes)
+
+    with serving(Published({"trainable": (sha(data), data)})) as owner:
+        (shard,) = fetch(ShardClient(owner.uri, PLAIN, sha), allocate=allocate)
+    assert shard.bytes_moved == data.nbytes
 
 
 def test_a_waiting_fetch_ends_when_its_owner_is_killed(peer: Callable[..., Any]) -> None:
     owner = peer("owner", PLAIN, "1000")
     uri = owner.hear()["uri"]
-    with fetching(ShardClient(uri, PLAIN), ShardKey(0, 1, 1, "owner")) as fetch:
+    with fetching(ShardClient(uri, PLAIN), 1) as fetched:
         assert owner.hear() == {"waiting": 1}
         owner.kill()
         with pytest.raises(TransferError, match=re.escape(uri)):
-            fetch.result(GUARD)
+            fetched.result(GUARD)
 
 
 def test_a_transfer_ends_when_its_owner_is_killed_in_the_middle(
@@ -298,54 +291,66 @@ def test_a_transfer_ends_when_its_owner_is_killed_in_the_middle(
     uri = owner.hear()["uri"]
 
     def allocate(_: int) -> np.ndarray:
-        owner.kill()  # the header is here, most bytes are not
+        owner.kill()  # the offer is here, most bytes are not
         return empty(nbytes)
 
     with pytest.raises(TransferError, match=re.escape(uri)):
-        ShardClient(uri, credentials).fetch(KEY, (), allocate)
+        fetch(ShardClient(uri, credentials), allocate=allocate)
 
 
 def test_an_owner_closes_though_a_receiver_waits_for_what_never_comes(
     credentials: Credentials, peer: Callable[..., Any]
 ) -> None:
     owner = peer("owner", credentials, "1000")
-    with fetching(
-        ShardClient(owner.hear()["uri"], credentials), ShardKey(0, 1, 9, "owner")
-    ) as fetch:
+    with fetching(ShardClient(owner.hear()["uri"], credentials), 9) as fetched:
         assert owner.hear() == {"waiting": 9}
         owner.tell("close")
         assert owner.hear() == {"closed": True}
         assert owner.process.wait(GUARD) == 0
         with pytest.raises(TransferError):
-            fetch.result(GUARD)
+            fetched.result(GUARD)
 
 
 def test_an_owners_process_ends_though_a_receiver_hangs(peer: Callable[..., Any]) -> None:
     owner = peer("owner", PLAIN, "1000")
     receiver = peer("receiver", PLAIN, owner.hear()["uri"], "0")
     assert receiver.hear() == {"asking": True}
-    assert receiver.hear() == {"header": True}  # and hangs with an open connection
+    assert receiver.hear() == {"offered": True}  # and hangs with an open connection
     os.kill(receiver.process.pid, signal.SIGSTOP)
     owner.tell("close")
     assert owner.hear() == {"closed": True}
     assert owner.process.wait(GUARD) == 0
 
 
-def test_an_owner_goes_on_after_a_waiting_receiver_was_killed(
-    peer: Callable[..., Any], waiting: Waiting
+def test_a_receiver_that_takes_nothing_is_dropped(
+    peer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(waiting) as server:
-        killed = peer("receiver", PLAIN, server.uri)
-        killed.hear()
-        waiting.began.get(timeout=GUARD)
-        killed.kill()
-        waiting.published.set()
-        shard: FetchedShard = ShardClient(server.uri, PLAIN).fetch(KEY, (), empty)
-        assert shard.bytes_moved == 1000
+    """What it was offered must not stay in memory for as long as it likes to hang."""
+    monkeypatch.setattr(shard_server, "_STALL_SECONDS", 0.5)
+    with serving(Published({"trainable": ("t", noise(50_000_000))})) as owner:
+        receiver = peer("receiver", PLAIN, owner.uri, "0")
+        receiver.hear()
+        assert receiver.hear() == {"offered": True}
+        os.kill(receiver.process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + GUARD
+        while owner.server._listener.connections:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.05)
+
+
+def test_an_owner_goes_on_after_a_waiting_receiver_was_killed(
+    peer: Callable[..., Any], waiting: Owner
+) -> None:
+    killed = peer("receiver", PLAIN, waiting.uri)
+    killed.hear()
+    waiting.asked.get(timeout=GUARD)
+    killed.kill()
+    waiting.publish(0, SMALL)
+    assert fetch(ShardClient(waiting.uri, PLAIN))[0].bytes_moved == 1000
 
 
 def test_an_owner_that_is_not_there_is_named() -> None:
-    with serving(lambda _: Published({}, {})) as server:
-        uri = server.uri
+    with serving() as owner:
+        uri = owner.uri
     with pytest.raises(TransferError, match=re.escape(uri)):
-        ShardClient(uri, PLAIN).fetch(KEY, (), empty)
+        fetch(ShardClient(uri, PLAIN))

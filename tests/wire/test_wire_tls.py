@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,20 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from cerebro_hydra.errors import ConfigurationError, SetupError, TransferError
-from cerebro_hydra.wire import control_server
+from cerebro_hydra.wire import listener
 from cerebro_hydra.wire.control_client import ControlClient
 from cerebro_hydra.wire.control_server import ControlServer
 from cerebro_hydra.wire.credentials import TLS, Credentials, new_credentials
-from cerebro_hydra.wire.messages import ControlFailed, ShardKey
+from cerebro_hydra.wire.messages import ControlFailed
 from cerebro_hydra.wire.shard_client import ShardClient
 from cerebro_hydra.wire.shard_server import ShardServer
 from tests.wire.certificates import make
+from tests.wire.owners import Owner, Published, fetch
 
 OWN = new_credentials(tls=True)
 PLAIN = Credentials(OWN.secret)
 OTHER = Credentials(OWN.secret, new_credentials(tls=True).certificate)
 DATA = np.frombuffer(b"a row that nobody else may read. " * 1000, dtype=np.uint8)
-
-
-@dataclass(frozen=True)
-class Published:
-    segments: dict[str, tuple[str, Any]]
-    cursor: dict[str, Any]
 
 
 def greet_over_control(uri: str, credentials: Credentials) -> None:
@@ -44,11 +38,8 @@ def greet_over_control(uri: str, credentials: Credentials) -> None:
 
 
 def fetch_a_shard(uri: str, credentials: Credentials) -> None:
-    def allocate(nbytes: int) -> np.ndarray:
-        return np.empty(nbytes, dtype=np.uint8)
-
-    shard = ShardClient(uri, credentials).fetch(ShardKey(0, 1, 0, "owner"), (), allocate)
-    assert np.array_equal(shard.segments["trainable"].buffer, DATA)
+    (shard,) = fetch(ShardClient(uri, credentials))
+    assert np.array_equal(shard.segments["trainable"][1], DATA)
 
 
 Serve = Callable[[Credentials], ControlServer | ShardServer]
@@ -60,8 +51,7 @@ def control_server_of(credentials: Credentials) -> ControlServer:
 
 
 def shard_server_of(credentials: Credentials) -> ShardServer:
-    published = Published({"trainable": ("t", DATA)}, {})
-    return ShardServer("127.0.0.1", credentials, lambda key: published)
+    return Owner(credentials, Published({"trainable": ("t", DATA)})).server
 
 
 @pytest.fixture(params=["control", "shards"])
@@ -168,21 +158,22 @@ def test_a_receiver_that_asks_a_port_of_the_other_sort_fails_with_its_address(
     serving: Credentials, asking: Credentials
 ) -> None:
     server = shard_server_of(serving)
-    scheme = "grpc" if asking is PLAIN else "grpc+tls"
+    scheme = "tcp" if asking is PLAIN else "tls"
     uri = f"{scheme}://{server.uri.split('://')[1]}"
-    with pytest.raises(TransferError, match=r"failed to connect") as caught:
+    with pytest.raises(TransferError, match="TLS") as caught:
         fetch_a_shard(uri, asking)
     assert uri in str(caught.value)
     server.close()
 
 
-def test_a_peer_that_never_shakes_hands_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_server, "_GREETING_SECONDS", 0.5)
-    server = control_server_of(OWN)
+def test_a_peer_that_never_shakes_hands_is_hung_up_on(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "GREETING_SECONDS", 0.5)
+    server = serve(OWN)
     port = int(server.uri.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=60) as idle:
         assert idle.recv(1) == b""
-    server.close()
 
 
 @pytest.mark.parametrize("host", ["driver.example", "*.cluster.example", "10.1.2.3"])

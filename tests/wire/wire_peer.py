@@ -9,32 +9,19 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from cerebro_hydra.wire.control_client import ControlClient
 from cerebro_hydra.wire.control_server import ControlServer
 from cerebro_hydra.wire.credentials import Credentials
-from cerebro_hydra.wire.messages import ShardKey
 from cerebro_hydra.wire.shard_client import ShardClient
 from cerebro_hydra.wire.shard_server import ShardServer
-
-
-@dataclass(frozen=True)
-class Published:
-    segments: dict[str, tuple[str, Any]]
-    cursor: dict[str, Any]
+from tests.wire.owners import Published, fetch, noise
 
 
 def say(value: Any) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
-
-
-def noise(nbytes: int) -> np.ndarray:
-    return np.random.default_rng(7).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def agent(credentials: Credentials, uri: str, incarnation: str) -> None:
@@ -82,20 +69,20 @@ def driver(credentials: Credentials, silence: str = "10") -> None:
 
 def owner(credentials: Credentials, nbytes: str) -> None:
     """Publish shard 0; any other shard when a line comes; shard 9 never."""
-    data = noise(int(nbytes))
-    published = threading.Event()
+    shard = Published({"trainable": ("t", noise(int(nbytes)))}, {"step": 3})
+    published = False
 
-    def lookup(key: ShardKey) -> Published:
-        if key.shard:
-            say({"waiting": key.shard})
-            (threading.Event() if key.shard == 9 else published).wait()
-        return Published({"trainable": ("t", data)}, {"step": 3})
+    def look(number: int) -> Published | None:
+        if number and not published:
+            say({"waiting": number})
+        return shard if number == 0 or (published and number != 9) else None
 
-    server = ShardServer("127.0.0.1", credentials, lookup)
+    server = ShardServer("127.0.0.1", credentials, lambda request: look)
     say({"uri": server.uri})
     for line in sys.stdin:
         if line.strip() == "publish":
-            published.set()
+            published = True
+            server.look_again()
         else:
             server.close()
             say({"closed": True})
@@ -103,15 +90,14 @@ def owner(credentials: Credentials, nbytes: str) -> None:
 
 
 def receiver(credentials: Credentials, uri: str, shard: str = "1") -> None:
-    """Ask for a shard and wait for it; stop when its header is here, until a line comes."""
+    """Ask for a shard and wait for it; stop when it is offered, until a line comes."""
     say({"asking": True})
 
-    def allocate(nbytes: int) -> np.ndarray:
-        say({"header": True})
+    def held(digest: str) -> None:
+        say({"offered": True})
         sys.stdin.readline()
-        return np.empty(nbytes, dtype=np.uint8)
 
-    ShardClient(uri, credentials).fetch(ShardKey(0, 1, int(shard), "owner"), (), allocate)
+    fetch(ShardClient(uri, credentials), int(shard), held=held)
 
 
 if __name__ == "__main__":
