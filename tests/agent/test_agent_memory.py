@@ -176,7 +176,6 @@ class Cluster:
             if not self.events.empty() or not any(a.tasks for a in self.agents.values()):
                 for instruction in self.state.handle(self.events.get(timeout=SECONDS)):
                     self._obey(instruction)
-                self.state.validate()
                 continue
             for agent in self.agents.values():
                 if agent.tasks:
@@ -231,6 +230,6 @@ def test_without_a_budget_they_need_more(tmp_path: Path) -> None:
     assert max(peaks(tmp_path, 1000)) > 4
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_many_trials_need_no_more_than_four(tmp_path: Path, workers: int) -> None:
-    assert max(peaks(tmp_path, BUDGET_STATES, trials=20, workers=workers)) <= 4
+@pytest.mark.parametrize(("trials", "workers"), [(60, 1), (20, 2)])
+def test_many_trials_need_no_more_than_four(tmp_path: Path, trials: int, workers: int) -> None:
+    assert max(peaks(tmp_path, BUDGET_STATES, trials, workers)) <= 4
