@@ -9,6 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from cerebro_hydra.storage.digested_json import _sealed
+
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 7, 2**31, 2**63, 10**30, 1.5, -1e300, float("nan"), float("inf"), "",
     "x", "0", "../../..", "/etc/passwd", "a\0b", "\ud800", "subprocess:call", [], [0], {}, {"a": 0},
@@ -57,6 +59,13 @@ def forged_json(draw: st.DrawFn, document: Any) -> bytes:
             case "add" if isinstance(holder, dict):
                 holder["another"] = copy.deepcopy(draw(st.sampled_from(VALUES)))
     return json.dumps(document).replace(f'"{DEEP}"', "[" * 3000 + "]" * 3000).encode()
+
+
+def digested(body: bytes) -> bytes:
+    """Return a document, or lines of them, with the digest that fits, as malice would write it."""
+    if body.startswith(b"{") and body.endswith(b"}") and b"\n" not in body:
+        return _sealed(body[:-1] + (b"" if body == b"{}" else b","))
+    return _sealed(body + b"\n{")
 
 
 @st.composite

@@ -9,10 +9,10 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from cerebro_hydra.agent.shard_store import Bytes, Shard, ShardStore, State
+from cerebro_hydra.agent.shard_store import Shard, ShardStore, State
 from cerebro_hydra.errors import StoreError, TransferError
 from cerebro_hydra.plan.events import Hop
-from cerebro_hydra.shards.layout import aligned
+from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 from cerebro_hydra.wire.shard_client import ShardClient
@@ -112,8 +112,8 @@ class Fetch:
                     ShardRequest(
                         request.trial, request.visit, request.incarnation, tuple(sorted(missing))
                     ),
-                    lambda digest: self.shard_store.segments().get(digest),
-                    aligned,
+                    self.shard_store.segments.get,
+                    self.shard_store.segments.allocate,
                 )
             finally:
                 self._use(None)  # from here on it is another fetch's
@@ -134,11 +134,11 @@ class Fetch:
         return Shard(segments, entry["cursor"] or {})
 
     def _object(self, name: str) -> tuple[str, Bytes]:
-        held = self.shard_store.segments().get(name)
+        held = self.shard_store.segments.get(name)
         if held is not None:
             self.on_hop(Hop(0, held.nbytes, 0.0))
             return name, held
         begun = time.perf_counter()
-        buffer = self.folder.read_object(name, aligned)
+        buffer = self.folder.read_object(name, self.shard_store.segments.allocate)
         self.on_hop(Hop(buffer.nbytes, 0, time.perf_counter() - begun))
         return name, buffer

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from cerebro_hydra.agent import watchdog
+from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.checkpoint import write_checkpoint
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
+from cerebro_hydra.agent.segment_store import SegmentStore, budget_of
 from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
@@ -98,7 +100,8 @@ class _Agent:
         self._incarnation = uuid.uuid4().hex
         self._released = released
         self._folder = spec.open_folder()
-        self._shard_store = ShardStore()
+        budget = budget_of(max(trial.nbytes for trial in spec.document.trials))
+        self._shard_store = ShardStore(SegmentStore(budget, start.scratch, BufferPool()))
         self._tasks: queue.SimpleQueue[tuple[Task, str | None] | None] = queue.SimpleQueue()
         self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stopping = threading.Event()

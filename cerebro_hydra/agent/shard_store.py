@@ -1,18 +1,16 @@
-"""Holds segments by digest, and which of them make up each state of each trial."""
+"""Holds the states of trials: which segments make up each of them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.shards.layout import Bytes
 
-Bytes = npt.NDArray[np.uint8]
 Cursor = Mapping[str, Any]
 
 
@@ -24,12 +22,40 @@ class Shard:
     cursor: Cursor
 
     @property
-    def buffers(self) -> dict[str, Bytes]:
-        return {name: buffer for name, (_, buffer) in self.segments.items()}
+    def digests(self) -> tuple[str, str]:
+        """Return the digests of the frozen and the trainable segment."""
+        return self.segments["frozen"][0], self.segments["trainable"][0]
+
+
+@dataclass(frozen=True)
+class HeldShard:
+    """One shard that is here: name of a segment → digest.
+
+    It refers to no bytes, so that they can be spilled.
+    """
+
+    names: Mapping[str, str]
+    cursor: Cursor
+    _store: SegmentStore = field(repr=False)
 
     @property
     def digests(self) -> tuple[str, str]:
-        return self.segments["frozen"][0], self.segments["trainable"][0]
+        """Return the digests of the frozen and the trainable segment."""
+        return self.names["frozen"], self.names["trainable"]
+
+    @property
+    def segments(self) -> Mapping[str, tuple[str, Bytes]]:
+        """Return (digest, bytes) by name; bytes that lie on disk are read now.
+
+        Raises:
+            TransferError: a segment was dropped meanwhile, or the disk lost it.
+        """
+        segments = {}
+        for name, digest in self.names.items():
+            if (buffer := self._store.get(digest)) is None:
+                raise TransferError(f"segment {digest} was dropped here meanwhile")
+            segments[name] = (digest, buffer)
+        return segments
 
 
 @dataclass(eq=False)
@@ -42,7 +68,7 @@ class State:
 
     trial: int
     visit: int
-    shards: list[Shard | None]
+    shards: list[HeldShard | None]
 
 
 class ShardStore:
@@ -52,12 +78,15 @@ class ShardStore:
     for it; `withdraw` and `retract` end their waits. Equal segments are kept once, whatever trial
     they belong to; frozen ones stay for the run, so that they are never sent twice. `on_change` is
     called after each change, and must return at once.
+
+    Args:
+        segments: holds the bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, segments: SegmentStore) -> None:
+        self.segments = segments
         self._changed = threading.Condition()
         self._states: dict[tuple[int, int], State] = {}
-        self._segments: dict[str, Bytes] = {}
         self._frozen: set[str] = set()
         self.on_change: Callable[[], None] = lambda: None
 
@@ -74,22 +103,22 @@ class ShardStore:
         with self._changed:
             if self._states.get((state.trial, state.visit)) is not state:
                 return
-            segments = {}
             for name, (digest, buffer) in shard.segments.items():
-                segments[name] = (digest, self._segments.setdefault(digest, buffer))
+                self.segments.add(digest, buffer)
                 if name == "frozen":
                     self._frozen.add(digest)
-            state.shards[number] = Shard(segments, shard.cursor)
+            names = {name: digest for name, (digest, _) in shard.segments.items()}
+            state.shards[number] = HeldShard(names, shard.cursor, self.segments)
             self.wake()
 
-    def follow(self, trial: int, visit: int) -> Callable[[int], Shard | None]:
+    def follow(self, trial: int, visit: int) -> Callable[[int], HeldShard | None]:
         """Return what looks for a shard of a state, announced or not: None while it isn't there.
 
         What is returned raises TransferError if the state that it saw first was withdrawn.
         """
         seen: State | None = None
 
-        def look(number: int) -> Shard | None:
+        def look(number: int) -> HeldShard | None:
             nonlocal seen
             with self._changed:
                 state = self._states.get((trial, visit))
@@ -109,7 +138,7 @@ class ShardStore:
 
     def wait(
         self, trial: int, visit: int, number: int, given_up: Callable[[], bool] = lambda: False
-    ) -> Shard:
+    ) -> HeldShard:
         """Return one shard, as soon as it is there.
 
         Raises:
@@ -140,28 +169,15 @@ class ShardStore:
         with self._changed:
             return (trial, visit) in self._states
 
-    def segments(self) -> dict[str, Bytes]:
-        """Return all segments that need not be sent here, by digest."""
-        with self._changed:
-            return dict(self._segments)
-
     def withdraw(self, trial: int, visit: int) -> None:
         """Forget a state, with the trainable segments that no other state names."""
         with self._changed:
             state = self._states.pop((trial, visit), None)
             if state is None:
                 return
-            named = {
-                digest
-                for other in self._states.values()
-                for shard in other.shards
-                if shard is not None
-                for digest in shard.digests
-            }
-            for shard in state.shards:
-                for digest in shard.digests if shard is not None else ():
-                    if digest not in named and digest not in self._frozen:
-                        self._segments.pop(digest, None)
+            kept = self._frozen.union(*map(_digests, self._states.values()))
+            for digest in _digests(state) - kept:
+                self.segments.discard(digest)
             self.wake()
 
     def retract(self, state: State) -> None:
@@ -169,3 +185,8 @@ class ShardStore:
         with self._changed:
             if self._states.get((state.trial, state.visit)) is state:
                 self.withdraw(state.trial, state.visit)
+
+
+def _digests(state: State) -> set[str]:
+    """Return the digests of all segments of a state that are here."""
+    return {each for shard in state.shards if shard is not None for each in shard.digests}

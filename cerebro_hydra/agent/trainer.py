@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import traceback
@@ -11,15 +12,16 @@ from weakref import WeakValueDictionary
 
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.heap import trim_heap
 from cerebro_hydra.agent.logs import current_trial
-from cerebro_hydra.agent.shard_store import Bytes, Shard, ShardStore, State
+from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
 from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import Cancelled, DataError, TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
-from cerebro_hydra.shards.layout import aligned
+from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -98,6 +100,11 @@ class Trainer:
                 if (published := self._published.get(task.attempt)) is not None:
                     self._shard_store.retract(published)
                 self._report_failure(task, error)
+                failed = True
+            else:
+                failed = False
+        if failed:
+            gc.collect()  # frames of a traceback can refer to the trial's memory in a circle
 
     def _report_failure(self, task: Task, error: BaseException) -> None:
         if isinstance(error, Cancelled) or self._is_cancelled(task.attempt):
@@ -114,51 +121,50 @@ class Trainer:
     def _train(self, task: StartSubEpoch) -> None:
         runtime = self._builder.get(task.trial)
         state = self._announce(task, runtime.num_shards)
-        inputs: dict[int, Shard] = {}
-        outputs: dict[int, Shard] = {}
-
-        def shard(number: int) -> Shard:
-            if number not in inputs:
-                inputs[number] = self._wait(task, number)
-            return inputs[number]
+        frozen: dict[int, tuple[str, Bytes]] = {}
+        digests: dict[int, tuple[str, str]] = {}
+        nbytes = 0
 
         def need(number: int) -> tuple[dict[str, Bytes], dict[str, Any] | None]:
             # The state before is kept: training writes into a copy of the trainable segment.
-            given = shard(number)
-            before = given.buffers["trainable"]
-            trainable = aligned(before.nbytes)
+            given = self._wait(task, number)
+            segments = given.segments
+            frozen[number], (_, before) = segments["frozen"], segments["trainable"]
+            trainable = self._shard_store.segments.allocate(before.nbytes)
             trainable[:] = before
-            cursor = dict(given.cursor) or None
-            return {"frozen": given.buffers["frozen"], "trainable": trainable}, cursor
+            return {"frozen": frozen[number][1], "trainable": trainable}, dict(given.cursor) or None
 
         def publish(number: int, segments: dict[str, Bytes], cursor: dict[str, Any]) -> None:
-            frozen = inputs[number].segments["frozen"]
+            nonlocal nbytes
             trainable = segments["trainable"]
-            ready = Shard({"frozen": frozen, "trainable": (digest(trainable), trainable)}, cursor)
-            outputs[number] = ready
+            named = {"frozen": frozen[number], "trainable": (digest(trainable), trainable)}
+            ready = Shard(named, cursor)
+            digests[number] = ready.digests
+            nbytes += frozen[number][1].nbytes + trainable.nbytes
             self._shard_store.put(state, number, ready)
 
-        start_step = int(shard(0).cursor.get("step", 0))
+        start_step = int(self._wait(task, 0).cursor.get("step", 0))
         begun = time.perf_counter()
-        totals = runtime.engine.train(
-            self._windows(task, runtime.spec.steps[task.partition]),
-            start_step,
-            need,
-            publish,
-            self._on_step(task, runtime.spec, start_step),
-            epoch_metrics=task.metrics or None,
-        )
+        beside = runtime.layout.step_bytes(first=start_step == 0)
+        with self._shard_store.segments.reserved(beside):
+            totals = runtime.engine.train(
+                self._windows(task, runtime.spec.steps[task.partition]),
+                start_step,
+                need,
+                publish,
+                self._on_step(task, runtime.spec, start_step, beside),
+                epoch_metrics=task.metrics or None,
+            )
         seconds = time.perf_counter() - begun
         self._check_rows(task, totals.rows)
-        published = [outputs[number] for number in range(runtime.num_shards)]
         self._report(
             events.SubEpochDone(
                 attempt=task.attempt,
                 incarnation=self._incarnation,
                 rows=totals.rows,
                 loss_sum=totals.loss_sum,
-                digests=tuple(each.digests for each in published),
-                nbytes=sum(b.nbytes for each in published for b in each.buffers.values()),
+                digests=tuple(digests[number] for number in range(runtime.num_shards)),
+                nbytes=nbytes,
                 seconds=seconds,
                 hop=self._fetch_manager.take_hop(task.trial),
             )
@@ -188,7 +194,7 @@ class Trainer:
             )
 
     def _on_step(
-        self, task: StartSubEpoch, spec: TrialSpec, start_step: int
+        self, task: StartSubEpoch, spec: TrialSpec, start_step: int, freed: int
     ) -> Callable[[int, float], None]:
         """Return what times each optimizer step and now and then reports one."""
         steps = spec.steps[task.partition]
@@ -201,6 +207,7 @@ class Trainer:
             if time.monotonic() < next_time:
                 return
             next_time = time.monotonic() + PROGRESS_SECONDS
+            trim_heap(freed)
             self._send(
                 {
                     "progress": {
@@ -223,7 +230,8 @@ class Trainer:
 
         def need(number: int) -> tuple[dict[str, Bytes], dict[str, Any] | None]:
             given = self._wait(task, number)
-            return given.buffers, dict(given.cursor) or None
+            buffers = {name: buffer for name, (_, buffer) in given.segments.items()}
+            return buffers, dict(given.cursor) or None
 
         self._wait(task, 0)
         begun = time.perf_counter()
@@ -245,7 +253,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ both
 
-    def _wait(self, task: Task, number: int) -> Shard:
+    def _wait(self, task: Task, number: int) -> HeldShard:
         name = task.trial, task.source.visit
 
         def given_up() -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cerebro_hydra.agent.heap import trim_heap
 from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
@@ -27,6 +28,7 @@ class TrialRuntime:
 
     spec: TrialSpec
     recipe: Recipe
+    layout: TrialLayout
     engine: Engine
     num_shards: int
 
@@ -68,7 +70,7 @@ class TrialBuilder:
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
         engine = Engine(cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
         _free_weights(recipe)
-        return TrialRuntime(spec, recipe, engine, cut_model.num_shards)
+        return TrialRuntime(spec, recipe, layout, engine, cut_model.num_shards)
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
         """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
@@ -95,5 +97,8 @@ class TrialBuilder:
 def _free_weights(recipe: Recipe) -> None:
     """Free the weights that the factory made: only their names are needed, states are fetched."""
     recipe.optimizer.state.clear()
+    freed = 0
     for parameter in recipe.model.parameters():
+        freed += parameter.nbytes
         parameter.data = parameter.data.new_empty(0)
+    trim_heap(freed)

@@ -116,17 +116,20 @@ class Engine:
         run = _SubEpoch(self._cut_model, self._layout, self._recipe, self._steps_per_epoch,
                         self._keep, need, publish, epoch_metrics)  # fmt: skip
         loss_sum, rows, step = 0.0, 0, start_step
-        for window, is_last in _with_last(windows):
-            batches = self._microbatches(window, step)
-            run.window(self._actions(len(window), is_last), batches, step)
-            sums = [b.loss * batch.rows for b, batch in zip(batches, window, strict=True)]
-            for each in sums:
-                loss_sum += each
-            window_rows = sum(batch.rows for batch in window)
-            rows += window_rows
-            if on_step is not None:
-                on_step(step, sum(sums) / window_rows)
-            step += 1
+        try:
+            for window, is_last in _with_last(windows):
+                batches = self._microbatches(window, step)
+                run.window(self._actions(len(window), is_last), batches, step)
+                sums = [b.loss * batch.rows for b, batch in zip(batches, window, strict=True)]
+                for each in sums:
+                    loss_sum += each
+                window_rows = sum(batch.rows for batch in window)
+                rows += window_rows
+                if on_step is not None:
+                    on_step(step, sum(sums) / window_rows)
+                step += 1
+        finally:
+            run.let_go()
         return TrainTotals(loss_sum, rows, step - start_step)
 
     def evaluate(
@@ -262,6 +265,13 @@ class _SubEpoch:
                     self._send(k, step + 1)
                 case _:
                     raise AssertionError(f"{action} moves a shard, but this schedule moves none")
+
+    def let_go(self) -> None:
+        """Refer to no segment any more: an optimizer and its scheduler refer to one another."""
+        for optimizer, _ in self._optimizers.values():
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+        self._states.clear()
 
     def _receive(self, k: int, step: int) -> None:
         segments, cursor = self._need(k)

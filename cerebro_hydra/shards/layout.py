@@ -106,6 +106,17 @@ class TrialLayout:
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
 
+    def step_bytes(self, first: bool) -> int:
+        """Return the bytes that optimizer steps need beside the segments.
+
+        They are gradients, twice because the heap has gaps, and in a trial's first step the
+        optimizer state that was just made.
+        """
+        entries = [entry for shard in self.shards for entry in shard.trainable.entries]
+        gradients = sum(entry.nbytes for entry in entries if entry.name.startswith("param:"))
+        made = sum(entry.nbytes for entry in entries if is_optimizer_state(entry.name))
+        return 2 * gradients + (made if first else 0)
+
     @classmethod
     def make(cls, recipe: Recipe, cut_model: CutModel, template: StateTemplate) -> TrialLayout:
         """Lay out a recipe's parameters, their moving averages, buffers and optimizer state.

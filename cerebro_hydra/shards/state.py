@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -138,7 +136,13 @@ def _aligned(buffer: Bytes) -> Bytes:
 
 def _writable(buffer: Bytes) -> Bytes:
     """Return a writable alias, which torch takes without a warning; nobody writes to it."""
-    if buffer.flags.writeable:
-        return buffer
-    memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)
-    return np.ctypeslib.as_array(memory)
+    return buffer if buffer.flags.writeable else np.asarray(_Alias(buffer))
+
+
+class _Alias:
+    """Is the base of an array on the memory of another one, which lives as long."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        interface = buffer.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self._buffer = buffer

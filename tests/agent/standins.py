@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra.agent.shard_store import Shard
+from cerebro_hydra.agent.buffer_pool import BufferPool
+from cerebro_hydra.agent.segment_store import SegmentStore
+from cerebro_hydra.agent.shard_store import Shard, ShardStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 
 SECONDS = 20.0
 """After this a wait counts as one that never ends."""
+
+
+def empty_store(budget: int = 1 << 30) -> ShardStore:
+    """Return a store whose memory shows whoever reads it too late."""
+    return ShardStore(SegmentStore(budget, tempfile.gettempdir(), BufferPool(poison=True)))
 
 
 def shard(frozen: str, trainable: str, size: int = 8) -> Shard:
@@ -75,9 +83,9 @@ class StandInBuilder:
 
     def get(self, trial: int) -> Any:
         self._hook("build")
-        return SimpleNamespace(
-            num_shards=1, engine=self, spec=SimpleNamespace(steps=(1, 1), accumulate=1)
-        )
+        layout = SimpleNamespace(step_bytes=lambda first: 0)
+        spec = SimpleNamespace(steps=(1, 1), accumulate=1)
+        return SimpleNamespace(num_shards=1, layout=layout, engine=self, spec=spec)
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[list[Any]]:
         yield []

@@ -19,7 +19,7 @@ from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.client_pool import ClientPool
 from cerebro_hydra.wire.credentials import new_credentials
 from cerebro_hydra.wire.shard_server import ShardServer
-from tests.agent.standins import SECONDS, Peer
+from tests.agent.standins import SECONDS, Peer, empty_store
 
 CREDENTIALS = new_credentials()
 
@@ -28,7 +28,7 @@ class Bench:
     """FetchManager of one agent with two peers."""
 
     def __init__(self) -> None:
-        self.shard_store = ShardStore()
+        self.shard_store = empty_store()
         self.peers = {"uri-a": Peer(1), "uri-b": Peer(2)}
         self.whole: list[tuple[int, int]] = []
         self.told = threading.Event()
@@ -58,7 +58,7 @@ def test_a_fetch_that_ends_late_leaves_the_next_one_of_that_state_alone() -> Non
     found.answer.set()
     assert bench.told.wait(SECONDS)
     assert bench.shard_store.whole(0, 3)
-    assert bench.shard_store.wait(0, 3, 0).buffers["trainable"][0] == found.fill
+    assert bench.shard_store.wait(0, 3, 0).segments["trainable"][1][0] == found.fill
 
 
 def test_a_shard_that_comes_late_is_not_taken_for_one_of_the_next_fetch() -> None:
@@ -101,7 +101,7 @@ class Receiver:
     """A FetchManager over the real wire, which notes the states that are whole."""
 
     def __init__(self) -> None:
-        self.shard_store = ShardStore()
+        self.shard_store = empty_store()
         self.whole: SimpleQueue[tuple[int, int]] = SimpleQueue()
         folder: Any = None
         self.fetch_manager = FetchManager(
@@ -128,7 +128,7 @@ def fetch_threads() -> list[threading.Thread]:
 
 
 def test_two_hundred_fetches_share_a_connection_and_a_thread(receiver: Receiver) -> None:
-    held = ShardStore()
+    held = empty_store()
     with serving(held) as server:
         for visit in range(200):
             publish(held, visit)
@@ -139,7 +139,7 @@ def test_two_hundred_fetches_share_a_connection_and_a_thread(receiver: Receiver)
 
 
 def test_fetches_that_come_before_their_states_end_well(receiver: Receiver) -> None:
-    held = ShardStore()
+    held = empty_store()
     with serving(held) as server:
         for visit in range(50):
             receiver.fetch(server.uri, visit)
@@ -153,7 +153,7 @@ def test_fetches_that_come_before_their_states_end_well(receiver: Receiver) -> N
 
 
 def test_closing_ends_fetches_of_what_never_comes(receiver: Receiver) -> None:
-    with serving(ShardStore()) as server:
+    with serving(empty_store()) as server:
         for visit in range(50):
             receiver.fetch(server.uri, visit)
         receiver.fetch_manager.close()
@@ -164,7 +164,7 @@ def test_closing_ends_fetches_of_what_never_comes(receiver: Receiver) -> None:
 def test_a_fetch_of_a_state_that_its_owner_withdraws_waits_until_it_is_dropped(
     receiver: Receiver,
 ) -> None:
-    held = ShardStore()
+    held = empty_store()
     with serving(held) as server:
         state = held.expect(0, 1, shards=3)
         held.put(state, 2, made(1, 2))

@@ -8,7 +8,7 @@ import pytest
 
 from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.errors import TransferError
-from tests.agent.standins import shard
+from tests.agent.standins import empty_store, shard
 
 
 class Waiter(threading.Thread):
@@ -33,7 +33,7 @@ class Waiter(threading.Thread):
 
 
 def test_a_wait_that_comes_before_the_announcement_gets_the_shard() -> None:
-    shard_store = ShardStore()
+    shard_store = empty_store()
     waiter = Waiter(shard_store, 0, 3, 1)
     state = shard_store.expect(0, 3, shards=2)
     shard_store.put(state, 0, shard("f0", "t0"))
@@ -44,7 +44,7 @@ def test_a_wait_that_comes_before_the_announcement_gets_the_shard() -> None:
 
 
 def test_withdrawing_a_state_ends_waits_for_it() -> None:
-    shard_store = ShardStore()
+    shard_store = empty_store()
     shard_store.expect(0, 3, shards=1)
     looked = threading.Event()
     waiter = Waiter(shard_store, 0, 3, 0, given_up=lambda: looked.set() or False)
@@ -54,7 +54,7 @@ def test_withdrawing_a_state_ends_waits_for_it() -> None:
 
 
 def test_a_wait_can_be_given_up() -> None:
-    shard_store = ShardStore()
+    shard_store = empty_store()
     cancelled = threading.Event()
     waiter = Waiter(shard_store, 0, 1, 0, given_up=cancelled.is_set)
     cancelled.set()
@@ -63,39 +63,39 @@ def test_a_wait_can_be_given_up() -> None:
 
 
 def test_equal_segments_are_kept_once_for_all_trials() -> None:
-    shard_store = ShardStore()
+    shard_store = empty_store()
     for trial in range(3):
         shard_store.put(
             shard_store.expect(trial, 0, shards=1), 0, shard("backbone", f"head-{trial}")
         )
-    buffers = [shard_store.wait(trial, 0, 0).buffers["frozen"] for trial in range(3)]
-    assert buffers[0] is buffers[1] is buffers[2]
-    assert sorted(shard_store.segments()) == ["backbone", "head-0", "head-1", "head-2"]
+    buffers = [shard_store.wait(trial, 0, 0).segments["frozen"][1] for trial in range(3)]
+    assert len({buffer.ctypes.data for buffer in buffers}) == 1
+    assert sorted(shard_store.segments.digests()) == ["backbone", "head-0", "head-1", "head-2"]
 
 
 def test_dropping_a_state_keeps_what_others_name_and_what_is_frozen() -> None:
-    shard_store = ShardStore()
+    shard_store = empty_store()
     for visit in (1, 2):
         state = shard_store.expect(0, visit, shards=2)
         shard_store.put(state, 0, shard("f0", "unchanged"))
         shard_store.put(state, 1, shard("f1", f"changed-{visit}"))
     shard_store.withdraw(0, 1)
-    assert sorted(shard_store.segments()) == ["changed-2", "f0", "f1", "unchanged"]
+    assert sorted(shard_store.segments.digests()) == ["changed-2", "f0", "f1", "unchanged"]
     shard_store.withdraw(0, 2)
-    assert sorted(shard_store.segments()) == ["f0", "f1"]
+    assert sorted(shard_store.segments.digests()) == ["f0", "f1"]
 
 
 def test_a_shard_of_a_withdrawn_state_is_not_published() -> None:
-    shard_store = ShardStore()
+    shard_store = empty_store()
     state = shard_store.expect(0, 5, shards=1)
     shard_store.withdraw(0, 5)
     shard_store.put(state, 0, shard("f", "t"))
     assert not shard_store.knows(0, 5)
-    assert list(shard_store.segments()) == []
+    assert list(shard_store.segments.digests()) == []
 
 
 def test_a_state_that_is_announced_anew_is_another_one() -> None:
-    shard_store = ShardStore()
+    shard_store = empty_store()
     first = shard_store.expect(0, 3, shards=1)
     looked = threading.Event()
     waiter = Waiter(shard_store, 0, 3, 0, given_up=lambda: looked.set() or False)
@@ -109,12 +109,12 @@ def test_a_state_that_is_announced_anew_is_another_one() -> None:
 
 
 def test_a_state_that_is_announced_anew_frees_the_segments_of_the_void_one() -> None:
-    shard_store = ShardStore()
+    shard_store = empty_store()
     shard_store.put(shard_store.expect(0, 3, shards=1), 0, shard("f", "void"))
     shard_store.expect(0, 3, shards=1)
-    assert list(shard_store.segments()) == ["f"]
+    assert list(shard_store.segments.digests()) == ["f"]
 
 
 def test_giving_up_needs_no_announcement() -> None:
     with pytest.raises(TransferError, match="given up"):
-        ShardStore().wait(1, 2, 0, lambda: True)
+        empty_store().wait(1, 2, 0, lambda: True)

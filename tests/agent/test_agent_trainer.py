@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_watch import TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import FetchShards, StartSubEpoch, StateSource
 from cerebro_hydra.storage.digest import digest
-from tests.agent.standins import SECONDS, Peer, StandInBuilder
+from tests.agent.standins import SECONDS, Peer, StandInBuilder, empty_store
 
 VISIT = 3
 TASK = StartSubEpoch(7, 0, VISIT, 1, 0, 0, "me", StateSource(VISIT - 1, "a"), {})
@@ -26,7 +25,7 @@ class Bench:
     """A trainer whose source is peer "a"; another state 3 is at peer "b"."""
 
     def __init__(self, **hooks: Callable[[], object]) -> None:
-        self.shard_store = ShardStore()
+        self.shard_store = empty_store()
         self.peers = {"uri-a": Peer(1), "uri-b": Peer(9)}
         self.peers["uri-a"].answer.set()
         self.reported: list[events.Event] = []
@@ -68,7 +67,7 @@ def test_a_task_is_trained_and_published() -> None:
     bench = Bench()
     bench.perform()
     assert isinstance(bench.outcome, events.SubEpochDone)
-    assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == 2
+    assert bench.shard_store.wait(0, VISIT, 0).segments["trainable"][1][0] == 2
 
 
 def test_a_task_is_told_of_before_the_trials_code_runs() -> None:
@@ -81,7 +80,7 @@ def test_the_state_before_is_kept_as_it_was() -> None:
     bench = Bench()
     bench.perform()
     before, after = (bench.shard_store.wait(0, visit, 0) for visit in (VISIT - 1, VISIT))
-    assert before.buffers["trainable"].tolist() == [1] * 8
+    assert before.segments["trainable"][1].tolist() == [1] * 8
     for state in (before, after):
         named, buffer = state.segments["trainable"]
         assert digest(buffer) == named
@@ -103,7 +102,7 @@ def test_a_task_that_is_taken_back_after_its_end_leaves_nothing() -> None:
     assert not bench.shard_store.knows(0, VISIT)
     peer = bench.bring_redone_state()
     peer.answer.set()
-    assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
+    assert bench.shard_store.wait(0, VISIT, 0).segments["trainable"][1][0] == peer.fill
 
 
 def test_a_task_that_is_taken_back_spares_the_state_that_came_instead() -> None:
@@ -118,7 +117,7 @@ def test_a_task_that_is_taken_back_spares_the_state_that_came_instead() -> None:
     peer = bench.peers["uri-b"]
     peer.answer.set()
     assert peer.left.wait(SECONDS)
-    assert bench.shard_store.wait(0, VISIT, 0).buffers["trainable"][0] == peer.fill
+    assert bench.shard_store.wait(0, VISIT, 0).segments["trainable"][1][0] == peer.fill
 
 
 def test_stopping_ends_a_task_that_waits() -> None:

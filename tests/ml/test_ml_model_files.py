@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -132,6 +131,6 @@ def test_a_graph_of_another_model_is_refused(saved: Path) -> None:
 
 
 def test_an_older_format_says_so(saved: Path) -> None:
-    (saved / METADATA_FILE).write_text(json.dumps({"class": "SparkModel", "format": 1}))
-    with pytest.raises(ConfigurationError, match="is not of format 2, which this version loads"):
+    (saved / METADATA_FILE).write_bytes(encode_format({"class": "SparkModel"}, 1))
+    with pytest.raises(ConfigurationError, match="has format 1, and this version loads 2"):
         SparkModel.load(str(saved))

@@ -1,0 +1,235 @@
+"""What agents hold at most: exact bytes of four trials on two agents, and of many in turn."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cerebro_hydra.agent.buffer_pool import BufferPool
+from cerebro_hydra.agent.checkpoint import write_checkpoint
+from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.segment_store import BUDGET_STATES, SegmentStore
+from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.trainer import Trainer
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.instructions import (
+    Checkpoint,
+    Drop,
+    Evaluate,
+    FetchShards,
+    FinishRun,
+    FinishTrial,
+    StartSubEpoch,
+)
+from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
+from tests.agent.standins import SECONDS
+
+PARTITIONS, EPOCHS = 2, 2
+FROZEN = np.zeros(64, np.uint8)
+
+
+class CountingPool(BufferPool):
+    """Notes the most that it and those beside it ever had."""
+
+    def __init__(self) -> None:
+        super().__init__(poison=True)
+        self.beside = 0
+        self.most = 0
+
+    def lease(self, nbytes: int) -> Any:
+        buffer = super().lease(nbytes)
+        self.most = max(self.most, self.nbytes + self.beside)
+        return buffer
+
+
+class Builder:
+    """Every trial is one shard, which each sub-epoch raises by one, with Adam's gradients."""
+
+    def __init__(self, nbytes: int, pool: CountingPool) -> None:
+        self._gradients = 2 * (nbytes // 3)
+        self._pool = pool
+        layout = SimpleNamespace(step_bytes=lambda first: self._gradients)
+        spec = SimpleNamespace(steps=(1,) * PARTITIONS)
+        self._runtime = SimpleNamespace(num_shards=1, layout=layout, engine=self, spec=spec)
+
+    def num_shards(self, trial: int) -> int:
+        return 1
+
+    def get(self, trial: int) -> Any:
+        return self._runtime
+
+    def windows(self, trial: int, epoch: int, partition: int) -> Any:
+        return iter([[]])
+
+    def rows(self, partition: int) -> int:
+        return 5
+
+    def validation(self, trial: int, partition: int) -> Any:
+        return iter([[]])
+
+    def train(
+        self, windows: Any, step: int, need: Any, publish: Any, on_step: Any, epoch_metrics: Any
+    ) -> Any:
+        segments, _ = need(0)
+        self._pool.beside += self._gradients
+        self._pool.most = max(self._pool.most, self._pool.nbytes + self._pool.beside)
+        list(windows)
+        assert (segments["trainable"] == step).all(), "another trial's bytes, or poison"
+        segments["trainable"] += 1
+        self._pool.beside -= self._gradients
+        publish(0, segments, {"step": step + 1})
+        return SimpleNamespace(rows=5, loss_sum=1.0)
+
+    def evaluate(self, batches: Any, need: Any) -> Any:
+        segments, cursor = need(0)
+        list(batches)
+        assert (segments["trainable"] == cursor["step"]).all()
+        return SimpleNamespace(sums={"loss": (1.0, 5)}, states={})
+
+
+class Agent:
+    """One agent without its wire: its tasks run when the cluster says so."""
+
+    def __init__(self, name: str, cluster: Cluster, budget: int, scratch: Path) -> None:
+        self.name = name
+        self.pool = CountingPool()
+        self.store = ShardStore(SegmentStore(budget, str(scratch), self.pool))
+        self.tasks: list[Any] = []
+        report = cluster.events.put
+        self.fetch_manager = FetchManager(
+            name,
+            self.store,
+            cluster.folder,
+            cluster.client,
+            lambda trial, visit: report(events.StateReceived(trial, visit, name)),
+        )
+        builder: Any = Builder(cluster.nbytes, self.pool)
+        self.trainer = Trainer(
+            name, builder, self.store, self.fetch_manager, report, lambda record: None
+        )
+
+    def fetch(
+        self, request: ShardRequest, held: Any, allocate: Callable[[int], Any]
+    ) -> Iterator[FetchedShard]:
+        """Answer a peer as its wire would: read what is published while it is sent."""
+        for number in request.shards:
+            shard = self.store.wait(request.trial, request.visit, number)
+            segments = {}
+            for name, (named, buffer) in shard.segments.items():
+                received = held(named)
+                if received is None:
+                    received = allocate(buffer.nbytes)
+                    received[:] = buffer
+                    assert digest(received) == named
+                segments[name] = (named, received)
+            yield FetchedShard(number, segments, dict(shard.cursor), 0, 0, 0.0)
+
+    def cancel(self) -> None:
+        """Do nothing: a copy in memory does not wait."""
+
+
+class Cluster:
+    """Two agents, the real decisions, and a real run folder; one thread carries out all tasks."""
+
+    def __init__(self, path: Path, trials: int, nbytes: int, budget: int, workers: int) -> None:
+        self.nbytes = nbytes
+        self.folder = RunFolder(LocalStore(str(path)), "run")
+        self.events: queue.Queue[events.Event] = queue.Queue()
+        self.agents: dict[str, Agent] = {}
+        for worker in range(workers):
+            self.agents[f"a{worker}"] = Agent(f"a{worker}", self, budget, path)
+        first = np.zeros(nbytes, np.uint8)
+        names = {"frozen": digest(FROZEN), "trainable": digest(first)}
+        self.folder.write_object(names["frozen"], FROZEN.data)
+        self.folder.write_object(names["trainable"], first.data)
+        for trial in range(trials):
+            shards = [{**names, "cursor": {"step": 0}}]
+            self.folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": shards})
+        digests = ((names["frozen"], names["trainable"]),)
+        configs = tuple(TrialConfig(n, 1.0, nbytes, digests) for n in range(trials))
+        self.state = HopState(HopConfig(configs, PARTITIONS, EPOCHS))
+        self.results: dict[int, FinishTrial] = {}
+
+    @contextmanager
+    def client(self, uri: str) -> Iterator[Any]:
+        """Lend the agent of this name to a peer that fetches from it."""
+        yield self.agents[uri]
+
+    def run(self) -> None:
+        workers = len(self.agents)
+        for worker, name in enumerate(self.agents):
+            held = tuple(range(worker, PARTITIONS, workers))
+            self.events.put(events.WorkerJoined(worker, name, held))
+        while not self.state.finished:
+            if not self.events.empty() or not any(a.tasks for a in self.agents.values()):
+                for instruction in self.state.handle(self.events.get(timeout=SECONDS)):
+                    self._obey(instruction)
+                continue
+            for agent in self.agents.values():
+                if agent.tasks:
+                    task = agent.tasks.pop(0)
+                    agent.trainer.perform(task, task.source.incarnation)
+
+    def _obey(self, instruction: Any) -> None:
+        agent: Any = self.agents.get(getattr(instruction, "incarnation", ""))
+        match instruction:
+            case StartSubEpoch() | Evaluate():
+                agent.tasks.append(instruction)
+            case FetchShards():
+                agent.trainer.prefetch(instruction, instruction.source.incarnation)
+            case Drop():
+                agent.fetch_manager.drop(instruction.trial, instruction.visit)
+            case Checkpoint():
+                name = instruction.trial, instruction.visit
+                write_checkpoint(self.folder, agent.store, *name, shards=1)
+                self.events.put(events.Checkpointed(*name, agent.name))
+            case FinishTrial():
+                self.results[instruction.trial] = instruction
+            case _:
+                assert not isinstance(instruction, FinishRun) or self.state.finished
+
+
+STATE = 3 << 20
+
+
+def peaks(path: Path, budget_states: float, trials: int = 4, workers: int = 2) -> list[float]:
+    """Run the trials and return the peak of each agent in states of one trial."""
+    cluster = Cluster(path, trials, STATE, int(budget_states * STATE), workers)
+    cluster.run()
+    for agent in cluster.agents.values():
+        agent.fetch_manager.close()
+    for trial, result in cluster.results.items():
+        assert (result.status, result.visit) == ("finished", PARTITIONS * EPOCHS)
+        (shard,) = cluster.folder.read_state(trial, result.visit)["shards"]
+        content = np.frombuffer(cluster.folder.read_object(shard["trainable"]), np.uint8)
+        assert content.nbytes == STATE
+        assert (content == result.visit).all()
+    for agent in cluster.agents.values():
+        # Results are in the store and dropped here, except frozen segments.
+        assert agent.store.segments.digests() == {digest(FROZEN)}
+    return [agent.pool.most / STATE for agent in cluster.agents.values()]
+
+
+def test_four_trials_on_two_agents_need_at_most_four_states_each(tmp_path: Path) -> None:
+    assert max(peaks(tmp_path, BUDGET_STATES)) <= 4
+
+
+def test_without_a_budget_they_need_more(tmp_path: Path) -> None:
+    assert max(peaks(tmp_path, 1000)) > 4
+
+
+@pytest.mark.parametrize(("trials", "workers"), [(60, 1), (20, 2)])
+def test_many_trials_need_no_more_than_four(tmp_path: Path, trials: int, workers: int) -> None:
+    assert max(peaks(tmp_path, BUDGET_STATES, trials, workers)) <= 4
