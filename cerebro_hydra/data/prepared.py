@@ -215,7 +215,8 @@ def read_manifest(store: Store, fingerprint: str) -> Manifest | None:
     try:
         manifest = Manifest.from_json(decode_document(path, store.read(path)))
     except StoreError as error:
-        raise StoreError(f"{error}; or delete {folder!r} and prepare again") from error
+        named = str(error) if path in str(error) else f"{path!r}: {error}"
+        raise StoreError(f"{named}; or delete {folder!r} and prepare again") from error
     if manifest.fingerprint != fingerprint:
         raise StoreError(
             f"{path!r} describes the data {manifest.fingerprint!r}: delete {folder!r} and prepare "

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cerebro_hydra
-from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.manifest import FORMAT, Manifest
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.documents import parse
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
@@ -26,6 +26,7 @@ from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.journal_fold import fold
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.digested_json import decode_document, encode_document
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, REFUSED_FILE, RUN_FILE
 from cerebro_hydra.tune import SearchResult
 from tests.examples import examples
@@ -49,7 +50,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run of one trial with every kind of document."""
     folder = trained(tmp_path_factory.mktemp("sound"))
     refused = {"trial_id": "trial-001", "params": {"shards": 3}, "error": "no such model"}
-    folder.write_json(REFUSED_FILE, [refused])
+    folder.write_json(REFUSED_FILE, {"trials": [refused]})
     folder.write_json(NUMERIC_FILE, {"0": {"torch": "0.0"}})
     return folder
 
@@ -66,6 +67,15 @@ def manifest_path(folder: RunFolder) -> Path:
     return path
 
 
+def rewrite_manifest(folder: RunFolder, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change the manifest of a run's data, with a digest that fits; return its path."""
+    path = manifest_path(folder)
+    document = decode_document(str(path), path.read_bytes())
+    change(document)
+    path.write_bytes(encode_document(document))
+    return path
+
+
 def rewrite(folder: RunFolder, **changes: Any) -> None:
     folder.write_json(RUN_FILE, {**folder.read_json(RUN_FILE), **changes})
 
@@ -77,16 +87,17 @@ def test_sound_run_is_read_by_all(sound: RunFolder) -> None:
 
 
 PROGRAM = """
-import json, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
 
 path = sys.argv[1]
 for name in sys.argv[2:]:
-    document = json.load(open(f"{path}/run.json"))
-    json.dump({**document, "factory": name}, open(f"{path}/run.json", "w"))
+    folder = RunFolder.open(path)
+    folder.write_json("run.json", {**folder.read_json("run.json"), "factory": name})
     result = SearchResult.open(path)
     best = result.get_best_model()
     replay = lambda: cerebro_hydra.replay(path, "trial-000")
@@ -141,10 +152,7 @@ def test_confirmed_factory_must_build_a_model(forged: RunFolder) -> None:
 def test_partition_of_a_manifest_leads_nowhere_else(
     forged: RunFolder, tmp_path: Path, field: str, value: Any
 ) -> None:
-    path = manifest_path(forged)
-    document = json.loads(path.read_text())
-    document["partitions"][0][field] = value
-    path.write_text(json.dumps(document))
+    rewrite_manifest(forged, lambda document: document["partitions"][0].update({field: value}))
     scratch = tmp_path / "a" / "b" / "scratch"
     scratch.mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
@@ -158,9 +166,7 @@ def test_partition_of_a_manifest_leads_nowhere_else(
 
 @pytest.mark.parametrize("name", ["../../../x", "a/b", "..", "f" * 31, 3, None])
 def test_fingerprint_that_is_a_path_is_refused(forged: RunFolder, name: Any) -> None:
-    path = manifest_path(forged)
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, "fingerprint": name}))
+    rewrite_manifest(forged, lambda document: document.update(fingerprint=name))
     with pytest.raises(StoreError, match="fingerprint"):
         cerebro_hydra.replay(forged.path, "trial-000", factory)
     rewrite(forged, fingerprint=name)
@@ -169,9 +175,7 @@ def test_fingerprint_that_is_a_path_is_refused(forged: RunFolder, name: Any) -> 
 
 
 def test_manifest_of_other_data_is_refused(forged: RunFolder) -> None:
-    path = manifest_path(forged)
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, "fingerprint": "0" * 32}))
+    path = rewrite_manifest(forged, lambda document: document.update(fingerprint="0" * 32))
     with pytest.raises(StoreError, match="describes the data '0000"):
         find_prepared(forged.store, path.parent.name)
 
@@ -192,10 +196,18 @@ def test_manifest_of_other_data_is_refused(forged: RunFolder) -> None:
 def test_source_files_lie_in_the_store_or_at_an_absolute_path(path: str, sound: bool) -> None:
     file = {"path": path, "rows": 4, "bytes": 9, "footer": "0" * 32}
     document = {
-        "format": 2,
+        "format": FORMAT,
         "fingerprint": "f" * 32,
         "columns": [{"name": "x", "dtype": "float32", "shape": []}],
-        "partitions": [{"split": "train", "index": 0, "rows": 4, "row_ranges": [[0, 0, 4]]}],
+        "partitions": [
+            {
+                "split": "train",
+                "index": 0,
+                "rows": 4,
+                "digests": ["0" * 16],
+                "row_ranges": [[0, 0, 4]],
+            }
+        ],
         "source": {"codecs": [None], "files": [file], "seed": None},
     }
     if sound:
@@ -257,8 +269,7 @@ def documents(folder: RunFolder) -> dict[str, Path]:
         "run": Path(folder.path, RUN_FILE),
         "refused": Path(folder.path, REFUSED_FILE),
         "numeric": Path(folder.path, NUMERIC_FILE),
-        "journal": Path(folder.path, "journal", "00000005.jsonl"),
-        "config": Path(folder.path, "journal", "00000000.jsonl"),
+        "journal": min(Path(folder.path, "journal").iterdir()),
         "state": Path(folder.path, "trials", "trial-000", "state-000002.json"),
         "object": Path(folder.path, "objects", f"{state['shards'][0]['trainable']}.safetensors"),
         "manifest": manifest_path(folder),
@@ -276,7 +287,7 @@ def content(path: Path, forged: bytes) -> Iterator[None]:
         path.write_bytes(before)
 
 
-KINDS = ("run", "refused", "numeric", "journal", "config", "state", "manifest", "object")
+KINDS = ("run", "refused", "numeric", "journal", "state", "manifest", "object")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -294,8 +305,11 @@ def test_forged_document_is_read_or_refused_in_words(
         document.pop("digest", None)
         forged |= forged_json(document).map(digested)
     if kind == "journal":
-        lines = [forged_json(json.loads(line)) for line in path.read_bytes().splitlines()[:-1]]
-        forged |= st.tuples(*lines).map(b"\n".join).map(digested)
+        lines = path.read_bytes().splitlines()[:-1]
+        number = data.draw(st.just(0) | st.integers(0, len(lines) - 1))
+        before, line, after = lines[:number], lines[number], lines[number + 1 :]
+        changed = forged_json(json.loads(line))
+        forged |= changed.map(lambda line: digested(b"\n".join([*before, line, *after])))
     with content(path, data.draw(forged)):
         for reader in readers(sound, kind):
             with contextlib.suppress(CerebroHydraError):
