@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         hp_quniform,
         hp_uniform,
     )
+    from cerebro_hydra.verification import verify
     from cerebro_hydra.wire.credentials import TLS
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "hp_uniform",
     "local_spark",
     "replay",
+    "verify",
 ]
 
 _HOMES = {
@@ -72,6 +74,7 @@ _HOMES = {
     "hp_quniform": "cerebro_hydra.tune",
     "hp_uniform": "cerebro_hydra.tune",
     "local_spark": "cerebro_hydra.spark",
+    "verify": "cerebro_hydra.verification",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: `cerebro-hydra demo`, `replay RUN`, `report RUN` and `doctor`."""
+"""The command line: `cerebro-hydra demo`, `replay RUN`, `verify PATH`, `report RUN`, `doctor`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from cerebro_hydra import __version__
 from cerebro_hydra.errors import CerebroHydraError, StoreError
@@ -45,10 +46,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
     replay.add_argument("--trial", metavar="ID", help="for example trial-000; default: all")
-    replay.add_argument(
-        "--factory", metavar="MODULE:NAME", help="estimator_gen_fn, if the run did not record it"
+    factory = replay.add_mutually_exclusive_group()
+    factory.add_argument("--factory", metavar="MODULE:NAME", help="the run's estimator_gen_fn")
+    factory.add_argument(
+        "--trust", action="store_true", help="import the estimator_gen_fn that the run records"
     )
     replay.set_defaults(command=_replay)
+
+    verify = commands.add_parser(
+        "verify", help="read every file of a run and its data, or of a store, and check its digest"
+    )
+    verify.add_argument(
+        "path", metavar="PATH", help="a run's folder: <store>/runs/<run id>, or a store's"
+    )
+    verify.set_defaults(command=_verify)
 
     doctor = commands.add_parser("doctor", help="check a Spark and its network; say what to change")
     doctor.add_argument("--master", metavar="URL", help="default: Spark on this machine")
@@ -107,12 +118,26 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     from cerebro_hydra.tune.replays import print_replays
 
-    # A factory is found as `python -m` would find it: from the current folder.
-    sys.path.insert(0, os.getcwd())
+    if arguments.factory or arguments.trust:
+        # A factory may lie in the current folder. That may be the run's own, so that nothing else
+        # is taken from there.
+        sys.path.append(os.getcwd())
     identical = print_replays(
-        Console(), arguments.run, trial_id=arguments.trial, factory=arguments.factory
+        Console(),
+        arguments.run,
+        trial_id=arguments.trial,
+        factory=arguments.factory,
+        trust=arguments.trust,
     )
     return 0 if identical else 1
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from cerebro_hydra.verification import verify
+
+    report = verify(arguments.path, on_part=partial(print, flush=True))
+    print(report.summary)
+    return 0 if report.ok else 1
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +17,7 @@ from cerebro_hydra.spark.findings import Check, DoctorReport
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from tests.journals import rewrite_journal
 from tests.tune import tune_models
 
 
@@ -41,7 +42,7 @@ def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPro
     root = Path(cerebro_hydra.__file__).resolve().parents[1]
     code = "import sys; from cerebro_hydra.cli import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-P", "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200"},
         cwd=cwd or root,
         capture_output=True,
@@ -132,13 +133,39 @@ def test_doctor_is_1_for_a_spark_that_can_not_run() -> None:
 
 @pytest.mark.slow
 def test_replay_gives_a_verdict_per_trial_and_0_if_all_agree(trained: SearchResult) -> None:
-    done = command("replay", trained.run_path)
+    done = command("replay", trained.run_path, "--trust")
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    factory, *lines = done.stdout.splitlines()
+    assert factory == "factory: 'tests.tune.tune_models:small', as the run records it"
     assert "identical, every bit" in lines[0]
     assert [line.split()[0] for line in lines] == ["trial-000", "trial-001", "trial-002", "2"]
     assert "trial-002  failed, not replayed" in lines[2]
     assert lines[3] == "2 of 2 replayed trials are identical to the bit."
+
+
+@pytest.mark.slow
+def test_replay_asks_for_a_word_before_it_imports_what_a_run_names(
+    trained: SearchResult, tmp_path: Path
+) -> None:
+    """The command stands in the run's own folder, which holds modules of an attacker."""
+    store = tmp_path / "store"
+    shutil.copytree(Path(trained.run_path).parents[1], store)
+    folder = RunFolder(LocalStore(str(store)), Path(trained.run_path).name)
+    run = folder.read_json("run.json")
+    folder.write_json("run.json", {**run, "factory": "of_an_attacker:build"})
+    for module in ("of_an_attacker", "xxhash", "jinja2", "pandas"):
+        code = f"open({str(tmp_path / 'it-ran')!r}, 'w').close()\nraise SystemExit\n"
+        Path(folder.path, f"{module}.py").write_text(code)
+    for given in ([], ["--trial", "trial-001"]):
+        done = command("replay", folder.path, *given, cwd=Path(folder.path))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "records the factory 'of_an_attacker:build'" in done.stderr
+        assert "--trust" in done.stderr and "--factory module:name" in done.stderr
+    done = command(
+        "replay", folder.path, "--factory", "tests.tune.tune_models:small", cwd=Path(folder.path)
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "it-ran").exists()
 
 
 @pytest.mark.slow
@@ -174,21 +201,18 @@ def test_replay_of_a_tampered_run_is_1_and_names_the_trial(
     trained: SearchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One more bit in the loss that the journal tells of trial-001."""
-    import shutil
-
     store = tmp_path / "store"
     shutil.copytree(Path(trained.run_path).parents[1], store)
     folder = RunFolder(LocalStore(str(store)), Path(trained.run_path).name)
-    for segment in Path(folder.path, "journal").iterdir():
-        lines: list[dict[str, Any]] = [json.loads(line) for line in segment.open()]
-        for line in lines:
-            for instruction in line.get("instructions", ()):
-                if instruction["type"] == "EndEpoch" and instruction["trial"] == 1:
-                    loss = instruction["metrics"]["val_loss"]
-                    instruction["metrics"]["val_loss"] = np.nextafter(loss, 9).item()
-        segment.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert cli.main(["replay", folder.path]) == 1
-    lines_out = capsys.readouterr().out.splitlines()
+
+    def one_bit_more(instruction: dict[str, Any]) -> None:
+        if instruction["type"] == "EndEpoch" and instruction["trial"] == 1:
+            loss = instruction["metrics"]["val_loss"]
+            instruction["metrics"]["val_loss"] = np.nextafter(loss, 9).item()
+
+    rewrite_journal(folder, one_bit_more)
+    assert cli.main(["replay", folder.path, "--trust"]) == 1
+    _, *lines_out = capsys.readouterr().out.splitlines()
     assert "identical" in lines_out[0]
     assert "trial-001  DIFFERENT" in lines_out[1]
     assert "val_loss" in lines_out[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 from cerebro_hydra.agent.shard_store import Shard, ShardStore, State
 from cerebro_hydra.errors import StoreError, TransferError
 from cerebro_hydra.plan.events import Hop
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
@@ -141,13 +139,6 @@ class Fetch:
             self.on_hop(Hop(0, held.nbytes, 0.0))
             return name, held
         begun = time.perf_counter()
-        with self.folder.open_object(name) as file:
-            buffer = self.shard_store.segments.allocate(file.seek(0, os.SEEK_END))
-            file.seek(0)
-            rest = buffer.data
-            while count := file.readinto(rest):  # type: ignore[attr-defined]
-                rest = rest[count:]
-        if (found := digest(buffer)) != name:
-            raise TransferError(f"object {name} of the run folder is damaged: it has {found}")
+        buffer = self.folder.read_object(name, self.shard_store.segments.allocate)
         self.on_hop(Hop(buffer.nbytes, 0, time.perf_counter() - begun))
         return name, buffer

@@ -20,7 +20,8 @@ from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.segment_store import SegmentStore, budget_of
 from cerebro_hydra.agent.shard_store import ShardStore
-from cerebro_hydra.agent.trainer import Task, Trainer
+from cerebro_hydra.agent.task_watch import Task, TaskWatch
+from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
@@ -38,13 +39,16 @@ from cerebro_hydra.plan.instructions import (
     StartSubEpoch,
 )
 from cerebro_hydra.recipe import numeric_fingerprint
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import Store
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.address import own_host
 from cerebro_hydra.wire.client_pool import ClientPool
 from cerebro_hydra.wire.control_client import ControlClient
-from cerebro_hydra.wire.messages import ShardRequest
+from cerebro_hydra.wire.messages import ControlFailed, RunOver, ShardRequest
 from cerebro_hydra.wire.shard_server import Look, ShardServer
+
+FLUSH_SECONDS = 5.0
+"""How long a busy network may keep the last words of a process."""
 
 Partitions = dict[int, CachedPartition]
 
@@ -64,17 +68,19 @@ def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -
     """
     released = watchdog.watch_parent()
     try:
-        _Agent(spec, start, factory).run()
+        _Agent(spec, start, factory, released).run()
+    except RunOver:
+        pass  # started in place of a lost agent, when the run was about to end
     finally:
         released.set()
 
 
 def _decode(
-    manifest: Manifest, own: Sequence[int], store: Store, scratch: str
+    manifest: Manifest, own: Sequence[int], store: Store, scratch: str, stopping: threading.Event
 ) -> dict[str, Partitions]:
     splits: dict[str, Partitions] = {"train": {}, "val": {}}
     for info in manifest.partitions:
-        if info.index in own:
+        if info.index in own and not stopping.is_set():
             cached = CachedPartition.build(info, manifest, store, scratch)
             splits[info.split][info.index] = cached
     return splits
@@ -83,9 +89,16 @@ def _decode(
 class _Agent:
     """Connects the parts of an agent; instructions come on the wire's thread, tasks run on main."""
 
-    def __init__(self, spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        spec: AgentSpec,
+        start: AgentStart,
+        factory: Callable[..., Any],
+        released: threading.Event,
+    ) -> None:
         torch.set_num_threads(spec.document.threads)
         self._incarnation = uuid.uuid4().hex
+        self._released = released
         self._folder = spec.open_folder()
         budget = budget_of(max(trial.nbytes for trial in spec.document.trials))
         self._shard_store = ShardStore(SegmentStore(budget, start.scratch, BufferPool()))
@@ -116,15 +129,25 @@ class _Agent:
             numeric=numeric_fingerprint(),
         )
         # Dialled before rows are read, so that the user hears at once if they can't be.
-        self._control = ControlClient(
-            spec.control, spec.credentials, info.to_json(), self._on_message, self._on_closed
-        )
+        try:
+            self._control = ControlClient(
+                spec.control, spec.credentials, info.to_json(), self._on_message, self._on_closed
+            )
+        except ControlFailed:
+            self._server.close()
+            raise
         own = spec.partitions(start.worker)
         try:
-            splits = _decode(spec.manifest, own, self._folder.store, start.scratch)
+            splits = _decode(spec.manifest, own, self._folder.store, start.scratch, self._stopping)
         except Exception as error:
             self._fail(error)
             raise
+        self._watch = TaskWatch(
+            spec.document.batch_seconds,
+            spec.document.sub_epoch_seconds,
+            self._tell_slow,
+            self._end_overdue,
+        )
         self._builder = TrialBuilder(spec.document, factory, splits["train"], splits["val"])
         self._trainer = Trainer(
             self._incarnation,
@@ -133,17 +156,21 @@ class _Agent:
             self._fetch_manager,
             self._report,
             self._control.send,
+            self._begin,
+            self._watch,
         )
         self._report(events.WorkerJoined(start.worker, self._incarnation, tuple(own)))
         self._ready.set()
 
     def run(self) -> None:
         """Carry out tasks until told to stop."""
+        self._watch.start()
         try:
             with forwarded(self._control.send):
                 while (item := self._tasks.get()) is not None:
                     self._trainer.perform(*item)
         finally:
+            self._watch.close()
             self._fetch_manager.close()  # the interpreter would wait for its threads
         self._io.shutdown(cancel_futures=True)
         self._control.close()
@@ -162,6 +189,21 @@ class _Agent:
         self._control.close()
         self._server.close()
 
+    def _begin(self, attempt: int) -> None:
+        """Tell which task begins, before its trial can end this process."""
+        self._control.send({"began": attempt})
+        self._control.flush(FLUSH_SECONDS)
+
+    def _tell_slow(self, task: Task, seconds: float, median: float | None) -> None:
+        where = {"trial": task.trial, "epoch": task.epoch, "partition": task.partition}
+        self._control.send({"slow": {**where, "seconds": seconds, "median": median}})
+
+    def _end_overdue(self, task: Task, why: str) -> None:
+        """Fail the trial and end the process: nothing else ends a thread that hangs."""
+        self._report(events.TaskFailed(task.attempt, self._incarnation, why))
+        self._control.flush(FLUSH_SECONDS)
+        watchdog.end(watchdog.TASK_OVERDUE)
+
     def _report(self, event: events.Event) -> None:
         self._control.send({"event": to_json(event)})
 
@@ -173,15 +215,22 @@ class _Agent:
             watchdog.end(watchdog.DRIVER_LOST)
 
     def _on_message(self, message: dict[str, Any]) -> None:
+        if message["do"] == "stop":
+            self._stop()
+            return
         self._ready.wait()  # the first instruction may come before the constructor is through
+        if not self._stopping.is_set():
+            self._obey(from_json(message["do"]), message["uri"])
+
+    def _stop(self) -> None:
+        """End soon: by itself, or else by force."""
         if self._stopping.is_set():
             return
-        if message["do"] == "stop":
-            self._stopping.set()
+        self._stopping.set()
+        self._tasks.put(None)
+        if self._ready.is_set():
             self._trainer.stop()
-            self._tasks.put(None)
-        else:
-            self._obey(from_json(message["do"]), message["uri"])
+        watchdog.leave_soon(self._released)
 
     def _obey(self, instruction: Instruction, uri: str | None) -> None:
         match instruction:

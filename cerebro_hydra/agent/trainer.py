@@ -15,17 +15,18 @@ from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.heap import trim_heap
 from cerebro_hydra.agent.logs import current_trial
 from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
+from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import Cancelled, DataError, TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import Bytes
+from cerebro_hydra.storage.digest import digest
+from cerebro_hydra.storage.run_document import TrialSpec
 
 PROGRESS_SECONDS = 0.5
 
-Task = StartSubEpoch | Evaluate
 Send = Callable[[dict[str, Any]], object]
 Report = Callable[[events.Event], None]
 
@@ -37,6 +38,8 @@ class Trainer:
         incarnation: names this agent.
         report: takes an event for the coordinator.
         send: takes a message of progress for it.
+        begin: tells it of an attempt before any code of the trial runs; returns when it is sent.
+        watch: times tasks and batches.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Trainer:
         fetch_manager: FetchManager,
         report: Report,
         send: Send,
+        begin: Callable[[int], object],
+        watch: TaskWatch,
     ) -> None:
         self._incarnation = incarnation
         self._builder = builder
@@ -54,6 +59,8 @@ class Trainer:
         self._fetch_manager = fetch_manager
         self._report = report
         self._send = send
+        self._begin = begin
+        self._watch = watch
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._stopped = False
@@ -83,20 +90,19 @@ class Trainer:
 
     def perform(self, task: Task, uri: str | None) -> None:
         """Do one task and report how it ended; errors of a trial never raise here."""
-        with current_trial(task.trial):
+        with current_trial(task.trial), self._watch.task(task):
             try:
                 self._check_cancelled(task.attempt)
+                self._begin(task.attempt)
                 self.prefetch(task, uri)
                 self._train(task) if isinstance(task, StartSubEpoch) else self._evaluate(task)
             except (Exception, SystemExit) as error:  # user code that exits ends its trial only
                 if (published := self._published.get(task.attempt)) is not None:
                     self._shard_store.retract(published)
                 self._report_failure(task, error)
-                failed = True
             else:
-                failed = False
-        if failed:
-            gc.collect()  # frames of a traceback can refer to the trial's memory in a circle
+                return
+        gc.collect()  # frames of a traceback can refer to the trial's memory in a circle
 
     def _report_failure(self, task: Task, error: BaseException) -> None:
         if isinstance(error, Cancelled) or self._is_cancelled(task.attempt):
@@ -144,7 +150,7 @@ class Trainer:
                 start_step,
                 need,
                 publish,
-                self._progress(task, runtime.spec.steps[task.partition], start_step, beside),
+                self._on_step(task, runtime.spec, start_step, beside),
                 epoch_metrics=task.metrics or None,
             )
         seconds = time.perf_counter() - begun
@@ -185,13 +191,17 @@ class Trainer:
                 f"which has {expected}"
             )
 
-    def _progress(
-        self, task: StartSubEpoch, steps: int, start_step: int, freed: int
+    def _on_step(
+        self, task: StartSubEpoch, spec: TrialSpec, start_step: int, freed: int
     ) -> Callable[[int, float], None]:
+        """Return what times each optimizer step and now and then reports one."""
+        steps = spec.steps[task.partition]
+        self._watch.batch(spec.accumulate)
         next_time = time.monotonic() + PROGRESS_SECONDS
 
         def on_step(step: int, loss: float) -> None:
             nonlocal next_time
+            self._watch.batch(spec.accumulate)
             if time.monotonic() < next_time:
                 return
             next_time = time.monotonic() + PROGRESS_SECONDS
@@ -233,9 +243,11 @@ class Trainer:
         )
 
     def _watched(self, task: Evaluate) -> Iterator[Batch]:
+        self._watch.batch()
         for batch in self._builder.validation(task.trial, task.partition):
             self._check_cancelled(task.attempt)
             yield batch
+            self._watch.batch()
 
     # ------------------------------------------------------------------ both
 
@@ -246,7 +258,8 @@ class Trainer:
             # The state was requested, so it is here or on its way unless its fetch has failed.
             return self._is_cancelled(task.attempt) or not self._shard_store.knows(*name)
 
-        return self._shard_store.wait(*name, number, given_up)
+        with self._watch.waiting():
+            return self._shard_store.wait(*name, number, given_up)
 
     def _is_cancelled(self, attempt: int) -> bool:
         return self._stopped or attempt in self._cancelled

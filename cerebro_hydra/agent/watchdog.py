@@ -1,4 +1,4 @@
-"""Ends an agent whose parent or coordinator is gone."""
+"""Ends an agent that nobody needs any more, whatever its main thread does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import threading
 
 POLL_SECONDS = 1.0
 
+LEAVE_SECONDS = 3.0
+"""How long an agent that was told to stop may take to end by itself."""
+
 PARENT_LOST = 3
 DRIVER_LOST = 4
+TASK_OVERDUE = 5
+LEFT_LATE = 6
 
 
 def watch_parent() -> threading.Event:
@@ -23,6 +28,16 @@ def watch_parent() -> threading.Event:
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
     return released
+
+
+def leave_soon(released: threading.Event) -> None:
+    """End this process in some seconds unless the event is set: its main thread may hang."""
+
+    def watch() -> None:
+        if not released.wait(LEAVE_SECONDS):
+            end(LEFT_LATE)
+
+    threading.Thread(target=watch, name="leave-soon", daemon=True).start()
 
 
 def end(code: int) -> None:

@@ -67,14 +67,15 @@ class Assignment:
         start, stop = (0, held_back) if split == "val" else (held_back, self.rows)
         return range(start + index, stop, self.num_partitions)
 
-    def partitions(self) -> tuple[PartitionInfo, ...]:
-        """Describe every partition; its checksum is known before a row is written."""
+    def partitions(self, below: str) -> tuple[PartitionInfo, ...]:
+        """Describe every partition of a folder; checksums are known before a row is written."""
         splits = ("train", "val") if self.has_validation else ("train",)
         return tuple(
-            PartitionInfo(split, index, len(ids), checksum(ids), partition_path(split, index))
+            PartitionInfo(split, index, len(ids), checksum(ids), path)
             for split in splits
             for index in range(self.num_partitions)
             for ids in (self.ids(split, index),)
+            for path in (f"{below}/{partition_path(split, index)}",)
         )
 
 

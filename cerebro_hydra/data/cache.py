@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, stored_name
-from cerebro_hydra.data.parquet_folder import ParquetFolder
-from cerebro_hydra.data.partition_rows import partition_title, read_rows
-from cerebro_hydra.data.row_ids import checksum
-from cerebro_hydra.errors import DataError
+from cerebro_hydra.data.manifest import Manifest, PartitionInfo, stored_name
+from cerebro_hydra.data.partition_rows import checked_rows, local_partition
 from cerebro_hydra.storage import Store
+from cerebro_hydra.storage.digest import digest
+
+_DIGESTS = "digests.json"
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,107 +36,104 @@ class CachedPartition:
     def build(
         cls, info: PartitionInfo, manifest: Manifest, store: Store, cache_dir: str
     ) -> CachedPartition:
-        """Open the partition's cache; if it is not there, decode the store's files into it first.
+        """Open the partition's cache; if it is not there whole, decode the store's files into it.
 
-        A cache appears whole, by a rename, or not at all. If several processes build the same one,
-        the first wins and the others use it.
+        A cache that is found is compared with the digests that its writer left beside it; one that
+        is damaged, or lacks files, is made again. A cache appears whole, by a rename, or not at
+        all. If several processes build the same one, the first wins and the others use it. Maps
+        that are open stay valid when the folder is deleted.
 
         Raises:
-            DataError: count, row ids or types of the rows are not those of the manifest.
+            DataError: count, row ids, types or contents of the rows are not those of the manifest.
             StoreError: the store can't be read.
         """
-        data_path = store.data_path(manifest.fingerprint)
         folder = Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
-        if not folder.is_dir():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                tempfile.TemporaryDirectory(
-                    prefix=".building-", dir=folder.parent, ignore_cleanup_errors=True
-                ) as building,
-                store.local_copy(data_path, info.path, cache_dir) as copied,
-            ):
-                try:
-                    _decode(info, manifest, copied, building)
-                except DataError as error:
-                    # The user knows the files in the store, not their passing copies.
-                    raise DataError(str(error).replace(copied, data_path)) from error
-                try:
-                    os.rename(building, folder)
-                except OSError:
-                    if not folder.is_dir():  # else another process was first
-                        raise
-        columns = {
-            spec.name: _opened(folder / f"{stored_name(i)}.npy", spec, info)
-            for i, spec in enumerate(manifest.columns)
-        }
+        columns = _checked(folder, info, manifest)
+        if columns is None:
+            columns = _built(folder, info, manifest, store, cache_dir)
         return cls(info.rows, columns)
 
 
-def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: str) -> None:
-    what = partition_title(info, manifest, data_path)
-    if manifest.source is None:
-        promised = ParquetFolder.open(os.path.join(data_path, info.path), ()).rows
-        if promised != info.rows:
-            raise DataError(
-                f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "
-                "delete the data and prepare it again"
-            )
-    ids = np.empty(info.rows, np.int64)
+def _built(
+    folder: Path, info: PartitionInfo, manifest: Manifest, store: Store, cache_dir: str
+) -> Mapping[str, NDArray[Any]]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(
+            prefix=".building-", dir=folder.parent, ignore_cleanup_errors=True
+        ) as building,
+        local_partition(info, manifest, store, cache_dir) as data_path,
+    ):
+        _decode(info, manifest, data_path, Path(building))
+        columns = _mapped(Path(building), info, manifest)
+        try:
+            os.rename(building, folder)
+        except OSError:
+            # Another process was first, or the folder was cleared away: our own maps stay valid.
+            return _checked(folder, info, manifest) or columns
+    return columns
+
+
+def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: Path) -> None:
+    paths = _paths(target, manifest)
     maps = [
         np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
-            os.path.join(target, f"{stored_name(i)}.npy"),
-            mode="w+",
-            dtype=np.dtype(spec.dtype),
-            shape=(info.rows, *spec.shape),
+            path, mode="w+", dtype=np.dtype(spec.dtype), shape=(info.rows, *spec.shape)
         )
-        for i, spec in enumerate(manifest.columns)
+        for path, spec in zip(paths, manifest.columns, strict=True)
     ]
     start = 0
-    for rows in read_rows(info, manifest, data_path):
+    for rows in checked_rows(info, manifest, data_path):
         stop = start + len(rows)
-        if stop > info.rows:
-            raise DataError(
-                f"{what}: the reader gave more rows than the {info.rows} in the footers"
-            )
-        if rows.ids is not None:
-            ids[start:stop] = rows.ids
         for values, mapped in zip(rows.columns, maps, strict=True):
             mapped[start:stop] = values
         start = stop
-    if start != info.rows:
-        raise DataError(f"{what}: the reader gave {start} rows, the footers promise {info.rows}")
-    if info.checksum is not None:
-        _check_ids(ids, info.checksum, what)
     for mapped in maps:
         mapped.flush()
+    (target / _DIGESTS).write_text(json.dumps([_digest(path) for path in paths]))
 
 
-def _check_ids(ids: NDArray[np.int64], promised: int, what: str) -> None:
-    found = checksum(ids)
-    if found != promised:
-        raise DataError(
-            f"{what}: the checksum of its {len(ids)} row ids is {found:016x}, the manifest says "
-            f"{promised:016x}, so that rows were lost, repeated or exchanged; delete the "
-            "data and prepare it again"
-        )
-    out_of_order = np.flatnonzero(np.diff(ids) <= 0)
-    if out_of_order.size:
-        raise DataError(
-            f"{what}: row ids are not ascending after row {int(out_of_order[0])}; delete the data "
-            "and prepare it again"
-        )
-
-
-def _opened(path: Path, spec: ColumnSpec, info: PartitionInfo) -> NDArray[Any]:
+def _checked(
+    folder: Path, info: PartitionInfo, manifest: Manifest
+) -> Mapping[str, NDArray[Any]] | None:
+    """Return the maps of a cache that is there; one that is damaged is deleted."""
+    if not folder.is_dir():
+        return None
     try:
+        digests = json.loads((folder / _DIGESTS).read_bytes())
+        for path, digest in zip(_paths(folder, manifest), digests, strict=True):
+            if _digest(path) != digest:
+                raise ValueError(f"{path.name} has other content than was written")
+        return _mapped(folder, info, manifest)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        _LOGGER.warning("the cache %r is damaged (%s): it is decoded again", str(folder), error)
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+
+def _mapped(folder: Path, info: PartitionInfo, manifest: Manifest) -> Mapping[str, NDArray[Any]]:
+    """Map the columns of a cache.
+
+    Raises:
+        OSError: a file is not there.
+        ValueError: a file is no array, or one of another type or shape.
+    """
+    columns: dict[str, NDArray[Any]] = {}
+    for path, spec in zip(_paths(folder, manifest), manifest.columns, strict=True):
         mapped: NDArray[Any] = np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"the cache {str(path)!r} is damaged ({error}): delete its folder"
-        ) from error
-    if mapped.shape != (info.rows, *spec.shape) or mapped.dtype != np.dtype(spec.dtype):
-        raise DataError(
-            f"the cache {str(path)!r} holds {mapped.dtype} of shape {mapped.shape}, not "
-            f"{spec.dtype} of {(info.rows, *spec.shape)}: delete its folder"
-        )
-    return mapped
+        if mapped.shape != (info.rows, *spec.shape) or mapped.dtype != np.dtype(spec.dtype):
+            raise ValueError(f"{path.name} holds {mapped.dtype} of shape {mapped.shape}")
+        columns[spec.name] = mapped
+    return columns
+
+
+def _paths(folder: Path, manifest: Manifest) -> list[Path]:
+    return [folder / f"{stored_name(i)}.npy" for i in range(len(manifest.columns))]
+
+
+def _digest(path: Path) -> str:
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        return digest(content)

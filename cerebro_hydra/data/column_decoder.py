@@ -40,6 +40,11 @@ class DecodedColumn:
     faults: Mapping[str, NDArray[np.int64]]
     """The rows of each fault; where there are any, `values` may lack numbers."""
 
+    @property
+    def sound(self) -> bool:
+        """Say whether all rows have one shape and no fault."""
+        return not self.faults and all(each.shortest == each.longest for each in self.lengths)
+
     def array(
         self, name: str, where: Callable[[int], str], shape: tuple[int, ...] | None = None
     ) -> NDArray[Any]:

@@ -28,7 +28,7 @@ from cerebro_hydra.data.parquet_files import column_type, describe_file, list_fi
 from cerebro_hydra.data.prepared import (
     check_files,
     digest_of,
-    find_or_clear,
+    find_prepared,
     finish,
     footers,
     prepared_in,
@@ -36,10 +36,13 @@ from cerebro_hydra.data.prepared import (
 from cerebro_hydra.data.row_ranges import partitions_of
 from cerebro_hydra.data.survey import (
     ColumnRequest,
+    FileRows,
     Mapper,
     SurveyTask,
+    digested,
     specs_of,
     survey,
+    survey_all,
     survey_tasks,
 )
 from cerebro_hydra.errors import ConfigurationError, DataError
@@ -125,12 +128,14 @@ def describe(store: Store, num_partitions: int, spec: DataSpec, mapper: Mapper =
         held_back=held_back,
         val_files=len(val_files),
     )
-    found = find_or_clear(store, fingerprint)
-    if found is not None:
-        return found
+    prepared = find_prepared(store, fingerprint)
+    if prepared is not None:
+        return prepared
     paths = [path for folder in (train, *val) for path in folder.files]
-    specs = specs_of(requests, mapper(survey, survey_tasks(paths, requests)), rows + val_rows)
-    return finish(store, Manifest(fingerprint, specs, partitions, source))
+    tasks = survey_tasks(paths, requests, partitions, source.seed)
+    found = survey_all(requests, mapper(survey, tasks))
+    specs = specs_of(requests, found, rows + val_rows)
+    return finish(store, Manifest(fingerprint, specs, digested(partitions, found), source))
 
 
 def metadata_from(store: Store, columns: Sequence[str]) -> ParquetMetadata:
@@ -147,8 +152,8 @@ def metadata_from(store: Store, columns: Sequence[str]) -> ParquetMetadata:
     val = [] if paths.val is None else [_Folder.open(paths.val, "val_path")]
     requests = _column_requests([train, *val], columns)
     first = next(path for path in train.files if metadata_of(path).num_rows)
-    one = survey(SurveyTask(first, 0, 1, requests))
-    specs = specs_of(requests, [one], 1)
+    one = survey(SurveyTask(requests, (FileRows(first, 0, 1),)))
+    specs = specs_of(requests, survey_all(requests, [one]), 1)
     metadata = [metadata_of(path) for path in train.files]
     rows = sum(each.num_rows for each in metadata)
     val_rows = sum(metadata_of(path).num_rows for folder in val for path in folder.files)

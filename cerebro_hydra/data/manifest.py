@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import Annotated, Any
 
+from cerebro_hydra.documents import Count, decode, matching, one_of, unreadable
 from cerebro_hydra.errors import DataError, StoreError
+from cerebro_hydra.storage.names import Digest, Name, SourcePath
 
-FORMAT = 2
+FORMAT = 3
 """The version of the layout of prepared data; it is part of every fingerprint."""
 
 MANIFEST_NAME = "manifest.json"
@@ -24,9 +25,9 @@ class ColumnSpec:
     """Describes one column as training sees it."""
 
     name: str
-    dtype: str
-    """The numpy dtype: "float32", "int64" or "bool"."""
-    shape: tuple[int, ...]
+    dtype: Annotated[str, one_of("float32", "int64", "bool")]
+    """The numpy dtype."""
+    shape: tuple[Count, ...]
     """The shape of one row; () for a number."""
 
 
@@ -34,9 +35,8 @@ class ColumnSpec:
 class Codec:
     """Says how a petastorm row store keeps a value of a column in a Parquet cell."""
 
-    kind: str
-    """"scalar", "ndarray", "compressed_ndarray" or "image"."""
-    dtype: str
+    kind: Annotated[str, one_of("scalar", "ndarray", "compressed_ndarray", "image")]
+    dtype: Annotated[str, matching(r"bool|u?int(8|16|32|64)|float(16|32|64|96|128)")]
     """The numpy dtype of the decoded values, before they get the column's."""
 
 
@@ -44,11 +44,11 @@ class Codec:
 class SourceFile:
     """Describes a Parquet file that somebody else wrote, as it was when it was described."""
 
-    path: str
+    path: SourcePath
     """Absolute, or relative to the data's folder where it lies in the same store."""
-    rows: int
-    bytes: int
-    footer: str
+    rows: Count
+    bytes: Count
+    footer: Digest
     """The digest of its footer, which holds schema, row groups and statistics."""
 
 
@@ -62,60 +62,80 @@ class ExistingFiles:
     seed: int | None
     """The seed that draws the rows held back for validation; None if no rows are."""
 
-    @staticmethod
-    def from_json(document: Mapping[str, Any]) -> ExistingFiles:
-        """Rebuild the description from its dataclass's dictionary."""
-        return ExistingFiles(
-            tuple(None if codec is None else Codec(**codec) for codec in document["codecs"]),
-            tuple(SourceFile(**file) for file in document["files"]),
-            document["seed"],
-        )
-
 
 @dataclass(frozen=True)
 class RowRange:
     """Names consecutive rows of one file of `ExistingFiles`."""
 
-    file: int
-    first: int
-    rows: int
+    file: Count
+    first: Count
+    rows: Count
 
 
 @dataclass(frozen=True)
 class PartitionInfo:
     """Describes one partition of a split: a prepared folder, or row ranges of existing files."""
 
-    split: str
-    index: int
-    rows: int
+    split: Annotated[str, one_of("train", "val")]
+    index: Count
+    rows: Count
     checksum: int | None
     """The `row_ids.checksum` of its row ids; None in existing files, which have none."""
-    path: str
+    path: str = field(compare=False)
     """The path of its folder, relative to the data's folder; empty for row ranges."""
     row_ranges: tuple[RowRange, ...] = ()
     """Its row ranges; where rows are held back, both splits of a partition share them."""
+    digests: tuple[int, ...] = ()
+    """The `ContentDigest` of each column; empty only until the rows are written or surveyed."""
 
     def to_json(self) -> dict[str, Any]:
-        """Describe the partition; the checksum as text, because JSON numbers have 53 bits."""
-        document: dict[str, Any] = {"split": self.split, "index": self.index, "rows": self.rows}
+        """Describe the partition; 64-bit sums as text, because JSON numbers have 53 bits."""
+        document: dict[str, Any] = {
+            "split": self.split,
+            "index": self.index,
+            "rows": self.rows,
+            "digests": [f"{digest:016x}" for digest in self.digests],
+        }
         if self.checksum is None:
             return {**document, "row_ranges": [astuple(each) for each in self.row_ranges]}
         return {**document, "checksum": f"{self.checksum:016x}", "path": self.path}
 
     @staticmethod
-    def from_json(document: Mapping[str, Any]) -> PartitionInfo:
-        """Rebuild a partition from `to_json`."""
-        if "row_ranges" in document:
-            ranges = tuple(RowRange(*row_range) for row_range in document["row_ranges"])
-            return PartitionInfo(**{**document, "row_ranges": ranges}, checksum=None, path="")
-        return PartitionInfo(**{**document, "checksum": int(document["checksum"], 16)})
+    def from_json(document: Any) -> PartitionInfo:
+        """Rebuild a partition from `to_json`.
+
+        Raises:
+            StoreError: a field is wrong, or the path is not that of the partition.
+        """
+        info = decode(dict[str, Any], document, where := "a partition")
+        digests = decode(list[_Sum], info.get("digests"), "the digests of a partition")
+        info["digests"] = [int(digest, 16) for digest in digests]
+        if "row_ranges" in info:
+            ranges = decode(list[tuple[int, int, int]], info["row_ranges"], "the row ranges")
+            named = [dict(zip(("file", "first", "rows"), each, strict=True)) for each in ranges]
+            info |= {"row_ranges": named, "checksum": None, "path": ""}
+        else:
+            info["checksum"] = int(decode(_Sum, info.get("checksum"), "the checksum"), 16)
+        partition: PartitionInfo = decode(PartitionInfo, info, where)
+        below, _, path = partition.path.partition("/")
+        if partition.checksum is not None:
+            decode(Name, below, "the folder of a partition")
+            if path != partition_path(partition.split, partition.index):
+                raise unreadable("the path of a partition", partition.path)
+        elif partition.path:
+            raise unreadable("the path of a partition", partition.path)
+        return partition
+
+
+_Sum = Annotated[str, matching(r"[0-9a-f]{16}")]
+"""A 64-bit sum in JSON."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Describes a data set; prepared files name column i `column_00i`, whatever its name here."""
 
-    fingerprint: str
+    fingerprint: Digest
     columns: tuple[ColumnSpec, ...]
     partitions: tuple[PartitionInfo, ...]
     source: ExistingFiles | None = None
@@ -169,23 +189,39 @@ class Manifest:
         if document.get("format") != FORMAT:
             raise StoreError(
                 f"the manifest has format {document.get('format')!r}, this version reads {FORMAT}: "
-                "prepare the data again"
+                "delete its folder and prepare the data again"
             )
-        source = document.get("source")
-        try:
-            return Manifest(
-                fingerprint=document["fingerprint"],
-                columns=tuple(
-                    ColumnSpec(**{**spec, "shape": tuple(spec["shape"])})
-                    for spec in document["columns"]
-                ),
-                partitions=tuple(map(PartitionInfo.from_json, document["partitions"])),
-                source=None if source is None else ExistingFiles.from_json(source),
+        fields = {name: value for name, value in document.items() if name != "format"}
+        listed = decode(list[Any], fields.pop("partitions", None), "the manifest's partitions")
+        partitions = tuple(map(PartitionInfo.from_json, listed))
+        manifest: Manifest = decode(Manifest, {**fields, "partitions": []}, "the manifest")
+        return replace(manifest, partitions=partitions)._checked()
+
+    def _checked(self) -> Manifest:
+        """Return itself, if its parts fit together.
+
+        Raises:
+            StoreError: they don't.
+        """
+        for split in ("train", "val"):
+            indices = [info.index for info in self.partitions if info.split == split]
+            if sorted(indices) != list(range(len(indices))):
+                raise unreadable(f"the {split} partitions of the manifest", indices)
+        source = self.source or ExistingFiles((None,) * len(self.columns), (), None)
+        if not self.columns or len(source.codecs) != len(self.columns):
+            raise unreadable("the columns of the manifest", self.columns)
+        for info in self.partitions:
+            if len(info.digests) != len(self.columns):
+                raise unreadable("the digests of a partition", info.digests)
+            ranges = info.row_ranges
+            whole = all(
+                each.file < len(source.files)
+                and each.first + each.rows <= source.files[each.file].rows
+                for each in ranges
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(
-                f"the manifest is damaged ({error!r}): delete its folder and prepare again"
-            ) from error
+            if not whole or bool(ranges) != (self.source is not None):
+                raise unreadable(f"the row ranges of {info.split} partition {info.index}", ranges)
+        return self
 
 
 def stored_name(position: int) -> str:

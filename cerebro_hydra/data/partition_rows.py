@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cerebro_hydra.data import row_store
+from cerebro_hydra.data.content_digest import ContentDigest
 from cerebro_hydra.data.manifest import (
     ROW_ID,
     Codec,
@@ -22,17 +24,20 @@ from cerebro_hydra.data.manifest import (
     stored_name,
 )
 from cerebro_hydra.data.parquet_files import check_file, read_range
+from cerebro_hydra.data.parquet_folder import ParquetFolder
 from cerebro_hydra.data.reader import read_columns
+from cerebro_hydra.data.row_ids import checksum
 from cerebro_hydra.data.row_ranges import split_mask
 from cerebro_hydra.errors import DataError
+from cerebro_hydra.storage import Store
 
 
 @dataclass(frozen=True)
 class RowBlock:
     """Holds consecutive rows of a partition."""
 
-    ids: NDArray[np.int64] | None
-    """The row ids; None in existing files, which have none."""
+    ids: NDArray[np.int64]
+    """The row ids; in existing files, positions among the rows of the partition's ranges."""
     columns: tuple[NDArray[Any], ...]
     """An array of shape (rows, *shape of a row) for each column of the manifest."""
 
@@ -51,6 +56,100 @@ def partition_title(info: PartitionInfo, manifest: Manifest, data_path: str) -> 
     ]
     more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
     return f"{info.split} partition {info.index} in {files[0]!r}{more}"
+
+
+@contextmanager
+def local_partition(
+    info: PartitionInfo, manifest: Manifest, store: Store, scratch: str | None
+) -> Iterator[str]:
+    """Yield the data's folder on this machine, or one with a copy of this partition in `scratch`.
+
+    Errors of the block name the files in the store, not their passing copies.
+    """
+    data_path = store.data_path(manifest.fingerprint)
+    with store.local_copy(data_path, info.path, scratch) as copied:
+        try:
+            yield copied
+        except DataError as error:
+            raise DataError(str(error).replace(copied, data_path)) from error
+
+
+def checked_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterator[RowBlock]:
+    """Yield what `read_rows` does, and compare all of it with the manifest at the end.
+
+    Raises:
+        DataError: count, row ids, types or contents of the rows are not those of the manifest.
+    """
+    read = ContentDigest(len(manifest.columns))
+    yield from _counted_rows(info, manifest, data_path, read)
+    for spec, found, promised in zip(manifest.columns, read.digests, info.digests, strict=True):
+        if found != promised:
+            remedy = "delete the data and prepare it again"
+            if manifest.source is not None:
+                remedy = "restore the files, or start a new run on them as they are now"
+            raise DataError(
+                f"{partition_title(info, manifest, data_path)}: column {spec.name!r} has other "
+                f"values than were written: its content digest is {found:016x}, the manifest says "
+                f"{promised:016x}; {remedy}"
+            )
+
+
+def digest_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> tuple[int, ...]:
+    """Read a partition that was just written, and return the content digest of each column.
+
+    Raises:
+        DataError: count, row ids or types of the rows are not those of the manifest.
+    """
+    read = ContentDigest(len(manifest.columns))
+    for _ in _counted_rows(info, manifest, data_path, read):
+        pass
+    return read.digests
+
+
+def _counted_rows(
+    info: PartitionInfo, manifest: Manifest, data_path: str, read: ContentDigest
+) -> Iterator[RowBlock]:
+    """Yield all rows and add them to `read`; their number and ids are compared at the end."""
+    what = partition_title(info, manifest, data_path)
+    if manifest.source is None:
+        promised = ParquetFolder.open(os.path.join(data_path, info.path), ()).rows
+        if promised != info.rows:
+            raise DataError(
+                f"{what}: its Parquet footers count {promised} rows, the manifest {info.rows}; "
+                "delete the data and prepare it again"
+            )
+    ids = np.empty(info.rows, np.int64)
+    start = 0
+    for rows in read_rows(info, manifest, data_path):
+        stop = start + len(rows)
+        if stop > info.rows:
+            raise DataError(
+                f"{what}: the reader gave more rows than the {info.rows} in the footers"
+            )
+        ids[start:stop] = rows.ids
+        read.add(rows.ids, rows.columns)
+        yield rows
+        start = stop
+    if start != info.rows:
+        raise DataError(f"{what}: the reader gave {start} rows, the footers promise {info.rows}")
+    if info.checksum is not None:
+        _check_ids(ids, info.checksum, what)
+
+
+def _check_ids(ids: NDArray[np.int64], promised: int, what: str) -> None:
+    found = checksum(ids)
+    if found != promised:
+        raise DataError(
+            f"{what}: the checksum of its {len(ids)} row ids is {found:016x}, the manifest says "
+            f"{promised:016x}, so that rows were lost, repeated or exchanged; delete the "
+            "data and prepare it again"
+        )
+    out_of_order = np.flatnonzero(np.diff(ids) <= 0)
+    if out_of_order.size:
+        raise DataError(
+            f"{what}: row ids are not ascending after row {int(out_of_order[0])}; delete the data "
+            "and prepare it again"
+        )
 
 
 def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterator[RowBlock]:
@@ -72,7 +171,8 @@ def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterat
             )
         return
     mask = split_mask(info, manifest.source.seed)
-    start = 0
+    positions = np.arange(info.rows) if mask is None else np.flatnonzero(mask)
+    start = done = 0
     for row_range in info.row_ranges:
         file = manifest.source.files[row_range.file]
         path = os.path.normpath(os.path.join(data_path, file.path))
@@ -81,8 +181,9 @@ def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterat
         start += row_range.rows
         names = [spec.name for spec in manifest.columns]
         for batch in read_range(path, names, row_range.first, row_range.rows, chosen):
+            done += batch.num_rows
             yield RowBlock(
-                None,
+                positions[done - batch.num_rows : done],
                 tuple(
                     _decoded(batch.column(spec.name), spec, codec, path, row_range)
                     for spec, codec in zip(manifest.columns, manifest.source.codecs, strict=True)

@@ -4,6 +4,7 @@
 DataFrame -> converted, persisted -> one aggregate: faults, shapes, content, rows per bucket
           -> rank of each row by content -> row id by a seeded permutation -> split, partition
           -> one write, a folder per split and partition, rows sorted by id
+          -> each partition read back as agents will read it: the content digests of its columns
 ```
 
 Rows are numbered by a hash of their content, so that the result does not depend on how Spark
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from pyspark.ml.functions import vector_to_array
-from pyspark.sql import Column, DataFrame, Row, Window
+from pyspark.sql import Column, DataFrame, Row, SparkSession, Window
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
@@ -26,9 +28,16 @@ from cerebro_hydra.data import faults
 from cerebro_hydra.data.arguments import column_problem, require_dataframe
 from cerebro_hydra.data.assignment import AffinePermutation, Assignment
 from cerebro_hydra.data.data_spec import DataSpec
-from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
-from cerebro_hydra.data.prepared import find_or_clear, fingerprint_of, finish
-from cerebro_hydra.errors import ConfigurationError, DataError
+from cerebro_hydra.data.manifest import (
+    ROW_ID,
+    ColumnSpec,
+    Manifest,
+    PartitionInfo,
+    stored_name,
+)
+from cerebro_hydra.data.partition_rows import digest_rows, local_partition
+from cerebro_hydra.data.prepared import fingerprint_of, prepare_once
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, DataError
 from cerebro_hydra.storage import Store
 
 _BUCKETS = 256  # a constant, because ranks depend on it
@@ -71,12 +80,15 @@ def prepare(df: DataFrame, store: Store, num_partitions: int, spec: DataSpec) ->
         fingerprint = fingerprint_of(
             columns, content.sums, num_partitions, spec.validation, spec.seed
         )
-        found = find_or_clear(store, fingerprint)
-        if found is not None:
-            return found
-        numbered = _with_row_ids(rows, plans, content, marked, spec.seed)
-        _write(numbered, plans, assignment, store.url(store.data_path(fingerprint)))
-        return finish(store, Manifest(fingerprint, columns, assignment.partitions()))
+
+        def write(attempt: str) -> Manifest:
+            numbered = _with_row_ids(rows, plans, content, marked, spec.seed)
+            url = store.url(f"{store.data_path(fingerprint)}/{attempt}")
+            _write(numbered, plans, assignment, url)
+            manifest = Manifest(fingerprint, columns, assignment.partitions(attempt))
+            return _read_back(df.sparkSession, store, manifest)
+
+        return prepare_once(store, fingerprint, write)
     finally:
         rows.unpersist()
 
@@ -348,3 +360,27 @@ def _write(numbered: DataFrame, plans: Sequence[_Plan], assignment: Assignment, 
         .option("maxRecordsPerFile", 0)
         .parquet(url)
     )
+
+
+def _digests(
+    manifest: Manifest, store: Store, info: PartitionInfo
+) -> tuple[int, ...] | CerebroHydraError:
+    """Digest a partition; an error is returned, because Spark would try again and wrap it."""
+    try:
+        with local_partition(info, manifest, store, None) as data_path:
+            return digest_rows(info, manifest, data_path)
+    except CerebroHydraError as error:
+        return error
+
+
+def _read_back(session: SparkSession, store: Store, manifest: Manifest) -> Manifest:
+    """Return the manifest with the content digests that Spark's tasks make of what was written."""
+    infos = manifest.partitions
+    tasks = session.sparkContext.parallelize(infos, len(infos))
+    outcomes = tasks.map(partial(_digests, manifest, store)).collect()
+    partitions = []
+    for info, outcome in zip(infos, outcomes, strict=True):
+        if isinstance(outcome, CerebroHydraError):
+            raise outcome
+        partitions.append(replace(info, digests=outcome))
+    return replace(manifest, partitions=tuple(partitions))

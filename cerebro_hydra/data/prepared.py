@@ -1,20 +1,24 @@
-"""Names a store's prepared data by fingerprint, finishes it by its manifest, checks its reuse."""
+"""Names a store's prepared data by fingerprint, lets one program prepare it, checks its reuse."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pyarrow.parquet import FileMetaData
 
+from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest
 from cerebro_hydra.data.parquet_files import check_file, metadata_of
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
+from cerebro_hydra.storage.digested_json import decode_document, encode_document
 
 
 def fingerprint_of(
@@ -46,7 +50,7 @@ def find_prepared(store: Store, fingerprint: str) -> Manifest | None:
     Raises:
         StoreError: the files are not those of the manifest.
     """
-    manifest = _read(store, fingerprint)
+    manifest = read_manifest(store, fingerprint)
     if manifest is not None:
         check_files(manifest, store)
     return manifest
@@ -61,16 +65,79 @@ def prepared_in(store: Store) -> list[Manifest]:
         StoreError: a manifest can't be read.
     """
     names = store.list(f"{store.prefix}/data")
-    read = [manifest for name in names if (manifest := _read(store, name)) is not None]
+    read = [manifest for name in names if (manifest := read_manifest(store, name)) is not None]
     return [manifest for manifest in read if manifest.source is None]
 
 
-def find_or_clear(store: Store, fingerprint: str) -> Manifest | None:
-    """Return `find_prepared`; clear away what an unfinished preparation left."""
-    manifest = find_prepared(store, fingerprint)
-    if manifest is None:
-        store.delete(store.data_path(fingerprint))
+def prepare_once(store: Store, fingerprint: str, prepare: Callable[[str], Manifest]) -> Manifest:
+    """Return `find_prepared`; if there is none, prepare it, or wait for the program that does.
+
+    Args:
+        store: where to.
+        fingerprint: of the data set.
+        prepare: writes its files below a folder of the data set's folder, whose name it is given,
+            and returns their manifest. No other program writes there.
+
+    Raises:
+        StoreError: the store can't be written, or holds files that contradict their manifest.
+    """
+    folder = store.data_path(fingerprint)
+    claims = Claims(store, folder, CLAIM_SECONDS)
+    while True:
+        found = find_prepared(store, fingerprint)
+        if found is not None:
+            return found
+        path = claims.take()
+        if path is not None:
+            break
+    attempt = f"attempt-{uuid.uuid4().hex[:12]}"
+    try:
+        with claims.renewed(path):
+            # Whoever had the claim before may have finished since the look above.
+            found = find_prepared(store, fingerprint) or finish(store, prepare(attempt))
+    except BaseException as error:
+        with suppress(StoreError):
+            store.delete(f"{folder}/{attempt}")
+        # Held up for long, this program may have lost its claim, and its files to the winner.
+        found = find_prepared(store, fingerprint) if isinstance(error, Exception) else None
+        if found is None:
+            raise
+    _clear_leftovers(store, found)
+    return found
+
+
+def finish(store: Store, manifest: Manifest) -> Manifest:
+    """Check what was written and create the manifest, which makes the data visible.
+
+    Returns:
+        the manifest of the store: that of another program, if it created one meanwhile.
+
+    Raises:
+        StoreError: the files do not hold the rows of the manifest.
+    """
+    folder = store.data_path(manifest.fingerprint)
+    check_files(manifest, store)
+    try:
+        store.create(f"{folder}/{MANIFEST_NAME}", encode_document(manifest.to_json()))
+    except StoreError:
+        found = find_prepared(store, manifest.fingerprint)
+        if found is None:
+            raise
+        return found
     return manifest
+
+
+def _clear_leftovers(store: Store, manifest: Manifest) -> None:
+    """Delete what is not the manifest's: claims, and what programs left that did not finish.
+
+    No other manifest can be created any more, so nobody's work is lost.
+    """
+    folder = store.data_path(manifest.fingerprint)
+    kept = {MANIFEST_NAME, *(info.path.partition("/")[0] for info in manifest.partitions)}
+    for name in store.list(folder):
+        if name not in kept:
+            with suppress(StoreError):
+                store.delete(f"{folder}/{name}")
 
 
 def choose_prepared(
@@ -85,7 +152,7 @@ def choose_prepared(
     if given is None:
         found = prepared_in(store)
     else:
-        manifest = _read(store, given.fingerprint)
+        manifest = read_manifest(store, given.fingerprint)
         found = [] if manifest is None else [manifest]
     problems = {each.fingerprint: _problem(each, num_partitions, spec) for each in found}
     fitting = [each for each in found if problems[each.fingerprint] is None]
@@ -119,18 +186,6 @@ def _problem(manifest: Manifest, num_partitions: int, spec: DataSpec) -> str | N
     return None
 
 
-def finish(store: Store, manifest: Manifest) -> Manifest:
-    """Check what was written and write the manifest, which makes the data visible.
-
-    Raises:
-        StoreError: the files do not hold the rows of the manifest.
-    """
-    folder = store.data_path(manifest.fingerprint)
-    check_files(manifest, store)
-    store.write(f"{folder}/{MANIFEST_NAME}", json.dumps(manifest.to_json(), indent=1).encode())
-    return manifest
-
-
 def footers(store: Store, folder: str) -> list[FileMetaData]:
     """Return the footers of a partition's Parquet files in a store.
 
@@ -147,20 +202,26 @@ def footers(store: Store, folder: str) -> list[FileMetaData]:
     return found
 
 
-def _read(store: Store, fingerprint: str) -> Manifest | None:
+def read_manifest(store: Store, fingerprint: str) -> Manifest | None:
+    """Return the manifest of a data set, without a look at its files; None if there is none.
+
+    Raises:
+        StoreError: it is damaged, that of other data, or another version wrote it.
+    """
     folder = store.data_path(fingerprint)
     path = f"{folder}/{MANIFEST_NAME}"
     if not store.exists(path):
         return None
-    content = store.read(path)
     try:
-        return Manifest.from_json(json.loads(content))
-    except ValueError as error:
-        raise StoreError(
-            f"{path!r} is not JSON ({error}): delete {folder!r} and prepare the data again"
-        ) from error
+        manifest = Manifest.from_json(decode_document(path, store.read(path)))
     except StoreError as error:
-        raise StoreError(f"{path!r}: {error}") from error
+        raise StoreError(f"{error}; or delete {folder!r} and prepare again") from error
+    if manifest.fingerprint != fingerprint:
+        raise StoreError(
+            f"{path!r} describes the data {manifest.fingerprint!r}: delete {folder!r} and prepare "
+            "the data again"
+        )
+    return manifest
 
 
 def check_files(manifest: Manifest, store: Store) -> None:

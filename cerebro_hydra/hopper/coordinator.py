@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
@@ -28,14 +30,13 @@ from cerebro_hydra.observe.records import (
     Progress,
     RunEnded,
     RunStarted,
+    SlowBatch,
 )
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import (
-    EvaluationDone,
     Event,
     MetricsMerged,
     MetricsMergeFailed,
-    SubEpochDone,
     WorkerLost,
 )
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
@@ -54,15 +55,25 @@ from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDo
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control_server import ControlServer
 from cerebro_hydra.wire.credentials import new_credentials
+from cerebro_hydra.wire.messages import RunOver
 
 FATAL = {kind.__name__: kind for kind in (DataError, StoreError)}
 """Errors of an agent that any other agent in its place would meet too."""
 
 MOST_LOSSES = 8
-"""How many agents a worker may lose in a row; no launcher counts those that hang."""
+"""How many agents a worker may lose in a row of which none began a task.
+
+Agents that are lost while a trial runs on them speak against the trial (`plan/lost_agents.py`).
+"""
+
+JOURNAL_SECONDS = 0.5
+"""How long events that led to no instruction may wait to be journalled with others."""
 
 STOP_SECONDS = 20.0
-"""How long agents may take to end by themselves after the run is over."""
+"""How long agents may take to end by themselves after every trial is over."""
+
+INTERRUPT_SECONDS = 4.0
+"""How long they may take when the run ends before that; by then they end themselves by force."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,9 @@ class Coordinator:
         self._numeric: dict[str, Any] = {}
         self._workers: dict[str, Any] = {}
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._door = threading.Lock()
+        self._greeted: list[str] = []
+        self._over = False
 
     def run(self) -> HopState:
         """Train until every trial is over; return the final state.
@@ -163,10 +177,10 @@ class Coordinator:
             self._decide_until_over()
         finally:
             # An interrupt ends here too: whatever happened, no agent is left behind.
-            for incarnation in list(self._roster.live):
-                self._control.send(incarnation, {"do": "stop"})
-            self._control.close()
-            self._launcher.stop(STOP_SECONDS)
+            self._dismiss()
+            self._launcher.stop(STOP_SECONDS if self._state.finished else INTERRUPT_SECONDS)
+            self._control.close()  # until here, agents that come late are told that it is over
+            self._journal.close()
             self._observers.on_record(RunEnded(time.monotonic() - begun))
         self._sweep()
         return self._state
@@ -181,13 +195,25 @@ class Coordinator:
         if results:
             self._folder.sweep(results)
 
+    def _dismiss(self) -> None:
+        """Tell every agent to stop, and refuse those that come from now on."""
+        with self._door:
+            self._over = True
+        for incarnation in self._greeted:
+            self._control.send(incarnation, {"do": "stop"})
+
     # ------------------------------------------------------------------ callbacks
 
     def _on_exit(self, error: BaseException | None) -> None:
         self._inbox.put(_JobEnded(error))
 
     def _on_hello(self, hello: dict[str, Any]) -> None:
-        self._inbox.put(AgentInfo.of_hello(hello, self._roster.num_workers))
+        agent = AgentInfo.of_hello(hello, self._roster.num_workers)
+        with self._door:
+            if self._over:
+                raise RunOver
+            self._greeted.append(agent.incarnation)
+        self._inbox.put(agent)
 
     def _on_message(self, incarnation: str, message: dict[str, Any]) -> None:
         if "event" in message:
@@ -210,14 +236,20 @@ class Coordinator:
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""
-        try:
-            timeout = self._join_timeout if self._roster.missing else None
-            items = [self._inbox.get(timeout=timeout)]
-        except queue.Empty:
-            raise self._missing_workers() from None
+        items = [self._next_item()]
         while not self._inbox.empty():
             items.append(self._inbox.get())
         return [event for item in items if (event := self._event_of(item)) is not None]
+
+    def _next_item(self) -> _Item:
+        if self._journal.waiting:
+            with suppress(queue.Empty):
+                return self._inbox.get(timeout=JOURNAL_SECONDS)
+            self._journal.write()
+        try:
+            return self._inbox.get(timeout=self._join_timeout if self._roster.missing else None)
+        except queue.Empty:
+            raise self._missing_workers() from None
 
     def _event_of(self, item: _Item) -> Event | None:
         match item:
@@ -230,9 +262,7 @@ class Coordinator:
                 self._take(item)
                 return None
             case WorkerLost():
-                self._replace(item)
-            case SubEpochDone() | EvaluationDone():
-                self._roster.worked(item.incarnation)
+                return self._replace(item)
         return item
 
     def _admit(self, agent: AgentInfo) -> None:
@@ -253,6 +283,10 @@ class Coordinator:
         """Pass on what an agent says of its work, or end the run with its error."""
         agent = self._roster.agent(message.incarnation)
         match message.content:
+            case {"began": attempt}:
+                self._roster.began(message.incarnation, attempt)
+            case {"slow": fields}:
+                self._observers.on_record(SlowBatch(worker=agent.worker, **fields))
             case {"progress": fields}:
                 self._observers.on_record(Progress(worker=agent.worker, **fields))
             case {"output": fields}:
@@ -262,8 +296,8 @@ class Coordinator:
                     f"worker {agent.worker} on {agent.host}: {error}"
                 )
 
-    def _replace(self, lost: WorkerLost) -> None:
-        """Let the launcher start another agent for a lost one.
+    def _replace(self, lost: WorkerLost) -> WorkerLost:
+        """Let the launcher start another agent for a lost one; add where that was, and in what.
 
         Raises:
             SetupError: the worker has lost too many in a row.
@@ -273,10 +307,12 @@ class Coordinator:
         if self._roster.losses(agent.worker) >= MOST_LOSSES:
             raise SetupError(
                 f"worker {agent.worker} on {agent.host} lost {MOST_LOSSES} agents in a row, none "
-                f"of which finished a task, the last one because: {lost.reason}; look for code of "
-                "yours that holds Python's lock for long, or for memory that runs out"
+                f"of which began a task, the last one because: {lost.reason}; look at that "
+                "machine's memory and at the executors' logs"
             )
         self._launcher.replace(agent.worker, agent.start)
+        attempt = self._roster.attempt(lost.incarnation)
+        return replace(lost, host=agent.host, attempt=attempt)
 
     def _job_ended(self, error: BaseException | None) -> SetupError:
         missing = self._roster.missing

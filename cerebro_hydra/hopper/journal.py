@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from cerebro_hydra.errors import CerebroHydraError
 from cerebro_hydra.observe.records import Decision
 from cerebro_hydra.plan.codec import to_json
 from cerebro_hydra.plan.events import Event
@@ -11,34 +15,84 @@ from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.instructions import Instruction
 from cerebro_hydra.storage.run_folder import RunFolder
 
+MERGED_SEGMENTS = 256
+"""How many segments become one file, so that a long run does not leave a file per decision."""
+
+_LOGGER = logging.getLogger(__name__)
+
 
 class Journal:
     """Writes decisions before they are carried out.
 
     The first line of segment 0 is the run's configuration, every further line one event with the
-    instructions that it led to. A segment is written whole or not at all, and never changes.
+    instructions that it led to. A segment is written whole or not at all, and never changes. Full
+    batches of segments are merged while the run goes on, and the rest when it ends.
     """
 
     def __init__(self, folder: RunFolder, config: HopConfig) -> None:
         """Begin the journal of a run that has none."""
         self._folder = folder
-        self._segments = 1
         self._decisions = 0
+        self._waiting: list[dict[str, Any]] = []
+        self._merged = 0  # segments that are merged, or handed to the thread that merges
         folder.write_segment(0, [{"config": to_json(config)}])
+        self._segments = 1
+        self._merger = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether events wait to be written that led to no instruction."""
+        return bool(self._waiting)
 
     def append(
         self, time: float, decided: Sequence[tuple[Event, Sequence[Instruction]]]
     ) -> list[Decision]:
-        """Write events with their instructions as the next segment, and return them numbered.
+        """Take in events with their instructions, and return them numbered.
 
-        `time` (seconds since 1970) is for readers, never for the fold.
+        All of them are written as the next segment if there is an instruction to carry out, else
+        they wait for the next `append` or `write`. `time` (seconds since 1970) is for readers,
+        never for the fold.
         """
         decisions = [
             Decision(seq, time, event, tuple(instructions))
             for seq, (event, instructions) in enumerate(decided, start=self._decisions)
         ]
-        if decisions:
-            self._folder.write_segment(self._segments, [each.to_json() for each in decisions])
-            self._segments += 1
-            self._decisions += len(decisions)
+        self._decisions += len(decisions)
+        self._waiting += [each.to_json() for each in decisions]
+        if any(each.instructions for each in decisions):
+            self.write()
         return decisions
+
+    def write(self) -> None:
+        """Write what waits as the next segment."""
+        if not self._waiting:
+            return
+        self._folder.write_segment(self._segments, self._waiting)
+        self._waiting = []
+        self._segments += 1
+        if self._segments - self._merged == MERGED_SEGMENTS:
+            self._merge_rest()
+
+    def close(self) -> None:
+        """Write what waits, and merge the segments that are left.
+
+        Errors are logged: without the merge the journal is as whole, and an event that led to
+        nothing is no loss to a run that ends by an error.
+        """
+        try:
+            self.write()
+        except CerebroHydraError:
+            _LOGGER.exception("the last events of the run are not in its journal")
+        if self._segments - self._merged > 1:
+            self._merge_rest()
+        self._merger.shutdown()
+
+    def _merge_rest(self) -> None:
+        first, self._merged = self._merged, self._segments
+        self._merger.submit(self._merge, first, self._merged - 1)
+
+    def _merge(self, first: int, last: int) -> None:
+        try:
+            self._folder.merge_segments(first, last)
+        except CerebroHydraError:
+            _LOGGER.exception("the journal stays in more files than it needs")

@@ -15,6 +15,7 @@ class Roster:
         self._agents: dict[str, AgentInfo] = {}
         self._live: dict[int, str] = {}
         self._losses: dict[int, int] = {}
+        self._attempts: dict[str, int] = {}
 
     def admit(self, agent: AgentInfo) -> None:
         """Take in an agent; a newer incarnation of a worker replaces the older one."""
@@ -28,14 +29,17 @@ class Roster:
             del self._live[agent.worker]
             self._losses[agent.worker] = self.losses(agent.worker) + 1
 
-    def worked(self, incarnation: str) -> None:
-        """Note that an agent finished a task."""
-        agent = self._agents.get(incarnation)
-        if agent is not None:
-            self._losses.pop(agent.worker, None)
+    def began(self, incarnation: str, attempt: int) -> None:
+        """Note that an agent began a task: if it is lost now, this speaks against the trial."""
+        self._attempts[incarnation] = attempt
+        self._losses.pop(self._agents[incarnation].worker, None)
+
+    def attempt(self, incarnation: str) -> int | None:
+        """Return the task that an agent began last."""
+        return self._attempts.get(incarnation)
 
     def losses(self, worker: int) -> int:
-        """Return how many agents of a worker were lost in a row without finishing a task."""
+        """Return how many agents of a worker were lost since one began a task."""
         return self._losses.get(worker, 0)
 
     def uri(self, incarnation: str | None) -> str | None:

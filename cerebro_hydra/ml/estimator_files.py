@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.ml.util import DefaultParamsWriter, MLReader, MLWriter
 
+from cerebro_hydra.documents import unreadable
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator
+from cerebro_hydra.ml.metadata import StageMetadata, part_of, read_metadata
 from cerebro_hydra.ml.trial_estimator import TrialEstimator
 from cerebro_hydra.storage import LocalStore, Store, estimator_factories
 
@@ -29,6 +32,8 @@ class EstimatorWriter(MLWriter):
         estimator = self._estimator
         factory = estimator._factory
         name = estimator_factories.name_of(factory) if callable(factory) else factory
+        if factory is None:
+            name = estimator.recorded_factory
         if name is None:
             warnings.warn(
                 f"{estimator.uid} is saved without what builds its model, which is no function "
@@ -45,17 +50,32 @@ class EstimatorWriter(MLWriter):
         DefaultParamsWriter.saveMetadata(estimator, path, self.sc, extra, values)
 
 
+@dataclass(frozen=True)
+class _SavedEstimator:
+    """Holds the fields of the metadata that are not Spark ML's own."""
+
+    factory: str | None
+    params: list[str]
+
+
 class EstimatorReader(MLReader[FactoryEstimator]):
-    """Loads any saved estimator as one with a factory, which is imported when it is fitted."""
+    """Loads any saved estimator as one with a factory, which the file only names."""
 
     def load(self, path: str) -> FactoryEstimator:
-        """Load an estimator, and import nothing of the user's."""
-        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
-        defaults = metadata["defaultParamMap"]
-        params = {name: defaults[name] for name in metadata["params"]}
-        estimator = FactoryEstimator(metadata["factory"], params)
-        estimator._resetUid(metadata["uid"])
-        if metadata["paramMap"].get("store") is not None:
-            metadata["paramMap"]["store"] = Store.from_dict(metadata["paramMap"]["store"])
-        DefaultParamsReader.getAndSetParams(estimator, metadata)
-        return estimator
+        """Load an estimator; nothing of the user's is imported, and no folder is created.
+
+        Raises:
+            ConfigurationError: a parameter has a name that every estimator uses.
+            StoreError: a file is missing or damaged, or the path holds something else.
+        """
+        metadata, where = read_metadata(self.sc, path), f"the metadata of {path!r}"
+        stage: StageMetadata = part_of(StageMetadata, metadata, where)
+        saved: _SavedEstimator = part_of(_SavedEstimator, metadata, where)
+        if missing := [name for name in saved.params if name not in stage.defaultParamMap]:
+            raise unreadable(f"the default of a Param in {where}", missing[0])
+        if stage.paramMap.get("store") is not None:
+            stage.paramMap["store"] = Store.from_dict(stage.paramMap["store"])
+        defaults = {name: stage.defaultParamMap[name] for name in saved.params}
+        estimator = FactoryEstimator(None, defaults)
+        estimator.recorded_factory = saved.factory
+        return stage.restore(estimator, where)

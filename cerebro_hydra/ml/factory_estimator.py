@@ -15,7 +15,7 @@ class FactoryEstimator(TrialEstimator):
 
     What is saved, without pickle, are the Params, the store's description and the factory's name,
     if it can be imported by one. The backend is not: after loading it is that of the DataFrame's
-    session. Loading imports nothing of the user's; `fit` does.
+    session. Loading imports nothing of the user's, and `fit` only what `setFactory` has named.
 
     Args:
         estimator_gen_fn: a function of the parameters that returns a `SparkEstimator`, or its

@@ -53,7 +53,7 @@ class SparkModel(Model, OutputParams, MLWritable, MLReadable["SparkModel"]):
         return self.network.torch()
 
     def write(self) -> MLWriter:
-        """Return what saves it: torch.export's archive and safetensors, with Spark's metadata."""
+        """Return what saves it: graph and weights as data, with Spark's metadata."""
         from cerebro_hydra.ml.model_files import ModelWriter
 
         return ModelWriter(self)

@@ -1,33 +1,40 @@
-"""A saved model's files hold Spark's metadata, the network's graph and weights; no pickle.
+"""A saved model's files hold Spark's metadata and the exported network; nothing executable.
 
 ```
-<path>/metadata/part-00000        class, uid, Params, trial, columns: as Spark ML's JSON
-<path>/model/graph.pt2            torch.export's archive: JSON and raw tensors
-<path>/model/weights.safetensors
+<path>/metadata/part-00000          class, uid, Params, trial, columns: as Spark ML's JSON
+<path>/model/graph.json             calls of known operators
+<path>/model/*.safetensors          weights and constants
 ```
+
+The JSON files end with their own digest. The metadata holds the graph's, which holds the tensors'.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.ml.util import DefaultParamsWriter, MLReader, MLWriter
 
 from cerebro_hydra.data.manifest import ColumnSpec
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.documents import Positive, one_of
+from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.ml.metadata import StageMetadata, part_of
 from cerebro_hydra.ml.model import SparkModel
 from cerebro_hydra.ml.prediction_kind import PredictionKind
 from cerebro_hydra.ml.trained_network import ExportedNetwork
-from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
+from cerebro_hydra.shards.exported import EXPORTED_FILES, GRAPH_FILE, load_exported
 from cerebro_hydra.spark import hadoop_files
 from cerebro_hydra.spark.predictors import ExportedPredictor
+from cerebro_hydra.storage.digest import file_digest
+from cerebro_hydra.storage.digested_json import decode_format, encode_format
 from cerebro_hydra.tune.trial import Trial
 
-FORMAT = 1
-FILES = (GRAPH_FILE, WEIGHTS_FILE)
+FORMAT = 2
+METADATA_FILE = "metadata/part-00000"
 
 
 class ModelWriter(MLWriter):
@@ -57,47 +64,59 @@ class ModelWriter(MLWriter):
     def saveImpl(self, path: str) -> None:
         model, inference = self._model, self._model.network.inference
         extra: dict[str, Any] = {
-            "format": FORMAT,
             "head": model.network.kind(None),
             "columns": [asdict(spec) for spec in inference.specs],
             "batch_size": inference.batch_size,
             "trial": asdict(model.trial),
             "run_path": model.run_path,
+            "graph": file_digest(Path(self._folder, GRAPH_FILE)),
         }
-        for name in FILES:
+        metadata = DefaultParamsWriter._get_metadata_to_save(model, self.sc, extra)
+        sealed = Path(self._folder, "metadata")
+        sealed.write_bytes(encode_format(json.loads(metadata), FORMAT))
+        for name in EXPORTED_FILES:
             hadoop_files.upload(self.sc, str(Path(self._folder, name)), f"{path}/model/{name}")
-        DefaultParamsWriter.saveMetadata(model, path, self.sc, extra)
+        hadoop_files.upload(self.sc, str(sealed), f"{path}/{METADATA_FILE}")
+
+
+@dataclass(frozen=True)
+class _SavedModel:
+    """Holds the fields of the metadata that are not Spark ML's own."""
+
+    head: Annotated[str, one_of(*PredictionKind)]
+    columns: tuple[ColumnSpec, ...]
+    batch_size: Positive
+    trial: Trial
+    run_path: str
 
 
 class ModelReader(MLReader[SparkModel]):
     """Loads a model where neither its source nor its run is known."""
 
     def load(self, path: str) -> SparkModel:
-        """Load a saved model.
+        """Load a saved model; nothing of it is run.
 
         Raises:
             ConfigurationError: another version wrote it, or it is something else.
-            StoreError: a file is missing.
+            StoreError: a file is missing, or not as it was written.
         """
-        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
-        if metadata.get("format") != FORMAT:
-            raise ConfigurationError(
-                f"{path!r} holds {metadata['class']} of format {metadata.get('format')!r}; this "
-                f"version loads a SparkModel of format {FORMAT}"
-            )
+        where = f"the metadata of {path!r}"
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
-            for name in FILES:
+            sealed = Path(folder, "metadata")
+            hadoop_files.download(self.sc, f"{path}/{METADATA_FILE}", str(sealed))
+            metadata = decode_format(path, sealed.read_bytes(), FORMAT)
+            for name in EXPORTED_FILES:
                 hadoop_files.download(self.sc, f"{path}/model/{name}", str(Path(folder, name)))
+            if file_digest(Path(folder, GRAPH_FILE)) != metadata.get("graph"):
+                raise StoreError(
+                    f"{GRAPH_FILE} in {path!r} is not the one that was saved with its metadata, or "
+                    "was damaged; save the model again"
+                )
+            load_exported(folder)  # here, so that no executor is the first to meet a damaged file
             predictor = ExportedPredictor.of(folder)
-        specs = [
-            ColumnSpec(each["name"], each["dtype"], tuple(each["shape"]))
-            for each in metadata["columns"]
-        ]
-        kind = PredictionKind(metadata["head"])
-        network = ExportedNetwork(predictor, specs, metadata["batch_size"], kind)
-        trial = metadata["trial"]
-        trial["visit_log"] = [(epoch, partition) for epoch, partition in trial["visit_log"]]
-        model = SparkModel(network, Trial(**trial), metadata["run_path"])
-        model._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(model, metadata)
-        return model
+        stage: StageMetadata = part_of(StageMetadata, metadata, where)
+        saved: _SavedModel = part_of(_SavedModel, metadata, where)
+        network = ExportedNetwork(
+            predictor, saved.columns, saved.batch_size, PredictionKind(saved.head)
+        )
+        return stage.restore(SparkModel(network, saved.trial, saved.run_path), where)

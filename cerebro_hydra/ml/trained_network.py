@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.ml.prediction_kind import PredictionKind
-from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE, save_exported
+from cerebro_hydra.shards.exported import save_exported
 from cerebro_hydra.spark.predictors import ExportedPredictor
 from cerebro_hydra.spark.transform import Inference
 
@@ -98,8 +97,7 @@ class ExportedNetwork:
 
     def export(self, folder: str) -> None:
         """Write the same files again."""
-        Path(folder, GRAPH_FILE).write_bytes(self._predictor.graph)
-        Path(folder, WEIGHTS_FILE).write_bytes(self._predictor.weights)
+        self._predictor.write(folder)
 
 
 TrainedNetwork = RunNetwork | ExportedNetwork

@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pyspark.ml import Estimator
 from pyspark.ml.base import _FitMultipleIterator
@@ -40,6 +40,8 @@ class TrialEstimator(
     Subclasses set `_factory`, the `estimator_gen_fn` of a run or its "module:name".
     """
 
+    recorded_factory: str | None = None
+    """The "module:name" in the file that this was loaded from; `setFactory` may confirm it."""
     _factory: Callable[[Any], Any] | str | None = None
     _trial_names: tuple[str, ...] = ()  # of the Params that can be a trial's parameters
 
@@ -52,8 +54,15 @@ class TrialEstimator(
 
         Raises:
             ReplayError: it is known by its name, and can't be imported here.
-            ConfigurationError: this estimator was saved without it.
+            ConfigurationError: this estimator was loaded, and its file only names it or was saved
+                without it.
         """
+        if self._factory is None and self.recorded_factory is not None:
+            raise ConfigurationError(
+                f"the file of {self.uid} names the factory {self.recorded_factory!r}, and a name "
+                "in a file is not imported unasked: if it is yours, confirm it with "
+                f"setFactory({self.recorded_factory!r}); else give your own"
+            )
         if self._factory is None:
             raise ConfigurationError(
                 f"{self.uid} was saved without what builds its model, so it can't be fitted; make "
@@ -62,6 +71,25 @@ class TrialEstimator(
         if isinstance(self._factory, str):
             return estimator_factories.import_factory(self._factory)
         return self._factory
+
+    def setFactory(self, estimator_gen_fn: Callable[[Any], Any] | str) -> Self:
+        """Name what builds the model of an estimator that was loaded: a function, or "module:name".
+
+        Raises:
+            ConfigurationError: it is something else, or this estimator has what builds its model.
+        """
+        if self._factory is not None and self.recorded_factory is None:
+            raise ConfigurationError(
+                f"{self.uid} was not loaded from a file, so it has what builds its model; make "
+                "another estimator for another factory"
+            )
+        if not callable(estimator_gen_fn) and not isinstance(estimator_gen_fn, str):
+            raise ConfigurationError(
+                f"estimator_gen_fn is {estimator_gen_fn!r}; give a function of the parameters "
+                "that returns a SparkEstimator, or its 'module:name'"
+            )
+        self._factory = estimator_gen_fn
+        return self
 
     def write(self) -> MLWriter:
         """Return what saves it, which warns where the saved estimator could not be fitted."""

@@ -16,6 +16,7 @@ from cerebro_hydra.observe.records import (
     Record,
     RunEnded,
     RunStarted,
+    SlowBatch,
     records_of,
 )
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter
@@ -34,6 +35,7 @@ __all__ = [
     "RunEnded",
     "RunStarted",
     "RunView",
+    "SlowBatch",
     "TrialView",
     "console_observer",
     "records_of",

@@ -6,13 +6,21 @@ import logging
 
 from rich.console import Console
 
-from cerebro_hydra.observe.records import Decision, OutputLine, Record, RunEnded, RunStarted
+from cerebro_hydra.observe.records import (
+    Decision,
+    OutputLine,
+    Record,
+    RunEnded,
+    RunStarted,
+    SlowBatch,
+)
 from cerebro_hydra.observe.text import (
     duration,
     final_table,
     numbers,
     parameters,
     prefixed,
+    slowness,
     summary,
 )
 from cerebro_hydra.observe.view import RunView
@@ -24,12 +32,14 @@ _LOGGER = logging.getLogger("cerebro_hydra.trials")
 
 
 class LogLines:
-    """Sends what the user's code printed or logged to Python's logging, and nothing else."""
+    """Sends what the user's code prints or logs, and slow batches, to Python's logging."""
 
     def on_record(self, record: Record) -> None:
         """Log one line under `cerebro_hydra.trials`."""
         if isinstance(record, OutputLine):
             _LOGGER.info("%s", prefixed(record))
+        elif isinstance(record, SlowBatch):
+            _LOGGER.warning("%s", slowness(record))
 
     def close(self) -> None:
         """Do nothing: plain lines hold no screen."""
@@ -56,6 +66,8 @@ class PlainLines:
                     self._tell(instruction)
             case OutputLine():
                 self._print(prefixed(record))
+            case SlowBatch():
+                self._print(slowness(record))
             case RunEnded():
                 # A pipe or file has no width of its own, and files are read in wide windows.
                 self._console.print(final_table(self.view), width=max(self._console.width, 120))

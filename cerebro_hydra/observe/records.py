@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, TypedDict
 
+from cerebro_hydra.documents import Count, decode, one_of, within
+from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.events import Event
-from cerebro_hydra.plan.instructions import Instruction
+from cerebro_hydra.plan.instructions import FinishTrial, Instruction
 from cerebro_hydra.plan.journal_fold import record as journal_record
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
-from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_folder import RunFolder, read_document
+
+ENDS = ("finished", "failed", "stopped")
+"""How a trial may end."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,19 @@ class Decision:
         Raises:
             JournalError: an event or instruction can't be read.
         """
-        instructions = tuple(from_json(each) for each in line["instructions"])
-        return cls(line["seq"], line["time"], from_json(line["event"]), instructions)
+        try:
+            fields = decode(_Line, line, "a line of the journal")
+        except StoreError as error:
+            raise JournalError(str(error)) from error
+        instructions = tuple(map(from_json, fields["instructions"]))
+        return cls(fields["seq"], fields["time"], from_json(fields["event"]), instructions)
+
+
+class _Line(TypedDict):
+    seq: Count
+    time: Annotated[float, within(0)]
+    event: dict[str, Any]
+    instructions: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -90,13 +106,29 @@ class OutputLine:
 
 
 @dataclass(frozen=True)
+class SlowBatch:
+    """A batch takes far longer than those before it, and goes on; comes once per task at most.
+
+    `seconds` is what it has taken so far, `median` what this trial's batches take on this agent;
+    None before the first one.
+    """
+
+    worker: int
+    trial: int
+    epoch: int
+    partition: int
+    seconds: float
+    median: float | None
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """The run is over, however it ended; comes last."""
 
     seconds: float
 
 
-Record = RunStarted | AgentStarted | Decision | Progress | OutputLine | RunEnded
+Record = RunStarted | AgentStarted | Decision | Progress | OutputLine | SlowBatch | RunEnded
 
 
 def records_of(folder: RunFolder) -> Iterator[Record]:
@@ -108,13 +140,49 @@ def records_of(folder: RunFolder) -> Iterator[Record]:
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
-    yield RunStarted(RunDocument.from_json(folder.read_json(RUN_FILE)))
+    document = read_document(folder)
+    limits = {**_LIMITS, **_limits_of(document)}
+    yield RunStarted(document)
     first = last = 0.0
     for segment in folder.read_segments():
         for line in segment:
             if "event" in line:
                 decision = Decision.from_json(line)
+                for each in (decision.event, *decision.instructions):
+                    _check(each, limits, f"record {decision.seq} of run {folder.path!r}")
                 last = decision.time
                 first = first or last
                 yield decision
     yield RunEnded(last - first)
+
+
+_LIMITS = {
+    "attempt": 2**63,
+    "visit": 2**63,
+    "worker": 2**31,
+    "seconds": 2**63,
+    "bytes_moved": 2**63,
+    "bytes_saved": 2**63,
+    "nbytes": 2**63,
+}
+"""Every number of these names lies from 0 up to here, whatever the run."""
+
+
+def _limits_of(document: RunDocument) -> dict[str, int]:
+    return {
+        "trial": len(document.trials) - 1,
+        "epoch": document.num_epochs - 1,
+        "partition": document.num_partitions - 1,
+    }
+
+
+def _check(record: Any, limits: Mapping[str, int], where: str) -> None:
+    """Refuse numbers that the run does not have, and ends that no trial comes to."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if is_dataclass(value):
+            _check(value, limits, where)
+        elif field.name in limits:
+            within(0, limits[field.name])(value, f"{field.name} in {where}")
+    if isinstance(record, FinishTrial):
+        one_of(*ENDS)(record.status, f"status in {where}")

@@ -12,13 +12,15 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template
 
 from cerebro_hydra import __version__
+from cerebro_hydra.documents import consistent
+from cerebro_hydra.errors import JournalError
 from cerebro_hydra.observe.records import Record, RunEnded
 from cerebro_hydra.observe.text import duration, metric_title, number, utf8
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.observe.view import RunView, TrialView
-from cerebro_hydra.storage.run_document import REFUSED_FILE
-from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.storage.run_document import RefusedTrial
+from cerebro_hydra.storage.run_folder import RunFolder, read_refused
 
 REPORT_FILE = "report.html"
 
@@ -50,8 +52,9 @@ def render(folder: RunFolder) -> str:
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
-    view, timeline = read_run(folder)
-    content = _content(view, timeline, folder.read_json(REFUSED_FILE))
+    refused = read_refused(folder)
+    with consistent(f"the journal of run {folder.path!r}", JournalError):
+        content = _content(*read_run(folder), refused)
     return utf8(page().render(**content, version=__version__))
 
 
@@ -67,7 +70,7 @@ def page() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def _content(view: RunView, timeline: Timeline, refused: list[dict[str, Any]]) -> dict[str, Any]:
+def _content(view: RunView, timeline: Timeline, refused: list[RefusedTrial]) -> dict[str, Any]:
     ranked = view.best_first()
     colours = {trial.trial: place for place, trial in enumerate(ranked[:COLOURS])}
     rows = [_row(trial, colours.get(trial.trial, -1)) for trial in ranked]

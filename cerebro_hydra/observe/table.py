@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.records import OutputLine, Record, RunEnded, RunStarted
+from cerebro_hydra.observe.records import OutputLine, Record, RunEnded, RunStarted, SlowBatch
 from cerebro_hydra.observe.text import (
     add_parameter_columns,
     duration,
@@ -20,6 +20,7 @@ from cerebro_hydra.observe.text import (
     number,
     parameters,
     prefixed,
+    slowness,
     status_text,
     summary,
 )
@@ -56,6 +57,8 @@ class LiveTable:
                 self._live.start()
             case OutputLine():
                 self._console.print(Text(prefixed(record)))
+            case SlowBatch():
+                self._console.print(Text(slowness(record)))
             case RunEnded():
                 self.close()
                 self._console.print(final_table(self.view))

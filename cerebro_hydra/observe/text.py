@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.records import OutputLine
+from cerebro_hydra.observe.records import OutputLine, SlowBatch
 from cerebro_hydra.observe.view import RunView, TrialView
 
 STYLES = {
@@ -30,6 +30,16 @@ def prefixed(output: OutputLine) -> str:
     trial = output.trial
     source = f"worker-{output.worker}" if trial is None else f"trial-{trial:03d}"
     return f"[{source}] {output.line}"
+
+
+def slowness(slow: SlowBatch) -> str:
+    """Return which batch takes long, where, and what would end its trial."""
+    usual = "it is the first" if slow.median is None else f"the median is {number(slow.median)} s"
+    return (
+        f"[trial-{slow.trial:03d}] a batch of epoch {slow.epoch + 1} on partition {slow.partition} "
+        f"(worker {slow.worker}) has taken {duration(slow.seconds)} so far, and {usual}; if it "
+        "hangs, batch_seconds= would fail the trial and replace the agent"
+    )
 
 
 def utf8(text: str) -> str:

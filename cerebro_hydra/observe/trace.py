@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from cerebro_hydra.documents import consistent
+from cerebro_hydra.errors import JournalError
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -30,9 +32,10 @@ def trace(folder: RunFolder) -> dict[str, Any]:
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
-    view, timeline = read_run(folder)
-    made = _Trace(view, timeline)
-    timed = sorted(made.events(), key=lambda event: (event["ts"], -event.get("dur", 0)))
+    with consistent(f"the journal of run {folder.path!r}", JournalError):
+        view, timeline = read_run(folder)
+        made = _Trace(view, timeline)
+        timed = sorted(made.events(), key=lambda event: (event["ts"], -event.get("dur", 0)))
     return {
         "traceEvents": [*made.names(), *timed],
         "displayTimeUnit": "ms",

@@ -154,8 +154,8 @@ class RunView:
     @property
     def winner(self) -> TrialView | None:
         """Return the best trial; None if no finished trial has a number as its metric."""
-        best = self.best_first()[0]
-        return best if self._rank(best)[0] == 0 else None
+        best = min(self.trials, key=self._rank, default=None)
+        return best if best is not None and self._rank(best)[0] == 0 else None
 
     def _rank(self, trial: TrialView) -> tuple[int, float]:
         """Return a sort key: finished trials by the metric of their result, NaN and the rest last.

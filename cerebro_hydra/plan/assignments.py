@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from cerebro_hydra.plan.estimates import Estimates
+from cerebro_hydra.plan.events import (
+    Checkpointed,
+    Event,
+    MetricsMerged,
+    MetricsMergeFailed,
+    StateReceived,
+    TrialStopped,
+    WorkerJoined,
+    WorkerLost,
+)
 from cerebro_hydra.plan.holders import STORE, Holders
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.instructions import (
@@ -64,16 +74,20 @@ class Assignments:
 
     def choices(self) -> list[TaskChoice]:
         """Return every task that could be given to a worker now."""
-        choices = []
-        for index, trial in enumerate(self.trials):
-            for kind, partition in self._open_tasks(index, trial):
-                agent = self.agent_of(partition)
-                if agent is not None and agent.open:
-                    choices.append(TaskChoice(index, kind, partition, agent))
-        return choices
+        free = {p: agent for agent in self.agents.values() if agent.open for p in agent.partitions}
+        if not free:
+            return []
+        return [
+            TaskChoice(index, kind, partition, free[partition])
+            for index, trial in enumerate(self.trials)
+            for kind, partition in self._open_tasks(index, trial)
+            if partition in free
+        ]
 
     def _open_tasks(self, index: int, trial: TrialProgress) -> list[tuple[TaskKind, int]]:
         if trial.status is not None or outcome(self.config, trial) is not None:
+            return []
+        if trial.lost_agents and trial.attempts:  # one agent at a time, while it may be lethal
             return []
         partitions = range(self.config.partitions)
         if trial.epoch_trained(len(partitions)):
@@ -87,6 +101,23 @@ class Assignments:
         if self.config.order == "seeded" and len(visited) < len(partitions):
             return [("train", visit_order(self.config, index, len(trial.history))[len(visited)])]
         return [("train", partition) for partition in partitions if partition not in visited]
+
+    def _trials_of(self, event: Event) -> Iterable[int]:
+        """Return the trials whose epochs and copies an event may change.
+
+        They are all trials when a worker comes or goes, else at most one: what one trial does
+        changes nothing for the others, except which workers are free.
+        """
+        match event:
+            case WorkerJoined() | WorkerLost():
+                return range(len(self.trials))
+            case StateReceived() | Checkpointed() | TrialStopped():
+                return (event.trial,)
+            case MetricsMerged() | MetricsMergeFailed():
+                return (event.trial,)
+            case _:
+                attempt = self.attempts.get(event.attempt)
+                return () if attempt is None else (attempt.trial,)
 
     # ------------------------------------------------------------------ assigning and taking back
 
@@ -144,7 +175,7 @@ class Assignments:
         pending_visits = self.trials[attempt.trial].pending_visits
         if pending_visits[1:] == [attempt]:  # it waits until the visit before it ends
             first = pending_visits[0]
-            expected = self.estimates.seconds(first.kind, first.trial, first.partition)
+            expected = self.estimates.seconds[first.kind][first.trial][first.partition]
             attempt.started_at = max(attempt.started_at, first.started_at + expected)
         instruction: Callable[..., Instruction] = Evaluate
         if attempt.kind == "train":

@@ -30,10 +30,16 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """An agent ended or stopped answering, so what it held in memory is gone."""
+    """An agent ended or stopped answering, so what it held in memory is gone.
+
+    ``attempt`` is the task that it had begun last by its own word, so that a trial which kills
+    agents is known by it. An agent that is told to start a task may still be in the one before.
+    """
 
     incarnation: str
     reason: str
+    host: str = ""
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,10 @@ class Holders:
     """
 
     def __init__(self) -> None:
-        self._segments: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._segments: dict[int, dict[int, tuple[str, ...]]] = {}  # by trial and visit
         self._frozen: set[str] = set()
-        self._at: dict[str, set[str]] = {STORE: set()}
+        # By place and segment, how many states that are whole there name the segment.
+        self._at: dict[str, dict[str, int]] = {STORE: {}}
 
     def __iter__(self) -> Iterator[Holder]:
         """Iterate over all rows, sorted by place and digest."""
@@ -43,24 +44,27 @@ class Holders:
         pairs = tuple(digests)
         self._frozen.update(frozen for frozen, _ in pairs)
         segments = (digest for pair in pairs for digest in pair)
-        self._segments[trial, visit] = (_cursor(trial, visit), *dict.fromkeys(segments))
+        cursor = f"cursor/{trial}/{visit}"
+        self._segments.setdefault(trial, {})[visit] = (cursor, *dict.fromkeys(segments))
 
     def add(self, trial: int, visit: int, where: str) -> None:
         """Note that this place holds the state whole."""
-        self._at.setdefault(where, set()).update(self._segments[trial, visit])
+        there = self._at.setdefault(where, {})
+        segments = self._segments[trial][visit]
+        if segments[0] not in there:
+            for segment in segments:
+                there[segment] = there.get(segment, 0) + 1
 
     def drop(self, trial: int, visit: int, where: str) -> None:
-        """Take the state away from this place.
+        """Take the state away from this place, which holds it whole.
 
         Its frozen segments stay, and so do segments that other states there share.
         """
         there = self._at[where]
-        there.discard(_cursor(trial, visit))
-        shared: set[str] = set()
-        for other, segments in self._segments.items():
-            if _cursor(*other) in there:
-                shared.update(segments)
-        there.difference_update(set(self._segments[trial, visit]) - shared - self._frozen)
+        for segment in self._segments[trial][visit]:
+            there[segment] -= 1
+            if not there[segment] and segment not in self._frozen:
+                del there[segment]
 
     def forget_worker(self, incarnation: str) -> None:
         """Remove everything that this incarnation held."""
@@ -68,27 +72,26 @@ class Holders:
 
     def forget_state(self, trial: int, visit: int) -> None:
         """Remove a state that is void or dropped everywhere; it must not be named again."""
-        self._segments.pop((trial, visit), None)
+        self._segments.get(trial, {}).pop(visit, None)
 
     def holds(self, trial: int, visit: int, where: str) -> bool:
         """Return whether the state is known and this place holds it whole."""
-        segments = self._segments.get((trial, visit))
-        return segments is not None and self._at.get(where, frozenset()).issuperset(segments)
+        segments = self._segments.get(trial, {}).get(visit)
+        return segments is not None and segments[0] in self._at.get(where, {})
 
     def where(self, trial: int, visit: int) -> list[str]:
         """Return every place that holds the state whole, in the order in which places joined."""
-        return [place for place in self._at if self.holds(trial, visit, place)]
+        segments = self._segments.get(trial, {}).get(visit)
+        if segments is None:
+            return []
+        return [place for place, there in self._at.items() if segments[0] in there]
 
     def visits(self, trial: int) -> list[int]:
         """Return the visits of a trial's known states, oldest first."""
-        return sorted(visit for other, visit in self._segments if other == trial)
+        return sorted(self._segments.get(trial, ()))
 
     def share(self, trial: int, visit: int, where: str) -> float:
         """Return the share of the state's segments that this place already has."""
-        segments = self._segments[trial, visit]
-        there = self._at.get(where, set())
-        return sum(segment in there for segment in segments) / len(segments)
-
-
-def _cursor(trial: int, visit: int) -> str:
-    return f"cursor/{trial}/{visit}"
+        segments = self._segments[trial][visit]
+        there = self._at.get(where, {})
+        return sum(map(there.__contains__, segments)) / len(segments)

@@ -19,6 +19,8 @@ no harm.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cerebro_hydra.plan import invariants
 from cerebro_hydra.plan.assignments import Assignments
 from cerebro_hydra.plan.epoch_metrics import epoch_metrics
@@ -50,6 +52,7 @@ from cerebro_hydra.plan.instructions import (
     MergeMetrics,
     Redo,
 )
+from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS, story
 from cerebro_hydra.plan.policy import Policy
 from cerebro_hydra.plan.progress import Attempt, CommittedVisit, LiveAgent, TrialProgress
 from cerebro_hydra.plan.retention import Retention
@@ -80,11 +83,12 @@ class HopState(Assignments):
         """Handle one event and return the instructions to carry out, in this order."""
         self._event_count += 1
         self._instructions = []
+        concerned = self._trials_of(event)
         match event:
             case WorkerJoined():
                 self._join(event)
             case WorkerLost():
-                self._lose(event.incarnation, event.reason)
+                self._lose(event)
             case SubEpochEnding():
                 self._sub_epoch_ending(event)
             case SubEpochDone():
@@ -110,7 +114,7 @@ class HopState(Assignments):
                 self._checkpointed(event)
             case TrialStopped():
                 self._stop(event)
-        self._draw_consequences()
+        self._draw_consequences(concerned)
         return self._instructions
 
     def validate(self) -> None:
@@ -131,7 +135,7 @@ class HopState(Assignments):
         if event.incarnation in self._fenced or self.agent(event.incarnation):
             return
         if old := self.agents.get(event.worker):
-            self._lose(old.incarnation, f"worker {event.worker} joined anew")
+            self._lose(WorkerLost(old.incarnation, f"worker {event.worker} joined anew"))
         for agent in self.agents.values():
             if shared := set(agent.partitions) & set(event.partitions):
                 raise ValueError(
@@ -141,11 +145,13 @@ class HopState(Assignments):
         self.agents[event.worker] = LiveAgent(event.worker, event.incarnation, event.partitions)
         self.agents = dict(sorted(self.agents.items()))
 
-    def _lose(self, incarnation: str, reason: str) -> None:
+    def _lose(self, lost: WorkerLost) -> None:
+        incarnation, reason = lost.incarnation, lost.reason
         self._fenced.add(incarnation)
         agent = self.agent(incarnation)
         if agent is None:
             return
+        ran = None if lost.attempt is None else self._running(lost.attempt, incarnation)
         del self.agents[agent.worker]
         for attempt in (agent.reserved, agent.running):
             if attempt is not None:
@@ -157,6 +163,11 @@ class HopState(Assignments):
                 trial.saving = None
             if trial.status is None:
                 self._recover(index, trial, incarnation, reason)
+        if ran is not None:
+            trial = self.trials[ran.trial]
+            trial.note_lost_agent(ran, lost, self._next_attempt)
+            if len(trial.lost_agents) >= MOST_LOST_AGENTS:
+                self._end(ran.trial, "failed", story(ran.trial, trial.lost_agents))
 
     def _recover(self, index: int, trial: TrialProgress, lost: str, reason: str) -> None:
         """Roll back if a state that the trial needs is gone, and abandon fetches from ``lost``."""
@@ -212,6 +223,7 @@ class HopState(Assignments):
             )
         )
         trial.transfer_failures = 0
+        trial.note_progress()
         self.holders.define(attempt.trial, visit, done.digests)
         self.holders.add(attempt.trial, visit, where)
         for successor in trial.pending_visits:  # its source may have arrived before this commit
@@ -234,6 +246,7 @@ class HopState(Assignments):
         self._mark_received(attempt)
         trial.evaluated[attempt.partition] = event
         trial.transfer_failures = 0
+        trial.note_progress()
         self.estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
         self.estimates.advance_clock(attempt.started_at + event.seconds)
         self._release(attempt)
@@ -296,11 +309,11 @@ class HopState(Assignments):
 
     # ------------------------------------------------------------------ after every event
 
-    def _draw_consequences(self) -> None:
+    def _draw_consequences(self, concerned: Iterable[int]) -> None:
         """End epochs and trials, start and assign tasks, and drop copies that nobody needs."""
-        for index, trial in enumerate(self.trials):
-            if trial.status is None:
-                self._advance(index, trial)
+        for index in concerned:
+            if self.trials[index].status is None:
+                self._advance(index, self.trials[index])
         for agent in self.agents.values():
             if agent.running is None and agent.reserved is not None:
                 agent.running, agent.reserved = agent.reserved, None
@@ -308,8 +321,8 @@ class HopState(Assignments):
         if choices := self.choices():
             for choice in self.policy.choose(self, choices):
                 self._assign(choice)
-        for index, trial in enumerate(self.trials):
-            self._drop_unneeded(index, trial)
+        for index in concerned:
+            self._drop_unneeded(index, self.trials[index])
         if not self.finished and all(trial.status is not None for trial in self.trials):
             self.finished = True
             self._instructions.append(FinishRun())

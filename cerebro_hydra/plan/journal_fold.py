@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import Event
@@ -34,12 +35,13 @@ def fold(config: HopConfig, records: Iterable[dict[str, Any]]) -> HopState:
     state = HopState(config)
     for seq, entry in enumerate(records):
         if entry.get("seq") != seq:
-            raise JournalError(f"record {entry.get('seq')} stands where record {seq} belongs")
+            raise JournalError(f"record {entry.get('seq')!r} stands where record {seq} belongs")
         try:
-            decided = [to_json(each) for each in state.handle(from_json(entry["event"]))]
-            expected = [to_json(from_json(each)) for each in entry["instructions"]]
-        except (JournalError, LookupError, TypeError) as error:
-            raise JournalError(f"record {seq} can't be handled: {error!r}") from error
+            with consistent("the journal", JournalError):
+                decided = [to_json(each) for each in state.handle(from_json(entry["event"]))]
+                expected = [to_json(from_json(each)) for each in entry["instructions"]]
+        except JournalError as error:
+            raise JournalError(f"record {seq} can't be handled: {error}") from error
         if json.dumps(decided) != json.dumps(expected):  # as text, where NaN equals NaN
             raise JournalError(
                 f"record {seq} ({entry['event']['type']}): the journal says {expected}, "

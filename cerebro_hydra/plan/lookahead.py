@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from cerebro_hydra.plan.estimates import SecondsTable
 from cerebro_hydra.plan.progress import TaskKind, TrialProgress, visit_order
 from cerebro_hydra.plan.trial_end import outcome
 
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from cerebro_hydra.plan.hop_state import HopState
 
 PairValues = list[list[float]]  # by trial and partition
-SecondsTable = dict[TaskKind, PairValues]  # expected seconds of every task
 
 # An overdue task, or an agent that has yet to join, is expected after this share of a task's time.
 OVERDUE_SHARE = 0.05
@@ -37,6 +38,11 @@ class Forecast:
     ready: float  # when its newest state is there
     work: float  # seconds left if it never waits; an epoch's evaluations count once
     evaluated: float = 0.0  # when the last of its evaluations ends
+
+    def copy(self) -> Forecast:
+        """Return a forecast that changes by itself; faster than ``dataclasses.replace``."""
+        unassigned = self.unassigned.copy()
+        return Forecast(self.epoch, self.kind, unassigned, self.ready, self.work, self.evaluated)
 
 
 @dataclass(slots=True)
@@ -68,50 +74,29 @@ class Lookahead:
         worker's load and the pair's preference, all in seconds. If the horizon comes before the end
         of the run, the returned end is a lower bound.
         """
-        forecasts = {
-            trial: replace(forecast, unassigned=list(forecast.unassigned))
-            for trial, forecast in self.forecasts.items()
-        }
         future = replace(
-            self, forecasts=forecasts, free_at=dict(self.free_at), load=dict(self.load)
+            self,
+            forecasts={trial: forecast.copy() for trial, forecast in self.forecasts.items()},
+            free_at=dict(self.free_at),
+            load=dict(self.load),
         )
-        open_trials = {trial for trial, forecast in forecasts.items() if forecast.unassigned}
-        ready = (forecasts[trial].ready for trial in open_trials)
-        moments = sorted({*future.free_at.values(), *ready})
+        queues = TaskQueues(future, preferences)
+        moments = sorted({*future.free_at.values(), *queues.ready_times()})
         tasks: list[PlannedTask] = []
         end = 0.0
-        while moments and open_trials and len(tasks) < horizon:
+        while moments and len(tasks) < horizon:
             now = heapq.heappop(moments)
             soon = now + max_wait
             # Nobody waits for an agent that may never join, only for one that is there.
             idle = {w for w, until in future.free_at.items() if until <= (soon if w >= 0 else now)}
-            while idle and (task := future._best_task(soon, idle, open_trials, preferences)):
+            while idle and (task := queues.take_best(soon, idle)):
                 worker, until = future._run_task(task)
+                queues.end_turn(task)
                 tasks.append(task)
                 idle.discard(worker)
                 end = max(end, until)
                 heapq.heappush(moments, until)
-                if not forecasts[task.trial].unassigned:
-                    open_trials.discard(task.trial)
         return max(end, future.bound), tasks
-
-    def _best_task(
-        self, soon: float, idle: set[int], open_trials: set[int], preferences: PairValues
-    ) -> PlannedTask | None:
-        best_score, best = float("-inf"), None
-        seeded = self.state.config.order == "seeded"
-        for trial in open_trials:
-            forecast = self.forecasts[trial]
-            if forecast.ready > soon:
-                continue
-            only_next = seeded and forecast.kind == "train"
-            for partition in forecast.unassigned[:1] if only_next else forecast.unassigned:
-                worker = self.workers[partition]
-                if worker in idle:
-                    score = forecast.work + self.load[worker] + preferences[trial][partition]
-                    if score > best_score:
-                        best_score, best = score, PlannedTask(trial, forecast.kind, partition)
-        return best
 
     def _run_task(self, task: PlannedTask) -> tuple[int, float]:
         """Run the task in this future; return its worker and the time at which it ends."""
@@ -144,17 +129,68 @@ class Lookahead:
         return worker, until
 
 
+class TaskQueues:
+    """Keeps the tasks of a future that may come next: a queue per worker, the most work first.
+
+    Tasks of a trial that is not ready are in no queue. When a trial trains, or its evaluation
+    ends, its turn is over: what is queued for it is stale, and its next tasks are queued later.
+    """
+
+    def __init__(self, future: Lookahead, preferences: PairValues) -> None:
+        self._future = future
+        self._preferences = preferences
+        # Negative work, trial, partition and turn; the smallest comes first.
+        self._queues: dict[int, list[tuple[float, int, int, int]]] = {
+            worker: [] for worker in future.free_at
+        }
+        self._turns = dict.fromkeys(future.forecasts, 0)
+        forecasts = future.forecasts.items()
+        self._not_ready = sorted((f.ready, trial) for trial, f in forecasts if f.unassigned)
+
+    def ready_times(self) -> set[float]:
+        """Return when the trials that have tasks left, but none in a queue, are ready."""
+        return {ready for ready, _ in self._not_ready}
+
+    def take_best(self, soon: float, idle: set[int]) -> PlannedTask | None:
+        """Take the task with the most work of those that an idle worker can begin by ``soon``."""
+        while self._not_ready and self._not_ready[0][0] <= soon:
+            self._queue_tasks(heapq.heappop(self._not_ready)[1])
+        best_score, best = inf, -1
+        for worker in idle:
+            queue = self._queues[worker]
+            while queue and queue[0][3] != self._turns[queue[0][1]]:
+                heapq.heappop(queue)
+            if queue:
+                score = queue[0][0] - self._future.load[worker]
+                if score < best_score:
+                    best_score, best = score, worker
+        if best_score == inf:
+            return None
+        _, trial, partition, _ = heapq.heappop(self._queues[best])
+        return PlannedTask(trial, self._future.forecasts[trial].kind, partition)
+
+    def end_turn(self, task: PlannedTask) -> None:
+        """End the turn of a task's trial, unless other evaluations of the same state go on."""
+        forecast = self._future.forecasts[task.trial]
+        if task.kind == "train" or forecast.kind == "train":
+            self._turns[task.trial] += 1
+            if forecast.unassigned:
+                heapq.heappush(self._not_ready, (forecast.ready, task.trial))
+
+    def _queue_tasks(self, trial: int) -> None:
+        future, turn = self._future, self._turns[trial]
+        forecast, preferences = future.forecasts[trial], self._preferences[trial]
+        seeded = forecast.kind == "train" and future.state.config.order == "seeded"
+        for partition in forecast.unassigned[:1] if seeded else forecast.unassigned:
+            entry = (-forecast.work - preferences[partition], trial, partition, turn)
+            heapq.heappush(self._queues[future.workers[partition]], entry)
+
+
 def snapshot(state: HopState) -> Lookahead:
     """Return the present of a state, by its own estimates."""
     config, estimates = state.config, state.estimates
     partitions = range(config.partitions)
-    seconds: SecondsTable = {
-        kind: [
-            [estimates.seconds(kind, trial, partition) for partition in partitions]
-            for trial in range(len(state.trials))
-        ]
-        for kind in ("train", "evaluate")
-    }
+    seconds = estimates.seconds
     mean = sum(map(sum, seconds["train"])) / (len(state.trials) * config.partitions)
     workers = [agent.worker if (agent := state.agent_of(p)) else -1 - p for p in partitions]
     free_at, ends = _running_tasks(state, seconds)
@@ -167,16 +203,15 @@ def snapshot(state: HopState) -> Lookahead:
     for index, trial in enumerate(state.trials):
         if trial.status is not None or outcome(config, trial) is not None:
             continue
-        forecast = _forecast(state, index, trial, seconds, ends)
-        forecasts[index] = forecast
+        forecast = forecasts[index] = _forecast(state, index, trial, ends)
+        training, evaluating = seconds["train"][index], seconds["evaluate"][index]
         later_epochs = config.epochs - forecast.epoch - 1
+        trains = forecast.kind == "train"
         for partition, worker in enumerate(workers):
-            training, unassigned = forecast.kind == "train", partition in forecast.unassigned
-            trainings = later_epochs + (training and unassigned)
-            load[worker] += trainings * seconds["train"][index][partition]
+            unassigned = partition in forecast.unassigned
+            load[worker] += (later_epochs + (trains and unassigned)) * training[partition]
             if config.evaluate:
-                evaluations = later_epochs + (training or unassigned)
-                load[worker] += evaluations * seconds["evaluate"][index][partition]
+                load[worker] += (later_epochs + (trains or unassigned)) * evaluating[partition]
     return Lookahead(state, workers, seconds, mean, forecasts, free_at, load)
 
 
@@ -200,27 +235,26 @@ def _running_tasks(
 
 
 def _forecast(
-    state: HopState, index: int, trial: TrialProgress, seconds: SecondsTable, ends: dict[int, float]
+    state: HopState, index: int, trial: TrialProgress, ends: dict[int, float]
 ) -> Forecast:
     config, epoch = state.config, len(trial.history)
     partitions = range(config.partitions)
-    kind: TaskKind = "evaluate" if trial.epoch_trained(config.partitions) else "train"
-    if kind == "train":
-        assigned = set(trial.visited(config.partitions))
-        order = visit_order(config, index, epoch)
-    else:
-        assigned, order = trial.evaluation_begun(), tuple(partitions)
-    training, evaluating = seconds["train"][index], seconds["evaluate"][index]
+    training = state.estimates.seconds["train"][index]
     later_epochs = config.epochs - epoch - 1
     work = later_epochs * sum(training)
-    work += sum(training[p] for p in partitions if kind == "train" and p not in assigned)
-    work += (later_epochs + 1) * max(evaluating) if config.evaluate else 0.0
-    pending = [ends[a.number] for a in trial.pending_visits if a.number in ends]
-    return Forecast(
-        epoch,
-        kind,
-        unassigned=[p for p in order if p not in assigned],
-        ready=max(pending, default=0.0),
-        work=work,
-        evaluated=max((ends[a.number] for a in trial.evaluations.values()), default=0.0),
-    )
+    kind: TaskKind = "evaluate" if trial.epoch_trained(config.partitions) else "train"
+    if kind == "train":
+        visited = trial.visited(config.partitions)
+        work += sum([training[p] for p in partitions if p not in visited])
+        unassigned = [p for p in visit_order(config, index, epoch) if p not in visited]
+    else:
+        begun = trial.evaluation_begun()
+        unassigned = [p for p in partitions if p not in begun]
+    if config.evaluate:
+        work += (later_epochs + 1) * max(state.estimates.seconds["evaluate"][index])
+    forecast = Forecast(epoch, kind, unassigned, 0.0, work)
+    for attempt in trial.pending_visits:
+        forecast.ready = max(forecast.ready, ends.get(attempt.number, 0.0))
+    for attempt in trial.evaluations.values():
+        forecast.evaluated = max(forecast.evaluated, ends[attempt.number])
+    return forecast

@@ -92,10 +92,13 @@ def _first_tasks(
     chosen = []
     for task in tasks:
         worker = lookahead.workers[task.partition]
+        suspect = bool(lookahead.state.trials[task.trial].lost_agents)
+        if suspect and task not in possible:
+            continue  # nobody waits for a trial that may be lethal
         if worker not in workers and task.trial not in trials and task in possible:
             chosen.append(possible[task])
         workers.add(worker)
-        if task.kind == "train":
+        if task.kind == "train" or suspect:
             trials.add(task.trial)
         if len(workers) == len(lookahead.free_at):
             break
@@ -113,7 +116,7 @@ def _rollout(
 
 def _bytes_there(state: HopState, choices: list[TaskChoice]) -> dict[tuple[int, int], float]:
     """Return preferences for workers that have bytes of the trial's state already."""
-    largest = max(1, *(trial.config.nbytes for trial in state.trials))
+    largest = max(1, *(trial.nbytes for trial in state.config.trials))
     preferences = {}
     for choice in choices:
         trial = state.trials[choice.trial]

@@ -7,9 +7,10 @@ from functools import cache
 from random import Random
 from typing import Literal
 
-from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone
+from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone, WorkerLost
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import StateSource
+from cerebro_hydra.plan.lost_agents import LostAgent
 from cerebro_hydra.plan.seeds import seed_of
 
 TaskKind = Literal["train", "evaluate"]
@@ -84,6 +85,9 @@ class TrialProgress:
     evaluated: dict[int, EvaluationDone] = field(default_factory=dict)  # this epoch's, by partition
     merge_attempt: int | None = None  # the number of a ``MergeMetrics`` that has no answer yet
     transfer_failures: int = 0  # in a row, since the last task that succeeded
+    lost_agents: list[LostAgent] = field(default_factory=list)  # in a row, by the trial's tasks
+    innocent_below: int = 0  # attempts given out before the latest of them is known
+    furthest: tuple[int, int] = (0, 0)  # most visits, and the evaluations after them, ever done
     # (visit, incarnation) of each cancelled fetch: its ``StateReceived`` may still arrive, late.
     abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
     saving: tuple[int, str] | None = None  # (visit, incarnation) of the checkpoint under way
@@ -101,6 +105,30 @@ class TrialProgress:
     def attempts(self) -> list[Attempt]:
         """Return all attempts of the trial, running or reserved."""
         return [*self.pending_visits, *self.evaluations.values()]
+
+    def note_lost_agent(self, ran: Attempt, lost: WorkerLost, next_attempt: int) -> None:
+        """Hold the loss of an agent against the trial, which ran on it.
+
+        An attempt that still waits for its shards counts too, because its agent may be building
+        the trial's model. Several agents that are lost together, as with their machine, are one
+        loss: what was given out before the loss is known is no further evidence.
+        """
+        if ran.number >= self.innocent_below:
+            self.innocent_below = next_attempt
+            self.lost_agents.append(
+                LostAgent(ran.worker, lost.host, ran.kind, ran.epoch, ran.partition, lost.reason)
+            )
+
+    def note_progress(self) -> None:
+        """Clear the trial of the agents lost with it, if it is now further than it ever was.
+
+        Doing again what a loss has undone is no progress, or a trial that kills each agent at the
+        same place would do so for ever.
+        """
+        reached = (len(self.visits), len(self.evaluated))
+        if reached > self.furthest:
+            self.furthest = reached
+            self.lost_agents = []
 
     def forget_evaluation(self) -> None:
         """Drop what was measured, because the epoch is over or void."""

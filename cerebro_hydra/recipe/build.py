@@ -15,7 +15,7 @@ from cerebro_hydra.recipe.recipe import Recipe
 # There is one CPU generator per process, and a validator of Spark ML transforms with one model
 # while another thread's trials are admitted.
 exclusive_generator = threading.RLock()
-"""Keeps other threads from building and admitting."""
+"""Keeps other threads from building, admitting and replaying."""
 
 
 def recipe_of(built: Any) -> Recipe:

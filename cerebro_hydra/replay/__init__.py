@@ -12,11 +12,13 @@ from typing import Any
 
 
 class _CallableRoom(ModuleType):
-    def __call__(self, run_path: str, trial_id: str, factory: Any = None) -> Any:
-        """Train one trial of a run again and compare every bit; see `reference.replay`."""
+    def __call__(
+        self, run_path: str, trial_id: str, factory: Any = None, trust: bool = False
+    ) -> Any:
+        """Train one trial of a run again and compare every bit; see `replay_trial.replay`."""
         from cerebro_hydra.replay.replay_trial import replay
 
-        return replay(run_path, trial_id, factory)
+        return replay(run_path, trial_id, factory, trust)
 
 
 sys.modules[__name__].__class__ = _CallableRoom

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.recipe import Recipe, numeric_fingerprint
 from cerebro_hydra.replay.record import read_trial, result_visit
@@ -57,6 +58,7 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
 
     Raises:
         ReplayError: the trial has no final state.
+        StoreError: that state is missing or damaged.
     """
     record = read_trial(run.folder, spec.trial)
     visit = result_visit(run.folder, spec.trial)
@@ -82,7 +84,7 @@ def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData
 
 def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iterator[str]:
     if replayed.failure is not None:
-        yield expected.saved.damage or f"the run trained on, but in the replay {replayed.failure}"
+        yield f"the run trained on, but in the replay {replayed.failure}"
     tensors, saved = replayed.tensors, expected.saved.tensors
     persistent = recipe.model.state_dict()
     for name in sorted(saved.keys() | tensors.keys()):
@@ -93,8 +95,6 @@ def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iter
             yield f"{name} exists only in the {'run' if name in saved else 'replay'}"
         elif (difference := tensor_difference(saved[name], tensors[name])) is not None:
             yield f"{name}{difference}"
-    if expected.saved.damage is not None:
-        yield expected.saved.damage
     for shard, groups in enumerate(expected.saved.groups):
         yield from _group_differences(shard, groups, replayed.groups)
     replayed_metrics = dict(enumerate(replayed.history))
@@ -137,7 +137,7 @@ def _group_differences(
     if len(saved) != len(replayed):
         yield f"shard {shard} has {len(saved)} param groups, the replay {len(replayed)}"
     for number, (run, replay) in enumerate(zip(saved, replayed, strict=False)):
-        if "lr" in run and float(run["lr"]) != float(replay["lr"]):
+        if "lr" in run and run["lr"] != float(replay["lr"]):
             yield (
                 f"lr of param group {number} in shard {shard}: "
                 f"the run has {run['lr']}, the replay {replay['lr']}"
@@ -146,9 +146,11 @@ def _group_differences(
 
 def _warnings(run: RunData) -> Iterator[str]:
     try:
-        recorded = run.folder.read_json(NUMERIC_FILE)
-    except StoreError:
-        yield "the run did not record its numeric fingerprint"
+        recorded = decode(
+            dict[str, dict[str, Any]], run.folder.read_json(NUMERIC_FILE), NUMERIC_FILE
+        )
+    except StoreError as error:
+        yield f"the run's numeric fingerprint can't be read: {error}"
         return
     here = numeric_fingerprint() | {"threads": run.document.threads}
     for worker, there in sorted(recorded.items()):

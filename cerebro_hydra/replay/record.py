@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.documents import Count, decode
+from cerebro_hydra.errors import JournalError, ReplayError, StoreError
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
@@ -31,6 +32,8 @@ class TrialRecord:
         for epoch, partition in self.visit_log:
             if (epoch, partition) in seen:
                 return f"partition {partition} was visited twice in epoch {epoch}"
+            if partition >= num_partitions:
+                return f"partition {partition} was visited, and there are {num_partitions}"
             seen.add((epoch, partition))
         for number, (epoch, partition) in enumerate(self.visit_log):
             if epoch != number // num_partitions:
@@ -39,31 +42,43 @@ class TrialRecord:
 
 
 def read_trial(folder: RunFolder, trial: int) -> TrialRecord:
-    """Read one trial's record from the journal."""
+    """Read one trial's record from the journal.
+
+    Raises:
+        JournalError: the journal is damaged.
+    """
     record = TrialRecord()
     for segment in folder.read_segments():
         for line in segment:
-            for instruction in line.get("instructions", ()):
+            for instruction in _value(line, "instructions", list[dict[str, Any]], []):
                 if instruction.get("trial") == trial:
                     _apply(record, instruction)
     return record
 
 
 def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
-    match instruction["type"]:
+    match instruction.get("type"):
         case "Commit":
-            place = (instruction["epoch"], instruction["partition"])
-            record.visits[instruction["visit"]] = place
+            visit, *place = (_value(instruction, n, Count) for n in ("visit", "epoch", "partition"))
+            record.visits[visit] = place[0], place[1]
         case "Redo":
-            for visit in instruction["visits"]:
+            for visit in _value(instruction, "visits", list[Count]):
                 if visit in record.visits:
                     epoch, _ = record.visits.pop(visit)
                     record.metrics.pop(epoch, None)
         case "EndEpoch":
-            record.metrics[instruction["epoch"]] = instruction["metrics"]
+            epoch = _value(instruction, "epoch", Count)
+            record.metrics[epoch] = _value(instruction, "metrics", dict[str, float])
         case "FinishTrial":
-            record.status = instruction["status"]
-            record.result_visit = instruction["visit"]
+            record.status = _value(instruction, "status", str)
+            record.result_visit = _value(instruction, "visit", Count)
+
+
+def _value(entry: dict[str, Any], name: str, hint: Any, default: Any = None) -> Any:
+    try:
+        return decode(hint, entry.get(name, default), f"{name} in the journal")
+    except StoreError as error:
+        raise JournalError(str(error)) from error
 
 
 def result_visit(folder: RunFolder, trial: int) -> int:

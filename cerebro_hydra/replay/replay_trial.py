@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import torch
+
 from cerebro_hydra.errors import NonFiniteLoss, ReplayError
 from cerebro_hydra.recipe import (
     Columns,
@@ -12,6 +14,7 @@ from cerebro_hydra.recipe import (
     Recipe,
     SumOverRows,
     build_recipe,
+    exclusive_generator,
     mean,
     merge_evaluations,
 )
@@ -22,17 +25,27 @@ from cerebro_hydra.storage.estimator_factories import find
 from cerebro_hydra.storage.run_document import TrialSpec
 
 
-def replay(run_path: str, trial_id: str, factory: Any = None) -> ReplayReport:
+def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = False) -> ReplayReport:
     """Train a trial of a finished run again, along its visit log, and compare every bit.
+
+    Replays in several threads take turns, because a process has one random generator. Its numbers
+    go on afterwards as if nothing had been replayed.
 
     Args:
         run_path: the run folder, `result.run_path`.
         trial_id: such as "trial-000".
-        factory: the `estimator_gen_fn` or its `module:name`, if it can't be found by itself.
+        factory: the `estimator_gen_fn` or its `module:name`; the process that trained the run
+            knows it.
+        trust: whether the name that the run records may be imported.
 
     Raises:
+        ConfigurationError: the factory is known only by the name that the run records, and `trust`
+            is False; nothing was imported.
         ReplayError: the factory, the trial or its final state can't be found, or the run began in
             the middle of its trials.
+        StoreError: a file of the run is missing or damaged.
+        JournalError: the journal is damaged.
+        DataError: the rows are not those that were prepared.
     """
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-replay-") as scratch:
         run = RunData.open(run_path, scratch)
@@ -43,12 +56,16 @@ def replay(run_path: str, trial_id: str, factory: Any = None) -> ReplayReport:
                 "replay the run that its trials began in"
             )
         spec = run.trial(trial_id)
+        found = find(run.folder.path, run.document.factory, factory, trust)
         expected = expectations(run, spec)
-        found = find(run_path, run.document.factory, factory)
-        recipe = build_recipe(found, spec.params, run.seed, Columns.of(run.document))
-        load_model(recipe.model, read_saved(run.folder, spec.trial, 0))
-        with with_threads(run.document.threads):
-            replayed = train(recipe, run, spec, expected.visit_log, expected.visit)
+        initial = read_saved(run.folder, spec.trial, 0)
+        replayed = Replayed()
+        with exclusive_generator, torch.random.fork_rng(devices=[]):
+            recipe = build_recipe(found, spec.params, run.seed, Columns.of(run.document))
+            load_model(recipe.model, initial)
+            if expected.problem is None:
+                with with_threads(run.document.threads):
+                    replayed = train(recipe, run, spec, expected.visit_log, expected.visit)
         return compare(recipe, replayed, expected, run)
 
 

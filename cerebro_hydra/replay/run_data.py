@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.manifest import MANIFEST_NAME, Manifest
-from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.data.prepared import read_manifest
+from cerebro_hydra.errors import ReplayError, StoreError
 from cerebro_hydra.recipe import Columns
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec
-from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from cerebro_hydra.storage.run_folder import RunFolder, read_document
 
 
 @dataclass
@@ -33,9 +32,13 @@ class RunData:
     def open(cls, run_path: str, scratch: str) -> RunData:
         """Read a run, decoding its partitions into `scratch`."""
         folder = RunFolder.open(run_path)
-        document = RunDocument.from_json(folder.read_json(RUN_FILE))
-        data_path = folder.store.data_path(document.fingerprint)
-        manifest = Manifest.from_json(json.loads(folder.store.read(f"{data_path}/{MANIFEST_NAME}")))
+        document = read_document(folder)
+        manifest = read_manifest(folder.store, document.fingerprint)
+        if manifest is None:
+            raise StoreError(
+                f"the data {document.fingerprint} of run {folder.path!r} is gone from its store; "
+                "restore it from a copy"
+            )
         parts: dict[str, dict[int, CachedPartition]] = {"train": {}, "val": {}}
         for info in sorted(manifest.partitions, key=lambda info: info.index):
             cached = CachedPartition.build(info, manifest, folder.store, scratch)

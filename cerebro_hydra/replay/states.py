@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import safetensors.torch
 import torch
-import xxhash
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.documents import consistent, parse
+from cerebro_hydra.errors import ReplayError, StoreError
 from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -24,68 +23,73 @@ class SavedState:
     """By name: `param:NAME`, `buffer:NAME`, `ema:NAME`, and `optim:NAME:KEY` where it exists."""
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
     """Options of the param groups, of each shard that was trained."""
-    damage: str | None = None
-    """Says which object has other bytes than its name promises, if one has."""
 
 
 def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
     """Read a trial's state after a visit; 0 is the initial one.
 
     Raises:
-        StoreError: a document or an object of it is missing.
-        ReplayError: an object can't be read at all.
+        StoreError: a document or an object of it is missing or damaged.
     """
     saved = SavedState()
     for shard in folder.read_state(trial, visit)["shards"]:
         for digest in (shard["frozen"], shard["trainable"]):
-            content = folder.read_object(digest)
-            if (found := xxhash.xxh3_128_hexdigest(content)) != digest:
-                saved.damage = (
-                    f"object {digest} of the run folder is damaged: its digest is {found}"
-                )
-            try:
-                tensors = safetensors.torch.load(content)
-            except safetensors.SafetensorError as error:
-                raise ReplayError(
-                    f"object {digest} of {folder.path} is damaged: {error}"
-                ) from error
-            header = _header(content)
-            for name, order in header.get("__metadata__", {}).items():
-                axes = [int(axis) for axis in order.split(",")]
-                tensors[name] = tensors[name].permute([axes.index(i) for i in range(len(axes))])
-            marks = tensors.pop("exists", torch.empty(0, dtype=torch.uint8)).tolist()
-            absent = {
-                name for name, mark in zip(_optim_names(header), marks, strict=True) if not mark
-            }
-            saved.tensors.update(
-                (name, tensor)
-                for name, tensor in tensors.items()
-                if not name.startswith("pad:") and name not in absent
-            )
+            content = bytes(folder.read_object(digest))
+            where = f"object {digest} of {folder.path!r}"
+            with consistent(where):
+                saved.tensors |= _tensors(content, where)
         if shard["cursor"]:
-            saved.groups.append(shard["cursor"]["groups"])
+            saved.groups.append(shard["cursor"].get("groups", []))
     return saved
 
 
-def _header(content: bytes) -> dict[str, Any]:
-    """Return the JSON before the tensors; its metadata has tensors of another axis order."""
-    header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return header
+def _tensors(content: bytes, where: str) -> dict[str, Tensor]:
+    """Return what a segment holds, without its padding and optimizer state that is not there."""
+    try:
+        tensors = safetensors.torch.load(content)
+    except safetensors.SafetensorError as error:
+        raise StoreError(f"{where} is no segment ({error}); restore it from a copy") from error
+    header = parse(content[8 : 8 + int.from_bytes(content[:8], "little")], where)
+    for name, order in header.get("__metadata__", {}).items():
+        axes = [int(axis) for axis in order.split(",")]
+        original = [axes.index(i) for i in range(tensors[name].dim())]
+        tensors[name] = tensors[name].permute(original)
+    absent = _absent(tensors, header)
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("pad:") and name not in absent
+    }
 
 
-def _optim_names(header: dict[str, Any]) -> list[str]:
-    """Return the names of optimizer state in the order of the bytes of `exists`."""
+def _absent(tensors: dict[str, Tensor], header: dict[str, Any]) -> set[str]:
+    """Take the bytes of `exists`, and return the optimizer state that they say is not there yet.
+
+    They stand in the order of that state in the file.
+    """
+    marks = tensors.pop("exists", torch.empty(0, dtype=torch.uint8)).tolist()
     names = [name for name in header if name.startswith("optim:")]
-    return sorted(names, key=lambda name: header[name]["data_offsets"])
+    names.sort(key=lambda name: header[name]["data_offsets"])
+    return {name for name, mark in zip(names, marks, strict=True) if not mark}
 
 
 def load_model(model: nn.Module, saved: SavedState) -> None:
-    """Copy saved parameters and buffers into a model, in place."""
+    """Copy saved parameters and buffers into a model, in place.
+
+    Raises:
+        ReplayError: one has another shape in the model.
+    """
     targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
     targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}
     with torch.no_grad():
         for name, tensor in saved.tensors.items():
             if name in targets:
+                if targets[name].shape != tensor.shape:
+                    raise ReplayError(
+                        f"{name} has shape {tuple(tensor.shape)} in the run and "
+                        f"{tuple(targets[name].shape)} in the model that the factory builds; give "
+                        "the factory that the run was started with"
+                    )
                 targets[name].copy_(tensor)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cerebro_hydra.recipe import PlainTrainer
-from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.state import ShardState
 
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
 
 def _operation(func: Any, value: Tensor) -> Operation:
     form = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return Operation(str(func), form, digest(value))
+    return Operation(str(func), form, tensor_digest(value))
 
 
 def first_operation(uncut: Recorder, cut: Recorder) -> str | None:

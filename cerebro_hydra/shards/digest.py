@@ -1,19 +1,12 @@
-"""A digest names a segment by its bytes: equal bytes have equal digests."""
+"""Digests tensors by content, so that equal segments are sent and kept once."""
 
 from __future__ import annotations
 
-from typing import Any
+from torch import Tensor, uint8
 
-import torch
-import xxhash
+from cerebro_hydra.storage.digest import digest
 
 
-def digest(buffer: Any) -> str:
-    """Return the xxh3_128 of a whole buffer as 32 hex digits.
-
-    Args:
-        buffer: bytes, a memoryview, a contiguous numpy array or a CPU tensor.
-    """
-    if isinstance(buffer, torch.Tensor):
-        buffer = buffer.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(buffer)
+def tensor_digest(tensor: Tensor) -> str:
+    """Return the digest of the bytes of a CPU tensor."""
+    return digest(tensor.detach().contiguous().reshape(-1).view(uint8).numpy())

@@ -1,14 +1,16 @@
-"""Writes and loads exported models, which need no source: a graph and a file of weights.
+"""Writes and loads exported models, which need no source: a graph and two files of tensors.
 
-The graph is the archive of torch.export: JSON and raw tensors, without sample inputs. The weights
-are a safetensors file under the model's own names. Neither holds a pickle, and loading refuses one.
+```
+graph.json              calls of known operators, and the digests of all three files
+weights.safetensors     parameters and buffers, under the model's own names
+constants.safetensors   the other tensors of the graph
+```
+
+None of them is executable, and loading evaluates nothing: `stored_graph` is the whole grammar.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,43 +21,26 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
-from torch.export.passes import move_to_device_pass
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.recipe.autocast import autocasting
 from cerebro_hydra.shards.differences import same_bits
+from cerebro_hydra.shards.export_program import ExportFailed, export_program, first_line
+from cerebro_hydra.shards.exported_model import ExportedModel, with_order
+from cerebro_hydra.shards.graph_document import GraphDocument
+from cerebro_hydra.shards.stored_graph import InvalidGraph, StoredTensor, read_graph
 from cerebro_hydra.shards.trace import dynamic_dims
+from cerebro_hydra.storage.digest import file_digest
+from cerebro_hydra.storage.digested_json import decode_format, encode_format
 
-GRAPH_FILE = "graph.pt2"
+GRAPH_FILE = "graph.json"
 WEIGHTS_FILE = "weights.safetensors"
+CONSTANTS_FILE = "constants.safetensors"
+EXPORTED_FILES = (GRAPH_FILE, WEIGHTS_FILE, CONSTANTS_FILE)
 
-_AUTOCAST = "autocast"  # an extra file of the archive, because the graph itself has no autocast
-_MODEL = "model"  # the wrapper's attribute, which begins every name in the graph
-
-
-class ExportedModel(nn.Module):
-    """A loaded model's `forward(*features)` returns the tuple of predictions.
-
-    Features are tensors with rows first, in the order of the feature columns, with any number of
-    rows from 1. The model can't be trained: `train` and `eval` change nothing, and gradients are
-    not recorded.
-    """
-
-    def __init__(self, program: ExportedProgram, autocast: str | None, device: str) -> None:
-        super().__init__()
-        self._run = program.module(check_guards=False)
-        self._autocast = autocast
-        self._device = device
-
-    def forward(self, *features: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad(), autocasting(self._autocast, self._device):
-            return tuple(self._run(*features))
-
-    def train(self, mode: bool = True) -> ExportedModel:
-        self.training = False
-        return self
+_FORMAT = 1
+_LARGEST_GRAPH = 64 * 2**20
+_MODEL = "model."  # the wrapper's attribute, which begins the name of each weight in the graph
 
 
 class _EvaluationModule(nn.Module):
@@ -72,7 +57,7 @@ class _EvaluationModule(nn.Module):
 
 
 def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path) -> None:
-    """Write a recipe's model, as it evaluates, to `graph.pt2` and `weights.safetensors`.
+    """Write a recipe's model, as it evaluates, to the three files of an exported model.
 
     The written files are loaded again and must give the same bits as the model, on this batch and
     on one with another number of rows. The model is not changed.
@@ -98,8 +83,7 @@ def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path
     with _evaluating(module), torch.no_grad():
         with recipe.precision():
             program = _export(recipe, module, features)
-        _write_weights(program, target / WEIGHTS_FILE)
-        _write_graph(recipe, program, target / GRAPH_FILE)
+        _write(_document(recipe, program), target)
         loaded = load_exported(target)
         for batch in (features, [x[:-1] for x in features]):
             _check(recipe, module, loaded, batch)
@@ -113,39 +97,29 @@ def load_exported(folder: str | Path, device: str | torch.device = "cpu") -> Exp
         device: the device that computes and on which features are given.
 
     Raises:
-        ConfigurationError: a file is missing, belongs to another model or holds a pickle.
+        ConfigurationError: a file is missing, or holds what `save_exported` never writes.
+        StoreError: a file is not as it was written.
     """
-    graph, weights = Path(folder) / GRAPH_FILE, Path(folder) / WEIGHTS_FILE
-    for path in (graph, weights):
+    paths = {name: Path(folder, name) for name in EXPORTED_FILES}
+    for path in paths.values():
         if not path.is_file():
             raise ConfigurationError(f"{str(path)!r} is no file; give the folder of save_exported")
-    _refuse_pickles(graph)
-    extra = {_AUTOCAST: ""}
-    program = torch.export.load(graph, extra_files=extra)
-    strides = _strides(program)
-    with safetensors.safe_open(weights, "pt") as file:  # type: ignore[no-untyped-call]
-        names = set(file.keys())
-        shared: Mapping[str, str] = file.metadata() or {}
-        loaded: dict[str, Tensor] = {}
-        for name, placeholder in program.state_dict.items():
-            stored = name.removeprefix(f"{_MODEL}.")
-            stored = shared.get(stored, stored)
-            if stored not in names:
-                raise ConfigurationError(
-                    f"{str(weights)!r} has no {stored!r}, which {str(graph)!r} needs; give two "
-                    "files of one export"
+    document = _read_document(paths[GRAPH_FILE])
+    try:
+        digests = _digests(document)
+        for name, digest in digests.items():
+            if file_digest(paths[name]) != digest:
+                raise StoreError(
+                    f"{str(paths[name])!r} is not the file that was saved with {GRAPH_FILE}, or "
+                    "was damaged; save the model again"
                 )
-            if stored not in loaded:
-                loaded[stored] = _with_strides(file.get_tensor(stored), strides[name])
-            tensor = loaded[stored]
-            if isinstance(placeholder, nn.Parameter):
-                tensor = nn.Parameter(tensor, requires_grad=False)
-            program.state_dict[name] = tensor
-    device = torch.device(device)
-    if device.type != "cpu":
-        # `Module.to` would not do, because the graph names the device of each tensor it creates.
-        program = move_to_device_pass(program, device)
-    return ExportedModel(program, extra[_AUTOCAST] or None, device.type)
+        graph = read_graph(document)
+        tensors = _read_tensors(graph.tensors, paths)
+    except InvalidGraph as error:
+        raise ConfigurationError(
+            f"{str(folder)!r} holds what save_exported never writes ({error}); do not load it"
+        ) from error
+    return ExportedModel(graph, tensors).to(device)
 
 
 @contextmanager
@@ -164,21 +138,27 @@ def _export(
     recipe: Recipe, module: _EvaluationModule, features: Sequence[Tensor]
 ) -> ExportedProgram:
     shapes = tuple(dynamic_dims(x, recipe.collate is not None) for x in features)
+    arguments = tuple(x.clone() for x in features)
     try:
-        program = torch.export.export(
-            module, tuple(x.clone() for x in features), dynamic_shapes=(shapes,), strict=False
-        )
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise _failed(recipe, f"{type(error).__name__}: {lines[0] if lines else ''}") from error
-    for name, constant in program.constants.items():
-        if type(constant) is not Tensor:
-            raise _failed(
-                recipe, f"{name} is a {type(constant).__name__}, which only a pickle can hold"
-            )
-    return program
+        return export_program(module, arguments, None, (shapes,))
+    except ExportFailed as error:
+        if isinstance(error.__cause__, ConfigurationError):
+            raise error.__cause__ from None
+        raise _failed(recipe, str(error)) from error
+
+
+def _document(recipe: Recipe, program: ExportedProgram) -> GraphDocument:
+    """Return a program's document, which can be read again."""
+    reason: InvalidGraph | None = None
+    # Another pass of torch.export makes plain operators of what torch.vmap leaves in a graph.
+    for passes in (lambda: program, lambda: program.run_decompositions({})):
+        try:
+            document = GraphDocument.of(passes(), _MODEL, recipe.autocast)
+            read_graph(document.fields())
+            return document
+        except InvalidGraph as error:
+            reason = reason or error
+    raise _failed(recipe, str(reason)) from reason
 
 
 def _check(
@@ -193,7 +173,7 @@ def _check(
     try:
         predictions = loaded(*[x.clone() for x in batch])
     except Exception as error:
-        reason = f"its graph does not run on {len(batch[0])} rows ({error})"
+        reason = f"its graph does not run on {len(batch[0])} rows ({first_line(error)})"
         raise _failed(recipe, reason) from error
     if not all(map(same_bits, predictions, expected)):
         raise _failed(
@@ -203,68 +183,66 @@ def _check(
         )
 
 
-def _write_weights(program: ExportedProgram, path: Path) -> None:
-    tensors: dict[str, Tensor] = {}
-    shared: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, tensor in program.state_dict.items():
-        name = name.removeprefix(f"{_MODEL}.")
-        original = first.setdefault(id(tensor), name)
-        if original != name:
-            shared[name] = original
-        else:
-            tensors[name] = tensor.detach().contiguous()
-    safetensors.torch.save_file(tensors, path, metadata=shared)
+def _write(document: GraphDocument, folder: Path) -> None:
+    files: dict[str, dict[str, Tensor]] = {WEIGHTS_FILE: {}, CONSTANTS_FILE: {}}
+    written: set[int] = set()
+    for described, tensor in zip(document.descriptions, document.tensors, strict=True):
+        tensor = tensor.detach().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in written:  # safetensors refuses tensors that share their memory
+            tensor = tensor.clone()
+        written.add(memory)
+        files[_file_of(described["kind"])][described["name"]] = tensor
+    for name, tensors in files.items():
+        safetensors.torch.save_file(tensors, folder / name)
+    digests = {name: file_digest(folder / name) for name in files}
+    content = encode_format({"files": digests, **document.fields()}, _FORMAT)
+    (folder / GRAPH_FILE).write_bytes(content)
 
 
-def _write_graph(recipe: Recipe, program: ExportedProgram, path: Path) -> None:
-    """Write the graph with one element in place of each weight, and without sample inputs."""
-    program.example_inputs = None
-    for name, tensor in program.state_dict.items():
-        stand_in: Tensor = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-        if isinstance(tensor, nn.Parameter):
-            stand_in = nn.Parameter(stand_in, requires_grad=False)
-        program.state_dict[name] = stand_in
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # each stand-in has one element
-            torch.export.save(program, path, extra_files={_AUTOCAST: recipe.autocast or ""})
-    except Exception as error:
-        raise _failed(recipe, f"{type(error).__name__}: {error}") from error
+def _read_document(path: Path) -> dict[str, Any]:
+    """Return the graph's document with the digests of the other files."""
+    if path.stat().st_size > _LARGEST_GRAPH:
+        raise ConfigurationError(
+            f"{str(path)!r} has more than {_LARGEST_GRAPH} bytes, which no graph needs; do not "
+            "load it"
+        )
+    return decode_format(str(path), path.read_bytes(), _FORMAT)
 
 
-def _refuse_pickles(path: Path) -> None:
-    """Refuse an archive with pickled sample inputs or constants, which torch would unpickle."""
-    with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            name = info.filename
-            pickled = "/sample_inputs/" in name and info.file_size > 0
-            if name.endswith("_config.json"):
-                config: dict[str, Any] = json.loads(archive.read(info))["config"]
-                pickled = any(each["use_pickle"] for each in config.values())
-            elif name.endswith((".pt", ".pkl")):
-                pickled |= info.file_size > 0
-            if pickled:
-                raise ConfigurationError(
-                    f"{name} in {str(path)!r} is a pickle, which save_exported never writes; "
-                    "do not load this file"
-                )
+def _digests(document: dict[str, Any]) -> dict[str, str]:
+    """Take the digests of the other files out of a graph's document."""
+    digests = document.pop("files", None)
+    if not isinstance(digests, dict) or digests.keys() != {WEIGHTS_FILE, CONSTANTS_FILE}:
+        raise InvalidGraph(f"files must be the digests of {WEIGHTS_FILE} and {CONSTANTS_FILE}")
+    return digests
 
 
-def _strides(program: ExportedProgram) -> dict[str, tuple[int, ...]]:
-    """Return the strides of each weight, because kernels may round otherwise on other strides."""
-    placeholders = program.graph.find_nodes(op="placeholder")
-    return {
-        str(spec.target): node.meta["val"].stride()
-        for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True)
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-    }
+def _read_tensors(stored: Sequence[StoredTensor], paths: Mapping[str, Path]) -> list[Tensor]:
+    """Return the tensors that a graph needs; every tensor of the files must be one of them."""
+    needed: dict[str, list[str]] = {WEIGHTS_FILE: [], CONSTANTS_FILE: []}
+    for each in stored:
+        needed[_file_of(each.kind)].append(each.name)
+    found: dict[tuple[str, str], Tensor] = {}
+    for file_name, names in needed.items():
+        try:
+            with safetensors.safe_open(paths[file_name], "pt") as file:  # type: ignore[no-untyped-call]
+                if sorted(file.keys()) != sorted(names):
+                    raise InvalidGraph(f"{file_name} does not hold the tensors of {GRAPH_FILE}")
+                found.update({(file_name, name): file.get_tensor(name) for name in names})
+        except (safetensors.SafetensorError, TypeError, AttributeError) as error:
+            raise InvalidGraph(f"{file_name} is no safetensors file: {error}") from error
+    tensors = []
+    for each in stored:
+        tensor = found[_file_of(each.kind), each.name]
+        if tensor.dtype != each.dtype or tuple(tensor.shape) != each.shape:
+            raise InvalidGraph(f"{each.name} has another type or shape than in {GRAPH_FILE}")
+        tensors.append(with_order(tensor, each.order))
+    return tensors
 
 
-def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    if tensor.stride() == strides:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+def _file_of(kind: str) -> str:
+    return CONSTANTS_FILE if kind == "constant" else WEIGHTS_FILE
 
 
 def _failed(recipe: Recipe, reason: str) -> ConfigurationError:

@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.documents import parse, unreadable
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_model import CutModel, TensorInfo
 from cerebro_hydra.shards.state_template import StateTemplate
@@ -39,7 +41,6 @@ DTYPE_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -174,23 +175,25 @@ def aligned(nbytes: int) -> Bytes:
 
 
 def read_tensors(buffer: Bytes) -> dict[str, Tensor]:
-    """Return every tensor of a segment by name, in the model's shape and without the padding."""
-    data = np.frombuffer(buffer, np.uint8)
-    start = 8 + struct.unpack("<Q", data[:8].tobytes())[0]
-    header = json.loads(data[8:start].tobytes())
-    permutations = header.pop("__metadata__", {})
-    tensors = {}
-    for name, entry in header.items():
-        if name.startswith("pad:"):
-            continue
-        begin, end = entry["data_offsets"]
-        part = torch.from_numpy(data[start + begin : start + end].copy())
-        tensor = part.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
-        if name in permutations:
-            order = [int(d) for d in permutations[name].split(",")]
-            tensor = tensor.permute([order.index(d) for d in range(len(order))])
-        tensors[name] = tensor
-    return tensors
+    """Return every tensor of a segment by name, in the model's shape and without the padding.
+
+    Raises:
+        StoreError: the bytes are no segment.
+    """
+    content = buffer.tobytes()
+    try:
+        tensors = safetensors.torch.load(content)
+    except (safetensors.SafetensorError, KeyError) as error:
+        raise StoreError(
+            f"a segment of {len(content)} bytes is damaged ({error}); restore it from a copy"
+        ) from error
+    header = parse(content[8 : 8 + int.from_bytes(content[:8], "little")], "a segment's header")
+    for name, text in header.get("__metadata__", {}).items():
+        order = [int(axis) if axis.isdecimal() else -1 for axis in text.split(",")]
+        if name not in tensors or sorted(order) != list(range(tensors[name].dim())):
+            raise unreadable(f"the order of axes of {name!r} in a segment", text)
+        tensors[name] = tensors[name].permute([order.index(d) for d in range(len(order))])
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("pad:")}
 
 
 def _check_no_overlap(recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.sample import Sample
 
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), type(...))
@@ -75,7 +75,7 @@ def _form(tensor: Tensor | None, seen: dict[int, int]) -> Hashable:
 
 
 def _content(tensor: Tensor) -> Hashable:
-    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), digest(tensor))
+    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor_digest(tensor))
 
 
 def _value(value: Any, seen: dict[int, int]) -> Hashable:

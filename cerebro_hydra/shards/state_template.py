@@ -11,6 +11,12 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
 StateEntry = tuple[str, torch.dtype, tuple[int, ...]]  # key, dtype, shape
 
 
@@ -34,7 +40,7 @@ class StateTemplate:
     def from_json(cls, document: Mapping[str, Any]) -> StateTemplate:
         return cls(
             {
-                name: tuple((key, getattr(torch, dtype), tuple(shape)) for key, dtype, shape in e)
+                name: tuple((key, _DTYPES[dtype], tuple(shape)) for key, dtype, shape in e)
                 for name, e in document.items()
             }
         )

@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
+from cerebro_hydra.shards.export_program import ExportFailed, export_program
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
 from cerebro_hydra.shards.reseed import MARKER
 from cerebro_hydra.shards.sample import Sample
@@ -92,12 +93,9 @@ def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
         shapes = (tuple(shapes),)
     try:
         with unit_hooks(model, MARKER), torch.set_grad_enabled(train), sample.precision():
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise CutFailed(
-            f"torch.export failed ({type(error).__name__}: {lines[0] if lines else ''})"
-        ) from error
+            program = export_program(model, args, kwargs, shapes)
+    except ExportFailed as error:
+        raise CutFailed(f"torch.export failed ({error})") from error
     guards = Guards.of(model, sample.call, program)
     if sample.dynamic_shapes and (size := length_held_fixed(model, sample, guards)) is not None:
         raise CutFailed(

@@ -95,13 +95,14 @@ def check_settings(settings: Mapping[str, str], num_workers: int) -> Iterator[Fi
     master = settings.get("spark.master", "")
     local = parse_local_master(master)
     failures = int(settings.get("spark.task.maxFailures", "4"))
-    ends = "ends the whole job when the first agent is lost"
+    ends = "ends the whole job of all agents at the first failure of one"
     if local is not None and local.max_failures < 2:
         remedy = f"use 'local[{max(local.slots, num_workers)},{MAX_FAILURES}]'"
         remedy += f": {MAX_FAILURES} is the failures a task may have"
         yield Finding("spark.master", f"{master!r} {ends}", remedy)
     if local is None and failures < MAX_FAILURES:
-        survived = f"a worker may be lost {failures - 1} times in a run, then the run ends"
+        survived = f"after {failures} failures of one worker, as when its executor is lost, all "
+        survived += "agents begin anew"
         problem = survived if failures > 1 else f"1 {ends}"
         remedy = f"set it to {MAX_FAILURES}"
         yield Finding("spark.task.maxFailures", problem, remedy, prevents=failures < 2)

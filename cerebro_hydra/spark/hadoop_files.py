@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from py4j.protocol import Py4JJavaError
+
 from cerebro_hydra.errors import StoreError
 
 if TYPE_CHECKING:
@@ -27,13 +29,17 @@ def download(context: SparkContext, url: str, file: str) -> None:
     """Copy a file to the driver's machine.
 
     Raises:
-        StoreError: there is no such file.
+        StoreError: there is no such file, or it can't be read.
     """
     file_system, path = _at(context, url)
     if not file_system.exists(path):
         raise StoreError(f"there is no {url!r}; give the folder that save wrote")
-    # Without checksum files beside the copy.
-    file_system.copyToLocalFile(False, path, _path(context, f"file://{file}"), True)
+    try:
+        # Without checksum files beside the copy.
+        file_system.copyToLocalFile(False, path, _path(context, f"file://{file}"), True)
+    except Py4JJavaError as error:  # such as another checksum than the file system noted
+        reason = str(error.java_exception).splitlines()[0]
+        raise StoreError(f"{url!r} can't be read ({reason}); save it again") from error
 
 
 def _at(context: SparkContext, url: str) -> tuple[Any, Any]:

@@ -16,7 +16,9 @@ from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
 from cerebro_hydra.spark.agent_gpus import pinned
+from cerebro_hydra.spark.last_attempt import run_in_child
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder
+from cerebro_hydra.spark.slots import parse_local_master
 from cerebro_hydra.spark.worker_check import worker_failure
 from cerebro_hydra.wire.credentials import TLS
 
@@ -27,6 +29,9 @@ Agent = Callable[[AgentSpec, AgentStart, Factory], None]
 
 # Spark ends a cancelled task's Python two seconds later; nobody waits longer than this for it.
 _CANCEL_SECONDS = 10.0
+
+# What Spark says of a job that it ends by itself, because a task has failed too often.
+_FAILED = "most recent failure"
 
 
 def run_agent(spec: AgentSpec, start: AgentStart, factory: Factory) -> None:
@@ -40,7 +45,10 @@ class SparkLauncher:
     """Starts one agent per worker in Spark tasks, which Spark starts again when they are lost.
 
     The tasks are one job without barrier, so a lost agent is relaunched (as a new incarnation)
-    while the others train on. `on_exit` is called once per start, on the launcher's own thread.
+    while the others train on. Where the next failure of a task would end that job, its agent runs
+    in a child process, whose death is none. If Spark ends the job all the same, because executors
+    were lost, a new one begins as long as agents join it. `on_exit` is called once per start, on
+    the launcher's own thread.
 
     Args:
         spark_context: where the tasks run.
@@ -64,6 +72,7 @@ class SparkLauncher:
         self._thread: threading.Thread | None = None
         self._group = ""
         self._cancelled = threading.Event()
+        self._lost_any = threading.Event()  # an agent of the present job has joined and was lost
 
     def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
         """Start the job and return at once; see `Launcher`.
@@ -82,7 +91,9 @@ class SparkLauncher:
         self._group = f"cerebro-hydra-{uuid.uuid4().hex}"
         self._cancelled.clear()
         text = json.dumps(spec.to_json())
-        task = partial(run_task, text, pickle_factory(factory), self._agent, self._group)
+        task = partial(
+            run_task, text, pickle_factory(factory), self._agent, self._group, self._last_attempt()
+        )
         self._thread = InheritableThread(
             target=self._run, args=(task, on_exit), name="cerebro-hydra-agents", daemon=True
         )
@@ -93,6 +104,7 @@ class SparkLauncher:
 
         An agent that hangs would hold its slot for ever. The kill is no failure of the task.
         """
+        self._lost_any.set()
         spark = self._spark_context._jsc  # None once somebody has stopped it, agents and all
         if spark is not None and not self._cancelled.is_set():
             why = f"the agent of worker {worker} was given up"
@@ -115,14 +127,35 @@ class SparkLauncher:
 
     def _run(self, task: Callable[..., Iterable[int]], on_exit: OnExit) -> None:
         context = self._spark_context
-        try:
-            context.setJobGroup(self._group, "cerebro_hydra agents", interruptOnCancel=True)
-            workers = context.parallelize(range(self.num_workers), self.num_workers)
-            workers.mapPartitionsWithIndex(task).collect()
-        except BaseException as error:
-            on_exit(self._reason(error))
-        else:
-            on_exit(None)
+        error: BaseException | None = None
+        while True:
+            self._lost_any.clear()
+            try:
+                context.setJobGroup(self._group, "cerebro_hydra agents", interruptOnCancel=True)
+                workers = context.parallelize(range(self.num_workers), self.num_workers)
+                workers.mapPartitionsWithIndex(task).collect()
+            except BaseException as failed:
+                if self._begins_anew(failed):
+                    continue
+                error = self._reason(failed)
+            return on_exit(error)
+
+    def _begins_anew(self, error: BaseException) -> bool:
+        """Return whether the agents' next job may do better than the one that ended so.
+
+        The coordinator counts the losses of agents that it has met; nobody counts those of agents
+        that never came.
+        """
+        met = self._lost_any.is_set() and not self._cancelled.is_set()
+        return met and _FAILED in str(error)
+
+    def _last_attempt(self) -> int:
+        """Return the number, from 0, of the attempt whose failure ends the job of a task."""
+        conf = self._spark_context.getConf()
+        local = parse_local_master(str(conf.get("spark.master")))
+        if local is not None:
+            return local.max_failures - 1
+        return int(conf.get("spark.task.maxFailures", "4") or 4) - 1
 
     def _reason(self, error: BaseException) -> BaseException:
         if self._cancelled.is_set():
@@ -154,7 +187,13 @@ def pickle_factory(factory: Callable[..., Any]) -> bytes:
 
 
 def run_task(
-    spec: str, factory: bytes, agent: Agent, run: str, worker: int, rows: Iterable[int]
+    spec: str,
+    factory: bytes,
+    agent: Agent,
+    run: str,
+    last_attempt: int,
+    worker: int,
+    rows: Iterable[int],
 ) -> Iterable[int]:
     """Run an agent in one task, in Spark's Python worker."""
     from pyspark import TaskContext
@@ -177,6 +216,10 @@ def run_task(
     )
     with pinned(start.gpus):
         loaded = CloudPickleSerializer().loads(factory)
-        agent(AgentSpec.from_json(json.loads(spec)), start, loaded)
+        work = partial(agent, AgentSpec.from_json(json.loads(spec)), start, loaded)
+        if context.attemptNumber() < last_attempt:
+            work()
+        else:
+            run_in_child(work)
     shutil.rmtree(scratch, ignore_errors=True)
     return ()

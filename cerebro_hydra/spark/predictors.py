@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
-from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE, load_exported
+from cerebro_hydra.shards.exported import EXPORTED_FILES, load_exported
 
 Predict = Callable[[tuple[Tensor, ...]], list[Tensor]]
 """Turns features into predictions, both on the predictor's device, rows first."""
@@ -67,22 +67,29 @@ class BuiltPredictor:
 
 @dataclass(frozen=True)
 class ExportedPredictor:
-    """Holds the two files of `save_exported`, which hold a model without its source."""
+    """Holds the files of `save_exported`, by name, which hold a model without its source."""
 
-    graph: bytes
-    weights: bytes
+    files: Mapping[str, bytes]
 
     @classmethod
     def of(cls, folder: str | Path) -> ExportedPredictor:
         """Read what `save_exported` wrote to a folder."""
-        graph, weights = (Path(folder, name).read_bytes() for name in (GRAPH_FILE, WEIGHTS_FILE))
-        return cls(graph, weights)
+        return cls({name: Path(folder, name).read_bytes() for name in EXPORTED_FILES})
+
+    def write(self, folder: str | Path) -> None:
+        """Write the files to a folder."""
+        for name, content in self.files.items():
+            Path(folder, name).write_bytes(content)
 
     def module(self, device: torch.device) -> nn.Module:
-        """Return the model; its forward takes every feature and gives the tuple of predictions."""
+        """Return the model; its forward takes every feature and gives the tuple of predictions.
+
+        Raises:
+            ConfigurationError: the files hold what `save_exported` never writes.
+            StoreError: a file is not as it was written.
+        """
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
-            Path(folder, GRAPH_FILE).write_bytes(self.graph)
-            Path(folder, WEIGHTS_FILE).write_bytes(self.weights)
+            self.write(folder)
             return load_exported(folder, device)
 
     def load(self, device: torch.device) -> Predict:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
     from pyspark.sql import DataFrame
 
+_DTYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
+
 # The model of the last transform in this Python worker, by the name of its inference and device.
 _loaded: dict[tuple[str, torch.device], Predict] = {}
 
@@ -156,7 +158,7 @@ def _check_output_names(df: DataFrame, names: Sequence[str]) -> None:
 
 def _zeros(spec: ColumnSpec) -> Tensor:
     # Two rows: with one, a model that squeezes its output would hide its row dimension.
-    return torch.zeros((2, *spec.shape), dtype=getattr(torch, spec.dtype))
+    return torch.zeros((2, *spec.shape), dtype=_DTYPES[spec.dtype])
 
 
 def _checked(predict: Predict, features: tuple[Tensor, ...]) -> list[Tensor]:

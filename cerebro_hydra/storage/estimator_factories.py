@@ -1,4 +1,8 @@
-"""Finds the `estimator_gen_fn` of a run again: as given, as remembered, or by its name."""
+"""Finds the `estimator_gen_fn` of a run again: as given, as remembered, or as recorded and trusted.
+
+A run's folder records the function's name. Whoever may write to the folder may write any name
+there, and importing one runs code, so a recorded name is used only when the caller says so.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.errors import ConfigurationError, ReplayError
 
 Factory = Callable[[Any], Any]
 
@@ -16,7 +20,7 @@ _remembered: dict[str, Factory] = {}
 
 def remember(run_path: str, factory: Factory) -> None:
     """Keep the factory of a run for as long as this process lives; it serves notebooks."""
-    _remembered[os.path.realpath(run_path)] = factory
+    _remembered[_place(run_path)] = factory
 
 
 def name_of(factory: Factory) -> str | None:
@@ -41,8 +45,8 @@ def import_factory(name: str) -> Factory:
     Raises:
         ReplayError: the name has another form, or it can't be imported, or is not callable.
     """
-    module, separator, qualname = name.partition(":")
-    if not (module and separator and qualname):
+    module, _, qualname = name.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), *qualname.split(".")]):
         raise ReplayError(
             f"factory {name!r} has another form than module:name, such as "
             "'my_models:estimator_gen_fn'"
@@ -61,17 +65,40 @@ def import_factory(name: str) -> Factory:
     return found
 
 
-def find(run_path: str, recorded: str | None, given: Factory | str | None = None) -> Factory:
+def find(
+    run_path: str, recorded: str | None, given: Factory | str | None = None, trust: bool = False
+) -> Factory:
     """Return the factory of a run: the given, else the remembered, else the recorded one.
 
+    Args:
+        run_path: the folder of the run.
+        recorded: the name in the folder; nothing is imported by it without `trust`.
+        given: the function, or its name, from the caller's own hand.
+        trust: whether the caller confirms the recorded name.
+
     Raises:
+        ConfigurationError: only the recorded name is known, and it was not confirmed.
         ReplayError: none of them leads to a function; says how to give one.
     """
-    for each in (given, _remembered.get(os.path.realpath(run_path)), recorded):
-        if each is not None:
-            return import_factory(each) if isinstance(each, str) else each
-    raise ReplayError(
-        f"the run {run_path!r} has no recorded factory, because its estimator_gen_fn was defined "
-        "in a script, a notebook or another function; give it as factory=, or on the command line "
-        "as --factory module:name"
-    )
+    if isinstance(given, str):
+        return import_factory(given)
+    found = _remembered.get(_place(run_path)) if given is None else given
+    if found is not None:
+        return found
+    if recorded is None:
+        raise ReplayError(
+            f"the run {run_path!r} has no recorded factory, because its estimator_gen_fn was "
+            "defined in a script, a notebook or another function; give it as factory=, or on the "
+            "command line as --factory module:name"
+        )
+    if not trust:
+        raise ConfigurationError(
+            f"the run {run_path!r} records the factory {recorded!r}, and a name in a file is not "
+            f"imported unasked: if it is yours, confirm it with trust=True or --trust; else give "
+            "your own as factory= or --factory module:name"
+        )
+    return import_factory(recorded)
+
+
+def _place(run_path: str) -> str:
+    return run_path.rstrip("/") if "://" in run_path else os.path.realpath(run_path)

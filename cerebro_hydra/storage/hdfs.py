@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from cerebro_hydra.errors import ConfigurationError, SetupError
@@ -39,6 +39,7 @@ class HDFSStore(RemoteStore):
     """
 
     scheme = "hdfs"
+    options = ("user",)
     user: str | None = None
 
     def __init__(
@@ -49,6 +50,10 @@ class HDFSStore(RemoteStore):
         user: str | None = None,
     ) -> None:
         """Create the prefix with its `data` and `runs` folders."""
+        super().__init__(prefix_path, host=host, port=port, user=user)
+
+    def _name(self, prefix_path: str, **options: Any) -> None:
+        self.user = user = options.get("user")
         acting = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
         if user is not None and user != acting:
             raise ConfigurationError(
@@ -56,12 +61,7 @@ class HDFSStore(RemoteStore):
                 f"HADOOP_USER_NAME={user} before Spark starts, and for executors on other machines "
                 f'.config("spark.executorEnv.HADOOP_USER_NAME", {user!r})'
             )
-        self.user = user
-        super().__init__(_url(prefix_path, host, port))
-
-    def to_dict(self) -> dict[str, str]:
-        """Describe the store in JSON, for another process."""
-        return {**super().to_dict(), **({} if self.user is None else {"user": self.user})}
+        super()._name(_url(prefix_path, options.get("host"), options.get("port")))
 
     def _connect(self) -> AbstractFileSystem:
         try:

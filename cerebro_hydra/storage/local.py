@@ -30,6 +30,7 @@ class LocalStore(Store):
     """
 
     scheme = "file"
+    options = ("train_path", "val_path")
 
     def __init__(
         self,
@@ -38,35 +39,33 @@ class LocalStore(Store):
         val_path: str | os.PathLike[str] | None = None,
     ) -> None:
         """Create the prefix with its `data` and `runs` folders."""
-        prefix = _absolute("prefix_path", prefix_path)
-        if set(prefix) & set("#?"):
-            raise StoreError(
-                f"store prefix {prefix!r} holds '#' or '?', which readers of Parquet take as part "
-                "of a URL: choose another folder"
+        super().__init__(prefix_path, train_path=train_path, val_path=val_path)  # type: ignore[arg-type]
+
+    def _name(self, prefix_path: Any, **options: Any) -> None:
+        super()._name(_absolute("prefix_path", prefix_path))
+        given = {name: path for name, path in options.items() if path is not None}
+        if "val_path" in given and "train_path" not in given:
+            raise ConfigurationError(
+                f"val_path is {given['val_path']!r} and there is no train_path: give both, or "
+                "neither"
             )
-        super().__init__(
-            prefix,
-            None if train_path is None else _absolute("train_path", train_path),
-            None if val_path is None else _absolute("val_path", val_path),
-        )
+        for name, path in given.items():
+            setattr(self, name, _absolute(name, path))
+
+    def _create(self) -> None:
+        if set(self.prefix) & set("#?"):
+            raise StoreError(
+                f"store prefix {self.prefix!r} holds '#' or '?', which readers of Parquet take as "
+                "part of a URL: choose another folder"
+            )
         for name in ("data", "runs"):
-            folder = os.path.join(prefix, name)
+            folder = os.path.join(self.prefix, name)
             with explained("create", folder):
                 os.makedirs(folder, exist_ok=True)
             with explained("write to", folder):
                 if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
                     # Spark would meet it late, and say it in Java.
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    @classmethod
-    def existing(cls, prefix_path: str) -> LocalStore:
-        """Open a store only to read it; nothing is created, so that read-only media will do."""
-        prefix = _absolute("prefix_path", prefix_path)
-        if not os.path.isdir(prefix):
-            raise StoreError(f"there is no store at {prefix_path!r}: check the path")
-        store = cls.__new__(cls)
-        Store.__init__(store, prefix)
-        return store
 
     def read(self, path: str) -> bytes:
         """Return the whole content of a file; StoreError if there is none."""

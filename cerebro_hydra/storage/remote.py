@@ -33,33 +33,24 @@ class RemoteStore(Store):
         StoreError: the folder can't be created or reached.
     """
 
-    def __init__(self, prefix_path: str) -> None:
-        """Create the prefix with its `data` and `runs` folders."""
-        prefix = prefix_path.rstrip("/")
-        if set(prefix) & set("#?%"):
+    _connected: tuple[int, AbstractFileSystem] | None = None
+
+    def _name(self, prefix_path: str, **options: Any) -> None:
+        super()._name(prefix_path.rstrip("/"))
+
+    def _create(self) -> None:
+        if set(self.prefix) & set("#?%"):
             raise StoreError(
-                f"store prefix {prefix!r} holds '#', '?' or '%', which mean something else in a "
-                "URL: choose another folder"
+                f"store prefix {self.prefix!r} holds '#', '?' or '%', which mean something else in "
+                "a URL: choose another folder"
             )
-        super().__init__(prefix)
-        self._connected: tuple[int, AbstractFileSystem] | None = None
         for name in ("data", "runs"):
-            with explained("create", f"{prefix}/{name}"):
-                self._files.makedirs(self._path(f"{prefix}/{name}"), exist_ok=True)
+            with explained("create", f"{self.prefix}/{name}"):
+                self._files.makedirs(self._path(f"{self.prefix}/{name}"), exist_ok=True)
 
     @abstractmethod
     def _connect(self) -> AbstractFileSystem:
         """Return a file system that any thread of this process may use."""
-
-    @classmethod
-    def existing(cls, prefix_path: str) -> RemoteStore:
-        """Open a store only to read it; nothing is created."""
-        store = cls.__new__(cls)
-        Store.__init__(store, prefix_path.rstrip("/"))
-        store._connected = None
-        if not store.exists(store.prefix):
-            raise StoreError(f"there is no store at {prefix_path!r}: check the path")
-        return store
 
     def read(self, path: str) -> bytes:
         """Return the whole content of a file; StoreError if there is none."""

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from cerebro_hydra.documents import (
+    Count,
+    Positive,
+    decode,
+    one_of,
+    unreadable,
+    within,
+)
+from cerebro_hydra.storage.names import Digest, Name, trial_name
+
+FORMAT = 1
+"""The version of the layout of `run.json`."""
+
+MOST_THREADS = 4096
 
 RUN_FILE = "run.json"
 NUMERIC_FILE = "numeric.json"
@@ -24,19 +39,19 @@ class TrialSpec:
     `nbytes` is the size of its state; `steps` holds optimizer steps per partition.
     """
 
-    trial: int
-    trial_id: str
+    trial: Count
+    trial_id: Name
     params: Mapping[str, Any]
     seed: int
     cut: Mapping[str, Any]
     template: Mapping[str, Any]
-    nbytes: int
-    batch_size: int
-    accumulate: int
-    steps: tuple[int, ...]
-    shards: tuple[tuple[str, str], ...]
+    nbytes: Count
+    batch_size: Positive
+    accumulate: Positive
+    steps: tuple[Count, ...]
+    shards: tuple[tuple[Digest, Digest], ...]
     """The digests of state 0: (frozen, trainable) of every shard."""
-    patience: int | None = None
+    patience: Positive | None = None
     """Epochs in a row without a better state that end the trial early; None: it never ends so."""
     custom_metrics: tuple[str, ...] = ()
     """The names of the metrics that the user's code merges from partitions."""
@@ -44,12 +59,6 @@ class TrialSpec:
     @property
     def steps_per_epoch(self) -> int:
         return sum(self.steps)
-
-    @classmethod
-    def from_json(cls, doc: Mapping[str, Any]) -> TrialSpec:
-        shards = tuple((frozen, trainable) for frozen, trainable in doc["shards"])
-        tuples = {name: tuple(doc[name]) for name in ("steps", "custom_metrics")}
-        return cls(**{**doc, **tuples, "shards": shards})
 
 
 @dataclass(frozen=True)
@@ -61,36 +70,80 @@ class RunDocument:
     `store` and `fingerprint` find the data again; `threads` is the thread count of every agent, and
     `reader` names what reads the rows. A run that goes on with the trials of another one begins
     with their results as state 0. Its `first_epoch` says how many epochs they have had, because
-    the order of rows depends on the number of the epoch.
+    the order of rows depends on the number of the epoch. A trial fails whose batch takes longer
+    than `batch_seconds`, or whose task takes longer than `sub_epoch_seconds`; None is no limit.
     """
 
-    run_id: str
+    run_id: Name
     factory: str | None
     seed: int
-    order: str
-    num_epochs: int
-    num_partitions: int
+    order: Annotated[str, one_of("dynamic", "seeded")]
+    num_epochs: Positive
+    num_partitions: Positive
     evaluation_metric: str
-    metrics: Mapping[str, str]
+    metrics: Mapping[str, Annotated[str, one_of("min", "max")]]
     feature_columns: tuple[str, ...]
     label_columns: tuple[str, ...]
-    store: Mapping[str, Any]
-    fingerprint: str
+    store: Mapping[str, str]
+    fingerprint: Digest
     validated: bool
-    threads: int
+    threads: Annotated[int, within(1, MOST_THREADS)]
     trials: tuple[TrialSpec, ...]
     sample_weight_column: str | None = None
     reader: str = ""
-    first_epoch: int = 0
-    format: int = 1
+    first_epoch: Count = 0
+    batch_seconds: float | None = None
+    sub_epoch_seconds: float | None = None
+    format: Annotated[int, within(FORMAT, FORMAT)] = FORMAT
 
     def to_json(self) -> dict[str, Any]:
+        """Describe the run in JSON."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, doc: Mapping[str, Any]) -> RunDocument:
-        columns: dict[str, Sequence[str]] = {
-            name: tuple(doc[name]) for name in ("feature_columns", "label_columns")
-        }
-        trials = tuple(TrialSpec.from_json(trial) for trial in doc["trials"])
-        return cls(**{**doc, **columns, "trials": trials})
+    def from_json(cls, doc: Any, where: str = RUN_FILE) -> RunDocument:
+        """Rebuild the document from `to_json`.
+
+        Raises:
+            StoreError: a field is missing, unknown or of a wrong type, or fields contradict each
+                other; the message begins with `where`.
+        """
+        document: RunDocument = decode(cls, doc, where)
+        ids = [(spec.trial, spec.trial_id) for spec in document.trials]
+        if ids != [(n, trial_name(n)) for n in range(len(ids))]:
+            raise unreadable(f"{where}.trials", ids)
+        if document.evaluation_metric not in document.metrics:
+            raise unreadable(f"{where}.evaluation_metric", document.evaluation_metric)
+        return document
+
+
+class Cursor(TypedDict, total=False):
+    """Has what a shard needs beside its tensors; it is empty before the first step."""
+
+    step: Count
+    groups: list[dict[str, Any]]
+    scheduler: Any
+
+
+class ShardEntry(TypedDict):
+    """Names the two segments of one shard of a state."""
+
+    frozen: Digest
+    trainable: Digest
+    cursor: Cursor | None
+
+
+class StateDocument(TypedDict):
+    """Describes a trial's state after a visit, by the digests of its segments."""
+
+    trial: Count
+    visit: Count
+    shards: list[ShardEntry]
+
+
+class RefusedTrial(TypedDict):
+    """Describes a trial that could not be built; `error` is the traceback."""
+
+    trial_id: Name
+    params: dict[str, Any]
+    error: str

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
-from typing import Any, BinaryIO
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
+from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import JournalError, StoreError
-from cerebro_hydra.storage.store import Store, checked_name
+from cerebro_hydra.storage.digest import digest as digest_of
+from cerebro_hydra.storage.digested_json import (
+    decode_document,
+    decode_lines,
+    encode_document,
+    encode_lines,
+)
+from cerebro_hydra.storage.names import checked_digest, checked_name, state_name, trial_name
+from cerebro_hydra.storage.run_document import (
+    REFUSED_FILE,
+    RUN_FILE,
+    RefusedTrial,
+    RunDocument,
+    StateDocument,
+)
+from cerebro_hydra.storage.segment_range import SegmentRange, in_order
+from cerebro_hydra.storage.store import Store, explained
 
-_SEGMENT = re.compile(r"(\d{8,})\.jsonl")
+_TRIAL = re.compile(r"trial-(\d{3,})")
 _STATE = re.compile(r"state-(\d{6,})\.json")
 
 
@@ -21,11 +38,13 @@ class RunFolder:
     ```
     <run>/<name>                                   JSON documents, rewritten whole
     <run>/journal/00000000.jsonl                   segments, each written once
+    <run>/journal/00000000-00000255.jsonl          segments that were merged
     <run>/trials/trial-000/state-000000.json       the shards of a trial's state after visit 0
     <run>/objects/<digest>.safetensors             segments of shards, by content
     ```
 
-    Numbers that are not finite are kept as Python's JSON writes them (`NaN`, `Infinity`).
+    Documents and segments end with a digest of their bytes, and an object's name is the digest of
+    its bytes. Whatever is read is compared with its digest first, so that damage raises.
     """
 
     def __init__(self, store: Store, run_id: str) -> None:
@@ -52,13 +71,13 @@ class RunFolder:
             there = f"; runs there: {store.list(runs)}"
         raise StoreError(f"{path!r} is not a run: a run is <store>/runs/<run id>{there}")
 
-    def write_json(self, name: str, document: Any) -> None:
+    def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Write one JSON document, such as `run.json`, over an older one."""
-        self.store.write(self._document(name), _encode(document))
+        self.store.write(self._document(name), encode_document(document))
 
-    def read_json(self, name: str) -> Any:
-        """Read one JSON document; StoreError if it is absent or torn."""
-        return self._decode(self._document(name))
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Read one JSON document; StoreError if it is absent or damaged."""
+        return self._read(self._document(name))
 
     def write_file(self, name: str, content: bytes) -> str:
         """Write a file that a person opens, such as `report.html`, and return its path."""
@@ -75,50 +94,101 @@ class RunFolder:
         if not self.has_object(digest):
             self.store.write(self._object(digest), buffer)
 
-    def read_object(self, digest: str) -> bytes:
-        """Return the bytes of a shard's segment; StoreError if it is absent."""
-        return self.store.read(self._object(digest))
+    def read_object(self, digest: str, allocate: Callable[[int], Any] = bytearray) -> Any:
+        """Return a shard's segment, read into the memory that `allocate` gives for so many bytes.
 
-    def open_object(self, digest: str) -> BinaryIO:
-        """Open a shard's segment to read it into memory of one's own; StoreError if absent."""
-        return self.store.open(self._object(digest))
+        Raises:
+            StoreError: it is absent, or its bytes have another digest.
+        """
+        path = self._object(digest)
+        with self.store.open(path) as file, explained("read", path):
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            buffer = allocate(size)
+            rest = memoryview(buffer)
+            while count := file.readinto(rest):  # type: ignore[attr-defined]
+                rest = rest[count:]
+        if (found := digest_of(buffer)) != digest:
+            raise StoreError(
+                f"object {digest} is damaged: the {size} bytes of {path!r} have the digest "
+                f"{found}; restore the file from a copy, or train its trial again in a new run"
+            )
+        return buffer
 
-    def write_segment(self, number: int, lines: list[dict[str, Any]]) -> None:
+    def write_segment(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write journal segment `number`, one JSON object a line.
 
         Raises:
             StoreError: that segment exists; what is journalled never changes.
         """
-        content = b"".join(_encode(line) + b"\n" for line in lines)
-        self.store.create(f"{self.path}/journal/{number:08d}.jsonl", content)
+        self._create_segment(SegmentRange(number, number), lines)
 
-    def read_segments(self) -> Iterator[list[dict[str, Any]]]:
-        """Yield the lines of each journal segment in order.
+    def merge_segments(self, first: int, last: int) -> None:
+        """Put the segments from `first` to `last` into one file and delete those that held one.
+
+        After a crash at any point every line is still there: the new file is whole before the first
+        old one is deleted, and readers skip what it contains.
 
         Raises:
-            JournalError: a segment before the last is missing, or a line is not JSON.
+            JournalError: one of the segments is missing or damaged; nothing is deleted.
         """
-        matches = map(_SEGMENT.fullmatch, self.store.list(f"{self.path}/journal"))
-        numbers = sorted(int(match[1]) for match in matches if match)
-        for expected, number in enumerate(numbers):
-            if number != expected:
+        singles = [SegmentRange(number, number) for number in range(first, last + 1)]
+        lines: list[dict[str, Any]] = []
+        for single in singles:
+            if (found := self._read_segment(single)) is None:
+                raise JournalError(f"{self._segment(single)!r} is missing; nothing was merged")
+            lines += found
+        self._create_segment(SegmentRange(first, last), lines)
+        for single in singles:
+            self.store.delete(self._segment(single))
+
+    def read_segments(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the lines of each journal segment in order, or of several that were merged.
+
+        The run may go on meanwhile: a segment that is merged while it is read counts once.
+
+        Raises:
+            JournalError: a segment before the last is missing, or one is damaged.
+        """
+        read: list[tuple[int, int]] = []  # the first segment and the number of lines of each file
+        expected, listed_anew = 0, False
+        left = deque(self._segments())
+        while left:
+            segment = left.popleft()
+            if segment.last < expected:  # a crash kept the merge from deleting it
+                continue
+            lines = self._read_segment(segment) if segment.first <= expected else None
+            if lines is not None:
+                known = sum(count for first, count in read if first >= segment.first)
+                read.append((segment.first, len(lines)))
+                yield lines[known:]
+                expected, listed_anew = segment.last + 1, False
+            elif not listed_anew:  # it may have been merged with others since they were listed
+                left, listed_anew = deque(self._segments()), True
+            else:
                 raise JournalError(
                     f"the journal of run {self.run_id!r} has a gap: segment {expected:08d}.jsonl "
-                    f"is missing before {number:08d}.jsonl; restore it from a copy of the run"
+                    f"is missing before {segment.name}; restore it from a copy of the run"
                 )
-            yield self._read_segment(number)
 
-    def write_state(self, trial: int, visit: int, document: Any) -> None:
+    def write_state(self, trial: int, visit: int, document: Mapping[str, Any]) -> None:
         """Write the shards and cursors of a trial's state after a visit; 0 is the initial state."""
-        self.store.write(self._state(trial, visit), _encode(document))
+        self.store.write(self._state(trial, visit), encode_document(document))
 
-    def read_state(self, trial: int, visit: int) -> Any:
-        """Read a trial's state; StoreError if it was not written."""
-        return self._decode(self._state(trial, visit))
+    def read_state(self, trial: int, visit: int) -> StateDocument:
+        """Read a trial's state; StoreError if it is absent, damaged or that of another visit."""
+        path = self._state(trial, visit)
+        state: StateDocument = decode(StateDocument, self._read(path), repr(path))
+        if (state["trial"], state["visit"]) != (trial, visit):
+            raise StoreError(
+                f"{path!r} holds the state of trial {state['trial']} after visit "
+                f"{state['visit']}; restore it from a copy"
+            )
+        return state
 
     def states(self, trial: int) -> list[int]:
         """Return the sorted visits after which the trial's state is in this run."""
-        matches = map(_STATE.fullmatch, self.store.list(f"{self.path}/trials/trial-{trial:03d}"))
+        matches = map(_STATE.fullmatch, self.store.list(f"{self.path}/trials/{trial_name(trial)}"))
         return sorted(int(match[1]) for match in matches if match)
 
     def sweep(self, kept: Mapping[int, Set[int]]) -> None:
@@ -134,8 +204,8 @@ class RunFolder:
                 if visit not in visits:
                     self.store.delete(self._state(trial, visit))
         named: set[str] = set()
-        for name in self.store.list(f"{self.path}/trials"):
-            trial = int(name.removeprefix("trial-"))
+        matches = map(_TRIAL.fullmatch, self.store.list(f"{self.path}/trials"))
+        for trial in (int(match[1]) for match in matches if match):
             for visit in self.states(trial):
                 for shard in self.read_state(trial, visit)["shards"]:
                     named |= {shard["frozen"], shard["trainable"]}
@@ -147,30 +217,46 @@ class RunFolder:
         return f"{self.path}/{checked_name(name, 'document')}"
 
     def _object(self, digest: str) -> str:
-        return f"{self.path}/objects/{checked_name(digest, 'digest')}.safetensors"
+        return f"{self.path}/objects/{checked_digest(digest)}.safetensors"
 
     def _state(self, trial: int, visit: int) -> str:
-        return f"{self.path}/trials/trial-{trial:03d}/state-{visit:06d}.json"
+        return f"{self.path}/trials/{trial_name(trial)}/{state_name(visit)}"
 
-    def _decode(self, path: str) -> Any:
+    def _read(self, path: str) -> dict[str, Any]:
+        return decode_document(path, self.store.read(path))
+
+    def _segments(self) -> list[SegmentRange]:
+        return in_order(self.store.list(f"{self.path}/journal"))
+
+    def _segment(self, segment: SegmentRange) -> str:
+        return f"{self.path}/journal/{segment.name}"
+
+    def _create_segment(self, segment: SegmentRange, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.store.create(self._segment(segment), encode_lines(lines))
+
+    def _read_segment(self, segment: SegmentRange) -> list[dict[str, Any]] | None:
+        """Return the lines of a file of the journal, or None if there is none."""
+        path = self._segment(segment)
         try:
-            return json.loads(self.store.read(path))
-        except ValueError as error:
-            raise StoreError(f"{path!r} is not JSON ({error}); restore it from a copy") from error
-
-    def _read_segment(self, number: int) -> list[dict[str, Any]]:
-        path = f"{self.path}/journal/{number:08d}.jsonl"
-        lines: list[dict[str, Any]] = []
-        for position, line in enumerate(self.store.read(path).splitlines(), start=1):
-            try:
-                lines.append(json.loads(line))
-            except ValueError as error:
-                raise JournalError(
-                    f"line {position} of {path!r} is not JSON ({error}); restore the segment "
-                    "from a copy of the run"
-                ) from error
-        return lines
+            content = self.store.read(path)
+        except StoreError:
+            if self.store.exists(path):
+                raise
+            return None
+        try:
+            return decode_lines(path, content)
+        except StoreError as error:
+            raise JournalError(str(error)) from error
 
 
-def _encode(document: Any) -> bytes:
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+def read_document(folder: RunFolder) -> RunDocument:
+    """Read what a run is; StoreError if the document is absent or damaged."""
+    return RunDocument.from_json(folder.read_json(RUN_FILE), repr(f"{folder.path}/{RUN_FILE}"))
+
+
+def read_refused(folder: RunFolder) -> list[RefusedTrial]:
+    """Read the trials that could not be built; StoreError if the document is absent or damaged."""
+    where = repr(f"{folder.path}/{REFUSED_FILE}")
+    refused = folder.read_json(REFUSED_FILE).get("trials")
+    trials: list[RefusedTrial] = decode(list[RefusedTrial], refused, where)
+    return trials

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import errno
-import re
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, BinaryIO, ClassVar
 
+from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+from cerebro_hydra.storage.names import checked_name
 
 UNFINISHED = ".unfinished-"
 """How the names of files begin that are still written."""
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def checked_name(name: str, what: str) -> str:
-    """Return `name` if it is safe as one path component.
-
-    Raises:
-        StoreError: it holds anything but letters, digits, `.`, `_` and `-`, or starts with one of
-            the marks.
-    """
-    if not _NAME.fullmatch(name):
-        raise StoreError(
-            f"{what} {name!r} can't be a file name: use letters, digits, '.', '_' and '-', "
-            "starting with a letter or digit"
-        )
-    return name
 
 
 class Store(ABC):
@@ -47,6 +31,10 @@ class Store(ABC):
 
     scheme: ClassVar[str] = ""
     """The scheme of its files' URLs, which finds the store of a run."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """The attributes beside `prefix` that its description holds where they are not None."""
+    train_path: str | None = None
+    val_path: str | None = None
     _kinds: ClassVar[dict[str, type[Store]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -54,21 +42,18 @@ class Store(ABC):
         super().__init_subclass__(**kwargs)
         Store._kinds[cls.__name__] = cls
 
-    def __init__(
-        self, prefix_path: str, train_path: str | None = None, val_path: str | None = None
-    ) -> None:
-        """Keep the paths.
+    def __init__(self, prefix_path: str, **options: Any) -> None:
+        """Name the paths and create the folders."""
+        self._name(prefix_path, **options)
+        self._create()
 
-        Raises:
-            ConfigurationError: there is a val_path alone.
-        """
-        if val_path is not None and train_path is None:
-            raise ConfigurationError(
-                f"val_path is {val_path!r} and there is no train_path: give both, or neither"
-            )
+    def _name(self, prefix_path: str, **options: Any) -> None:
+        """Keep the paths and options; nothing is created, asked or connected."""
         self.prefix = prefix_path
-        self.train_path = train_path
-        self.val_path = val_path
+
+    @abstractmethod
+    def _create(self) -> None:
+        """Create the prefix with its `data` and `runs` folders; StoreError if that fails."""
 
     def data_path(self, fingerprint: str) -> str:
         """Return the folder of one data set."""
@@ -120,9 +105,13 @@ class Store(ABC):
         """
 
     @classmethod
-    @abstractmethod
     def existing(cls, prefix_path: str) -> Store:
         """Open a store only to read it; nothing is created, StoreError if there is none."""
+        store = cls.__new__(cls)
+        store._name(prefix_path)
+        if not store.exists(store.prefix):
+            raise StoreError(f"there is no store at {prefix_path!r}: check the path")
+        return store
 
     @staticmethod
     def at(prefix_path: str) -> Store:
@@ -143,24 +132,33 @@ class Store(ABC):
 
     def to_dict(self) -> dict[str, str]:
         """Describe the store in JSON, for another process."""
-        paths = {"train_path": self.train_path, "val_path": self.val_path}
-        given = {name: path for name, path in paths.items() if path is not None}
+        options = {name: getattr(self, name) for name in self.options}
+        given = {name: value for name, value in options.items() if value is not None}
         return {"type": type(self).__name__, "prefix_path": self.prefix, **given}
 
     @staticmethod
-    def from_dict(description: Mapping[str, str]) -> Store:
-        """Rebuild a store from `to_dict`.
+    def from_dict(description: Any) -> Store:
+        """Rebuild a store from `to_dict`; nothing is created before something is written.
 
         Raises:
-            StoreError: no store of that type was imported here.
+            StoreError: no store of that type was imported here, or it has no such option.
+            ConfigurationError: the store refuses an option.
         """
-        kind = Store._kinds.get(description["type"])
+        options = decode(dict[str, str], description, "the description of a store")
+        kind = Store._kinds.get(name := options.pop("type", ""))
         if kind is None:
             raise StoreError(
-                f"unknown store type {description['type']!r}: known are {sorted(Store._kinds)}; "
+                f"unknown store type {name!r}: known are {sorted(Store._kinds)}; "
                 "import the module that defines it"
             )
-        return kind(**{name: path for name, path in description.items() if name != "type"})
+        if "prefix_path" not in options or options.keys() - {"prefix_path", *kind.options}:
+            raise StoreError(
+                f"the description of a {name} is {options!r}; it has prefix_path, and may have "
+                f"{list(kind.options)}"
+            )
+        store = kind.__new__(kind)
+        store._name(**options)
+        return store
 
 
 @contextmanager
@@ -189,8 +187,10 @@ def _remedy(error: Exception) -> str:
             return "choose another name or folder"
         case OSError(errno=errno.EROFS):
             return "the file system is read-only: choose another folder"
-        case OSError(errno=errno.ENOSPC):
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return "the disk is full: free space or choose another disk"
+        case OSError(errno=errno.EFBIG):
+            return "it is larger than a file may be here: raise the limit (ulimit -f)"
         case ConnectionError() | TimeoutError() | socket.gaierror():
             return "check that the server runs, and its host and port"
         case _ if isinstance(error, PermissionError) or "AccessControlException" in str(error):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cerebro_hydra.data.assignment import AffinePermutation, Assignment
+from cerebro_hydra.data.content_digest import ContentDigest
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
-from cerebro_hydra.data.prepared import find_or_clear, fingerprint_of, finish
+from cerebro_hydra.data.prepared import fingerprint_of, prepare_once
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.storage import Store
 
@@ -44,21 +46,26 @@ def write_dataset(
     for i in range(hashes.shape[1]):
         content[f"sum_{i}"] = int(hashes[:, i].sum(dtype=np.uint64))
     fingerprint = fingerprint_of(specs, content, num_partitions, validation, seed)
-    found = find_or_clear(store, fingerprint)
-    if found is not None:
-        return found
     validation_rows = 0 if validation is None else round(rows * validation)
     assignment = Assignment(rows, validation_rows, num_partitions, validation is not None)
     affine = AffinePermutation.drawn(rows, seed)
     by_rank = np.lexsort((hashes[:, 1], hashes[:, 0]))
     by_id = np.empty(rows, np.int64)
     by_id[[affine(rank) for rank in range(rows)]] = by_rank
-    manifest = Manifest(fingerprint, specs, assignment.partitions())
-    for info in manifest.partitions:
-        ids = np.asarray(assignment.ids(info.split, info.index), dtype=np.int64)
-        path = f"{store.data_path(fingerprint)}/{info.path}/part-00000.parquet"
-        store.write(path, _parquet(ids, [array[by_id[ids]] for array in arrays.values()]))
-    return finish(store, manifest)
+
+    def write(attempt: str) -> Manifest:
+        partitions = []
+        for info in assignment.partitions(attempt):
+            ids = np.asarray(assignment.ids(info.split, info.index), dtype=np.int64)
+            rows = [array[by_id[ids]] for array in arrays.values()]
+            path = f"{store.data_path(fingerprint)}/{info.path}/part-00000.parquet"
+            store.write(path, _parquet(ids, rows))
+            written = ContentDigest(len(rows))
+            written.add(ids, rows)
+            partitions.append(replace(info, digests=written.digests))
+        return Manifest(fingerprint, specs, tuple(partitions))
+
+    return prepare_once(store, fingerprint, write)
 
 
 def _converted(name: str, array: NDArray[Any]) -> NDArray[Any]:

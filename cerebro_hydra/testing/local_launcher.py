@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -28,7 +30,7 @@ class LocalLauncher:
 
     Args:
         num_workers: how many agents.
-        max_failures: deaths of one worker after which the launcher gives up.
+        max_failures: agents of one worker that may die in a row before they join a run.
         preloaded: modules that this process loads too.
         tls: whether control and shards use TLS, and with which certificate.
     """
@@ -50,6 +52,7 @@ class LocalLauncher:
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, BaseProcess] = {}
         self._starts: dict[int, int] = {}
+        self._failures: dict[int, int] = {}
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._running = num_workers
         self._lock = threading.Lock()
@@ -71,14 +74,16 @@ class LocalLauncher:
     def replace(self, worker: int, start: int) -> None:
         """Kill the process of a start, unless the next one has begun."""
         with self._lock:
+            self._failures[worker] = 0  # the coordinator counts the losses that it knows of
             if self._starts.get(worker) == start:
                 self._processes[worker].kill()
 
     def stop(self, timeout: float) -> None:
-        """Wait for each agent, then kill those that are left."""
+        """Wait for the agents, then kill those that are left."""
         self._stopping.set()
+        deadline = time.monotonic() + timeout
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes.values():
             if process.is_alive():
                 process.kill()
@@ -101,7 +106,7 @@ class LocalLauncher:
         factory: Factory,
         on_exit: OnExit,
     ) -> None:
-        for number in range(self._max_failures):
+        for number in itertools.count():
             start = AgentStart(worker, number, scratch)
             process = self._context.Process(target=run_agent, args=(spec, start, factory))
             with self._lock:
@@ -111,7 +116,12 @@ class LocalLauncher:
             if process.exitcode == 0 or self._stopping.is_set():
                 self._leave(None, on_exit)
                 return
-        self._leave(SetupError(f"worker {worker} died {self._max_failures} times"), on_exit)
+            with self._lock:
+                failures = self._failures[worker] = self._failures.get(worker, 0) + 1
+            if failures >= self._max_failures:
+                error = SetupError(f"worker {worker} died {failures} times before it joined")
+                self._leave(error, on_exit)
+                return
 
     def _leave(self, error: BaseException | None, on_exit: OnExit) -> None:
         with self._lock:

@@ -18,8 +18,8 @@ from cerebro_hydra.plan.events import Checkpointed, Event, Hop, SubEpochDone, Wo
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Checkpoint, StartSubEpoch
 from cerebro_hydra.recipe import Columns
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import RunFolder, Store
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec
 from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.datasets import write_dataset
@@ -109,6 +109,7 @@ def run_in_process(
                     events.append(train(instruction))
                 case Checkpoint(number, visit, incarnation):
                     events.append(Checkpointed(number, visit, incarnation))
+    journal.close()
     return folder
 
 

@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,6 +152,23 @@ class StoreCase(ABC):
         rebuilt = Store.from_dict(json.loads(json.dumps(store.to_dict())))
         assert type(rebuilt) is type(store)
         assert rebuilt.read(path) == b"content"
+
+    def test_rebuilt_store_creates_nothing_before_it_writes(self, store: Store) -> None:
+        """A description may come from a file, and reading one leaves no folder behind."""
+        inner = f"{store.prefix}/inner"
+        rebuilt = Store.from_dict({**store.to_dict(), "prefix_path": inner})
+        assert rebuilt.list(f"{inner}/runs") == []
+        assert not store.exists(inner)
+        rebuilt.write(f"{rebuilt.run_path('r1')}/file", b"content")
+        assert store.read(f"{inner}/runs/r1/file") == b"content"
+
+    @pytest.mark.parametrize("change", [{"mode": "x"}, {"prefix_path": 3}, {"type": None}])
+    def test_description_of_another_form_is_refused(
+        self, store: Store, change: dict[str, Any]
+    ) -> None:
+        """Options are those that `to_dict` writes, and text."""
+        with pytest.raises(StoreError, match="description of a"):
+            Store.from_dict({**store.to_dict(), **change})
 
     def test_store_of_an_unknown_type_names_the_known_ones(self, store: Store) -> None:
         """The description comes from a program with other stores."""

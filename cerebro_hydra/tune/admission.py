@@ -26,9 +26,9 @@ from cerebro_hydra.recipe import (
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, ShardReport
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.range_check import check_value_ranges
@@ -67,6 +67,18 @@ def loading_exporter() -> Iterator[None]:
         loading.join()
 
 
+class _Refused(Exception):
+    """A trial's own code failed; the message is its traceback."""
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _Refused(traceback.format_exc()) from error
+
+
 class Admission:
     """Admits the trials of one run, one model in memory at a time."""
 
@@ -93,9 +105,11 @@ class Admission:
     def admit(
         self, candidates: Sequence[Mapping[str, Any]], evaluation_metric: str = "loss"
     ) -> Admitted:
-        """Admit each candidate; whatever one raises refuses that one alone.
+        """Admit each candidate; whatever its own code raises refuses that one alone.
 
         Raises:
+            StoreError: the store can't be read or written, which no candidate can help.
+            DataError: rows can't be read as they were prepared.
             ConfigurationError: `evaluation_metric` is not measured, or two trials give one metric
                 different directions, or measure different ones.
         """
@@ -105,8 +119,8 @@ class Admission:
             try:
                 with exclusive_generator:
                     spec, recipe = self._admit(len(admitted.specs), params)
-            except Exception:
-                refused.append((params, traceback.format_exc()))
+            except _Refused as refusal:
+                refused.append((params, str(refusal)))
                 continue
             metrics: dict[str, str] = {"loss": "min"}
             metrics |= {m.name: m.direction for m in recipe.metric_list}
@@ -132,15 +146,18 @@ class Admission:
         return admitted
 
     def _admit(self, trial: int, params: Mapping[str, Any]) -> tuple[TrialSpec, Recipe]:
-        recipe = build_recipe(self._factory, params, self._seed, self._columns)
-        if recipe.warm_start is not None:
-            load_warm_start(recipe.model, recipe.warm_start)
+        with _refusing():
+            recipe = build_recipe(self._factory, params, self._seed, self._columns)
+            if recipe.warm_start is not None:
+                load_warm_start(recipe.model, recipe.warm_start)
         seed = trial_seed(self._seed, trial)
         examples = [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]
-        admission = admit(recipe, examples, seed, self._cut_models)
-        check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
+        with _refusing():
+            admission = admit(recipe, examples, seed, self._cut_models)
+            check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
+            initial = initial_segments(recipe, admission.layout)
         shards = []
-        for segments in initial_segments(recipe, admission.layout):
+        for segments in initial:
             named = {name: digest(buffer) for name, buffer in segments.items()}
             for name, buffer in segments.items():
                 self._folder.write_object(named[name], buffer.data)

@@ -37,14 +37,14 @@ class TrainedModel:
         document: RunDocument,
         trial: int,
         history: History,
-        factory: Callable[[Any], Any] | str | None,
+        factory: Callable[[], estimator_factories.Factory],
     ) -> None:
         """Use `SearchResult.get_best_model` or `get_all_models`."""
         self._folder = folder
         self._document = document
         self._spec = document.trials[trial]
         self._history = history
-        self._factory = factory
+        self._find_factory = factory
         self._output_columns = [f"{name}__output" for name in document.label_columns]
 
     def __repr__(self) -> str:
@@ -68,7 +68,9 @@ class TrainedModel:
         """Return the model with its trained weights, in eval mode.
 
         Raises:
+            ConfigurationError: the factory is known only by the name that the run records.
             ReplayError: its factory can't be found; says how to give it.
+            StoreError: a file of its weights is missing or damaged.
         """
         return self.recipe().model
 
@@ -85,7 +87,8 @@ class TrainedModel:
         """Add the model's outputs to a DataFrame, by default in `<label>__output`.
 
         Raises:
-            ConfigurationError: an output column is there already.
+            ConfigurationError: an output column is there already, or the factory is known only by
+                the name that the run records.
             DataError: a feature column is missing, or has another type than in training.
             ReplayError: the factory can't be found; says how to give it.
             StoreError: the prepared data is gone, whose manifest says what the columns hold.
@@ -120,6 +123,7 @@ class TrainedModel:
         """Build the trial with its trained weights, in eval mode.
 
         Raises:
+            ConfigurationError: the factory is known only by the name that the run records.
             ReplayError: its factory can't be found; says how to give it.
         """
         trial = self._spec.trial
@@ -134,9 +138,6 @@ class TrainedModel:
         columns = Columns.of(self._document)
         examples = ExampleBatches(self._manifest(), self._folder.store, columns)
         return examples.batches(self._spec.batch_size)[0]
-
-    def _find_factory(self) -> Callable[[Any], Any]:
-        return estimator_factories.find(self._folder.path, self._document.factory, self._factory)
 
     def _manifest(self) -> Manifest:
         manifest = find_prepared(self._folder.store, self._document.fingerprint)

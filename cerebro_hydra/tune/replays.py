@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.errors import ReplayError, StoreError
 from cerebro_hydra.replay.replay_trial import replay
 from cerebro_hydra.tune.result import SearchResult
 
@@ -20,13 +20,23 @@ def print_replays(
     *,
     trial_id: str | None = None,
     factory: Callable[[Any], Any] | str | None = None,
+    trust: bool = False,
 ) -> bool:
     """Replay one trial of a run, or all that finished, and print a line for each.
+
+    Args:
+        console: where to print.
+        run_path: the run's folder.
+        trial_id: the trial; None takes all.
+        factory: the run's `estimator_gen_fn`, or its "module:name".
+        trust: whether the name that the run records may be imported; it is printed.
 
     Returns:
         Whether every replayed trial was identical, bit for bit.
 
     Raises:
+        ConfigurationError: the factory is known only by the name that the run records, and `trust`
+            is False.
         ReplayError: the trial is unknown or did not finish, or no trial finished.
     """
     result = SearchResult.open(run_path)
@@ -41,13 +51,20 @@ def print_replays(
             f"nothing to replay in {run_path!r}: "
             + ", ".join(f"{trial.trial_id} is {trial.status}" for trial in chosen)
         )
+    if trust and factory is None:
+        console.print(Text(f"factory: {result.document.factory!r}, as the run records it"))
     identical = 0
     for trial in chosen:
         if trial.status != "finished":
             console.print(Text.assemble(trial.trial_id, (f"  {trial.status}, not replayed", "dim")))
             continue
         begun = time.perf_counter()
-        report = replay(run_path, trial.trial_id, factory)
+        try:
+            report = replay(run_path, trial.trial_id, factory, trust)
+        except StoreError as error:  # the files of one trial say nothing of the others'
+            line = Text.assemble(trial.trial_id, ("  NOT REPLAYED", "bold red"), f"  {error}")
+            console.print(line, soft_wrap=True)
+            continue
         seconds = time.perf_counter() - begun
         for warning in report.warnings:
             console.print(Text(f"           warning: {warning}", style="yellow"))

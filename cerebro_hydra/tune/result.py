@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.documents import consistent
+from cerebro_hydra.errors import ConfigurationError, JournalError
 from cerebro_hydra.observe import Observer, RunStarted, records_of
 from cerebro_hydra.observe.plots import plot
 from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.run_document import REFUSED_FILE
+from cerebro_hydra.storage import RunFolder, estimator_factories
+from cerebro_hydra.storage.run_document import RefusedTrial
+from cerebro_hydra.storage.run_folder import read_refused
 from cerebro_hydra.tune.model import TrainedModel, checked_outputs
 from cerebro_hydra.tune.trial import History, Trial
 
@@ -31,8 +33,8 @@ class SearchResult:
         self,
         folder: RunFolder,
         view: RunView,
-        refused: Sequence[dict[str, Any]],
-        factory: Callable[[Any], Any] | str | None,
+        refused: Sequence[RefusedTrial],
+        factory: Callable[[], estimator_factories.Factory],
     ) -> None:
         """Use `SearchResult.open`."""
         self.run_path = folder.path
@@ -46,20 +48,33 @@ class SearchResult:
         self._output_columns: list[str] | None = None
 
     @classmethod
-    def open(cls, run_path: str, factory: Callable[[Any], Any] | str | None = None) -> SearchResult:
-        """Read a run's folder.
+    def open(
+        cls,
+        run_path: str,
+        factory: Callable[[Any], Any] | str | None = None,
+        trust: bool = False,
+    ) -> SearchResult:
+        """Read a run's folder; nothing of the user's is imported before a model is asked for.
+
+        `torch` and `transform` build the model with the run's `estimator_gen_fn`. The process that
+        started the run knows it; any other must be told which one.
 
         Args:
             run_path: `<store>/runs/<run id>`.
-            factory: the run's `estimator_gen_fn`, or its "module:name"; needed only by `torch` and
-                `transform`, in a process that did not start the run, if it was not recorded.
+            factory: the run's `estimator_gen_fn`, or its "module:name".
+            trust: whether the name that the run records may be imported.
 
         Raises:
-            StoreError: there is no run.
+            StoreError: there is no run, or a document of it is damaged.
             JournalError: its journal is damaged.
         """
         folder = RunFolder.open(run_path)
-        return cls(folder, RunView.of_run(folder), folder.read_json(REFUSED_FILE), factory)
+        refused = read_refused(folder)
+        with consistent(f"the journal of run {folder.path!r}", JournalError):
+            view = RunView.of_run(folder)
+            recorded = view.document.factory
+            find = partial(estimator_factories.find, folder.path, recorded, factory, trust)
+            return cls(folder, view, refused, find)
 
     def __repr__(self) -> str:
         finished = sum(trial.status == "finished" for trial in self.trials)
@@ -155,7 +170,10 @@ class SearchResult:
 
         Raises:
             ConfigurationError: there is no such trial, or it did not finish.
+            ConfigurationError: the factory is known only by the name that the run records, and
+                `open` was not told to trust it.
             ReplayError: its factory can't be found; says how to give it.
+            StoreError: a file of its weights is missing or damaged.
         """
         if trial_id is None:
             return self.get_best_model().torch()

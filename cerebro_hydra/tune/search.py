@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.arguments import column_names, require_dataframe
@@ -14,7 +16,7 @@ from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
-from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
+from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, StoreError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
@@ -52,6 +54,11 @@ class Search(ABC):
         seed: of everything random.
         order: "dynamic" sends a trial to whichever worker is free, "seeded" fixes every trial's
             order of partitions beforehand, so that two runs give the same bits.
+        batch_seconds: how long one batch may take, without the wait for shards; None allows any
+            time. A trial that takes longer fails alone, and its agent is replaced. A batch that
+            takes 20 times the median of its trial's batches is told of in any case.
+        sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take from
+            its first batch on; else like `batch_seconds`.
         verbose: 0 prints nothing, 1 shows progress.
         observers: are given every record of the run, such as a `TensorBoardTracker`; one that
             raises is left out, and the run goes on.
@@ -76,6 +83,8 @@ class Search(ABC):
         sample_weight_column: str | None = None,
         seed: int = 0,
         order: str = "dynamic",
+        batch_seconds: float | None = None,
+        sub_epoch_seconds: float | None = None,
         verbose: int = 1,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -104,6 +113,8 @@ class Search(ABC):
         if order not in ORDERS:
             raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
         self.order = order
+        self.batch_seconds = _seconds("batch_seconds", batch_seconds)
+        self.sub_epoch_seconds = _seconds("sub_epoch_seconds", sub_epoch_seconds)
         self.verbose = whole("verbose", verbose, least=0)
         if not isinstance(observers, Sequence):
             raise ConfigurationError(f"observers is {observers!r}; give a list: [{observers!r}]")
@@ -123,12 +134,15 @@ class Search(ABC):
         """Train every candidate on `df`.
 
         A trial whose model can't be built, or whose training raises or gives a NaN loss, fails
-        alone: its traceback is in `result.trials`. Interrupting ends the run and its agents.
+        alone: its traceback is in `result.trials`. So does one that ends its agents' processes or
+        locks Python: after three agents in a row, with what became of them. Interrupting ends the
+        run and its agents, within ten seconds.
 
         Raises:
             ConfigurationError: the data or the metric does not fit the arguments.
             SetupError: Spark can't run the agents.
             DataError: rows can't be used.
+            StoreError: the store can't be read or written; says what to do.
             AllTrialsFailed: no trial was left; the message holds every reason.
         """
         require_dataframe("fit", df)
@@ -173,13 +187,15 @@ class Search(ABC):
 
     def _fit(self, manifest: Manifest) -> SearchResult:
         folder = RunFolder(self.store, _new_run_id())
-        admitted = self._admit(folder, manifest)
-        folder.write_json(REFUSED_FILE, admitted.refused)
-        estimator_factories.remember(folder.path, self.estimator_gen_fn)
-        if not admitted.specs:
+        with _removed_on_error(folder):
+            admitted = self._admit(folder, manifest)
+            folder.write_json(REFUSED_FILE, {"trials": admitted.refused})
+            document = self._document(folder, manifest, admitted)
+            if document.trials:
+                folder.write_json(RUN_FILE, document.to_json())
+        if not document.trials:
             raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
-        document = self._document(folder, manifest, admitted)
-        folder.write_json(RUN_FILE, document.to_json())
+        estimator_factories.remember(folder.path, self.estimator_gen_fn)
         self._run(folder, document, manifest, admitted)
         result = SearchResult.open(folder.path)
         if all(trial.status == "failed" for trial in result.trials):
@@ -211,6 +227,8 @@ class Search(ABC):
             validated=manifest.has_validation,
             threads=THREADS,
             reader=reader_title(),
+            batch_seconds=self.batch_seconds,
+            sub_epoch_seconds=self.sub_epoch_seconds,
             trials=tuple(admitted.specs),
         )
 
@@ -236,6 +254,17 @@ class Search(ABC):
                 print(f"report: {report.path}")
 
 
+@contextmanager
+def _removed_on_error(folder: RunFolder) -> Iterator[None]:
+    """Remove what was written of a run that can't begin, which may have filled the disk."""
+    try:
+        yield
+    except BaseException:
+        with suppress(StoreError):
+            folder.store.delete(folder.path)
+        raise
+
+
 THREADS = 1
 """Threads that every agent computes with; another number would give other bits."""
 
@@ -255,6 +284,14 @@ def whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}; it is a whole number from {least}")
     return value
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise ConfigurationError(f"{name} is {value!r}; it is a number of seconds, or None")
+    return float(value)
 
 
 def _checked_metric(metric: Any, validation: Any) -> str:

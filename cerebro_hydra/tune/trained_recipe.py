@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.replay.record import result_visit
-from cerebro_hydra.shards.layout import read_tensors
+from cerebro_hydra.replay.states import read_saved
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import RunDocument
 
@@ -27,6 +26,7 @@ def trained_recipe(
 
     Raises:
         ConfigurationError: the factory builds another model than the run trained.
+        StoreError: a file of the result is missing or damaged.
     """
     spec = document.trials[trial]
     recipe = build_keeping_random_state(factory, spec.params, document.seed, Columns.of(document))
@@ -55,12 +55,7 @@ def trained_recipe(
 
 def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
     """Return parameters and buffers of the result, as evaluation used them."""
-    state = folder.read_state(trial, result_visit(folder, trial))
-    tensors: dict[str, Tensor] = {}
-    for shard in state["shards"]:
-        for segment in ("frozen", "trainable"):
-            content = np.frombuffer(folder.read_object(shard[segment]), np.uint8)
-            tensors.update(read_tensors(content))
+    tensors = read_saved(folder, trial, result_visit(folder, trial)).tensors
     tensors |= {
         f"param:{name.removeprefix('ema:')}": t
         for name, t in tensors.items()

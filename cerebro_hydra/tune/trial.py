@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cerebro_hydra.observe.view import TrialView
+from cerebro_hydra.storage.run_document import RefusedTrial
 
 History = dict[str, list[float]]
 """Measured values by name, one per ended epoch."""
@@ -47,6 +48,6 @@ class Trial:
         )
 
     @classmethod
-    def of_refused(cls, refused: dict[str, Any]) -> Trial:
+    def of_refused(cls, refused: RefusedTrial) -> Trial:
         """Return a trial whose model could not be built, from the run folder's entry."""
         return cls(refused["trial_id"], refused["params"], "failed", {}, [], refused["error"])

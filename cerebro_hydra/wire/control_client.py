@@ -21,7 +21,7 @@ from cerebro_hydra.wire.connection import Message
 from cerebro_hydra.wire.control_connection import ControlConnection
 from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS, HEARTBEAT_SECONDS, SILENCE_SECONDS
-from cerebro_hydra.wire.messages import ControlFailed
+from cerebro_hydra.wire.messages import RUN_OVER, ControlFailed, RunOver
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class ControlClient:
     Raises:
         ConfigurationError: if `hello` names no incarnation, or only one side uses TLS.
         ControlFailed: if the driver can't be reached, shows another certificate, or refuses the
-            secret or the hello.
+            secret or the hello; it is a RunOver if the driver needs no more agents.
     """
 
     def __init__(
@@ -85,6 +85,13 @@ class ControlClient:
         """Queue a message and return at once; False if the connection has ended."""
         return self._connection.send(message)
 
+    def flush(self, seconds: float) -> None:
+        """Wait until what was sent has left this process, or for so many seconds."""
+        written = threading.Event()
+        with contextlib.suppress(RuntimeError):  # the connection and its loop have ended
+            self._loop.call_soon_threadsafe(written.set)
+            written.wait(seconds)
+
     def close(self) -> None:
         """Deliver what was sent and end the connection; waits some seconds at most."""
         atexit.unregister(self.close)
@@ -128,7 +135,8 @@ class ControlClient:
             self._accepted.set_result(None)
         else:
             refusal = f"the driver at {self._uri} refused: {answer['bye']}"
-            self._accepted.set_exception(ControlFailed(refusal))
+            over = answer["bye"] == RUN_OVER
+            self._accepted.set_exception(RunOver() if over else ControlFailed(refusal))
             self._connection.hang_up(refusal)
 
     def _end(self, reason: str) -> None:

@@ -19,6 +19,17 @@ class ControlFailed(CerebroHydraError):
     """The control connection could not be opened: unreachable driver, secret or hello refused."""
 
 
+class RunOver(ControlFailed):
+    """The driver needs no more agents, because its run is over."""
+
+    def __init__(self) -> None:
+        super().__init__(RUN_OVER)
+
+
+RUN_OVER = "the run is over"
+"""What a hello is refused with then."""
+
+
 @dataclass(frozen=True)
 class ShardRequest:
     """Asks the agent process that owns a state of a trial for some of its shards."""

@@ -15,6 +15,7 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, HDFSStore, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.testing.stores import StoreCase
@@ -82,7 +83,7 @@ def test_a_whole_run_lives_on_hdfs(
     assert len(out) == len(rows)
     # A URL means the same files to Spark and to our client.
     (fingerprint,) = store.list(f"{store.prefix}/data")
-    parts = f"{store.url(store.data_path(fingerprint))}/split=*/partition=*"
+    parts = f"{store.url(store.data_path(fingerprint))}/*/split=*/partition=*"
     assert spark.read.parquet(parts).count() == len(rows)
 
     again = search(spark, store).fit_on_prepared_data()
@@ -90,7 +91,8 @@ def test_a_whole_run_lives_on_hdfs(
     assert final_states(again) == final_states(result) == final_states(local)
 
     # Lost rows are noticed before anything trains on the rest.
-    folder = f"{store.data_path(fingerprint)}/split=train/partition=00001"
+    path = find_prepared(store, fingerprint).partition("train", 1).path
+    folder = f"{store.data_path(fingerprint)}/{path}"
     store.delete(f"{folder}/{store.list(folder)[-1]}")
     with pytest.raises(StoreError, match=r"no Parquet files in 'hdfs://.*prepare the data again"):
         search(spark, store).fit_on_prepared_data()

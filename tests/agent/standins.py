@@ -14,7 +14,7 @@ import numpy as np
 from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.agent.shard_store import Shard, ShardStore
-from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 
 SECONDS = 20.0
@@ -84,7 +84,7 @@ class StandInBuilder:
     def get(self, trial: int) -> Any:
         self._hook("build")
         layout = SimpleNamespace(step_bytes=lambda first: 0)
-        spec = SimpleNamespace(steps=(1, 1))
+        spec = SimpleNamespace(steps=(1, 1), accumulate=1)
         return SimpleNamespace(num_shards=1, layout=layout, engine=self, spec=spec)
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[list[Any]]:

@@ -15,7 +15,7 @@ from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.shard_store import Shard, ShardStore
 from cerebro_hydra.errors import Cancelled
-from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.client_pool import ClientPool
 from cerebro_hydra.wire.credentials import new_credentials
 from cerebro_hydra.wire.shard_server import ShardServer

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.task_watch import TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import FetchShards, StartSubEpoch, StateSource
-from cerebro_hydra.shards.digest import digest
+from cerebro_hydra.storage.digest import digest
 from tests.agent.standins import SECONDS, Peer, StandInBuilder, empty_store
 
 VISIT = 3
@@ -28,6 +29,7 @@ class Bench:
         self.peers = {"uri-a": Peer(1), "uri-b": Peer(9)}
         self.peers["uri-a"].answer.set()
         self.reported: list[events.Event] = []
+        self.begun: list[int] = []
         folder: Any = None
         connect: Any = lambda uri: self.peers[uri].lent()  # noqa: E731
         self.fetch_manager = FetchManager(
@@ -41,6 +43,8 @@ class Bench:
             self.fetch_manager,
             self.reported.append,
             lambda record: None,
+            self.begun.append,
+            TaskWatch(None, None, print, print),
         )
 
     def perform(self) -> None:
@@ -64,6 +68,12 @@ def test_a_task_is_trained_and_published() -> None:
     bench.perform()
     assert isinstance(bench.outcome, events.SubEpochDone)
     assert bench.shard_store.wait(0, VISIT, 0).segments["trainable"][1][0] == 2
+
+
+def test_a_task_is_told_of_before_the_trials_code_runs() -> None:
+    bench = Bench(build=lambda: bench.begun.append(-1))
+    bench.perform()
+    assert bench.begun == [TASK.attempt, -1]
 
 
 def test_the_state_before_is_kept_as_it_was() -> None:

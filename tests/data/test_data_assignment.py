@@ -37,7 +37,7 @@ def assignments(draw: st.DrawFn) -> Assignment:
 
 @given(assignments())
 def test_every_row_lies_in_one_partition(assignment: Assignment) -> None:
-    infos = assignment.partitions()
+    infos = assignment.partitions("attempt")
     ids = [i for info in infos for i in assignment.ids(info.split, info.index)]
     assert sorted(ids) == list(range(assignment.rows))
     held_back = [
@@ -48,7 +48,7 @@ def test_every_row_lies_in_one_partition(assignment: Assignment) -> None:
 
 @given(assignments())
 def test_partitions_of_a_split_are_balanced_to_within_one_row(assignment: Assignment) -> None:
-    infos = assignment.partitions()
+    infos = assignment.partitions("attempt")
     for split in {info.split for info in infos}:
         rows = [info.rows for info in infos if info.split == split]
         assert len(rows) == assignment.num_partitions
@@ -58,7 +58,7 @@ def test_partitions_of_a_split_are_balanced_to_within_one_row(assignment: Assign
 
 @given(assignments())
 def test_checksums_are_those_of_the_ids(assignment: Assignment) -> None:
-    for info in assignment.partitions():
+    for info in assignment.partitions("attempt"):
         ids = np.array(assignment.ids(info.split, info.index))
         assert info.checksum == checksum(ids)
         assert info.rows == len(ids)

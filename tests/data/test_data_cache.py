@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.manifest import ROW_ID, Manifest
+from cerebro_hydra.data.manifest import ROW_ID, Manifest, stored_name
 from cerebro_hydra.data.reader import read_columns
 from cerebro_hydra.errors import DataError, StoreError
 from cerebro_hydra.storage import LocalStore
@@ -179,12 +181,124 @@ def test_folder_with_a_pickled_schema_is_refused(store: LocalStore, manifest: Ma
         build(store, manifest)
 
 
-def test_damaged_cache_is_named(store: LocalStore, manifest: Manifest) -> None:
-    build(store, manifest)
-    array = Path(store.prefix, "c", manifest.fingerprint, "train-00000", "column_000.npy")
-    array.write_bytes(array.read_bytes()[:1000])
-    with pytest.raises(DataError, match=r"column_000\.npy.*delete its folder"):
+def one_value_changed(table: pa.Table, column: str) -> pa.Table:
+    """The table with the lowest bit of one value of a column flipped."""
+    position = table.schema.get_field_index(column)
+    old = table[column].combine_chunks()
+    flat = old.flatten() if pa.types.is_list(old.type) else old
+    values = flat.to_numpy(zero_copy_only=False).copy()
+    values.view(np.uint8)[values.nbytes // 2] ^= 1
+    changed = pa.array(values, flat.type)
+    if pa.types.is_list(old.type):
+        changed = pa.ListArray.from_arrays(old.offsets, changed)
+    return table.set_column(position, column, changed)
+
+
+@pytest.mark.parametrize("position", range(len(COLUMNS)))
+def test_one_changed_value_is_seen(store: LocalStore, manifest: Manifest, position: int) -> None:
+    rewrite(file_of(store, manifest), lambda t: one_value_changed(t, stored_name(position)))
+    name = manifest.columns[position].name
+    said = rf"train partition 0 .*partition=00000.*column '{name}' has other values.*prepare"
+    with pytest.raises(DataError, match=said):
         build(store, manifest)
+    assert os.listdir(Path(store.prefix, "c", manifest.fingerprint)) == []
+    assert build(store, manifest, "train", 1).rows == manifest.rows("train", 1)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2.5, -2.5), (0.0, -0.0)])
+def test_one_flipped_bit_in_a_page_is_seen(store: LocalStore, old: float, new: float) -> None:
+    """In the file itself, whose footer and length stay as they were."""
+    weights = np.linspace(10, 11, 90, dtype=np.float32)
+    weights[40] = old
+    manifest = write_dataset(store, {"weight": weights}, 1, None)
+    file = file_of(store, manifest)
+    pq.write_table(
+        pq.read_table(file, partitioning=None), file, compression="none", use_dictionary=False
+    )
+    assert build(store, manifest).rows == 90
+    content = file.read_bytes()
+    stored = pq.read_table(file, partitioning=None)["column_000"].to_numpy()
+    place = content.index(stored.tobytes()) + 4 * int(np.flatnonzero(stored == old)[0])
+    flipped = content[:place] + np.float32(new).tobytes() + content[place + 4 :]
+    assert np.unpackbits(np.frombuffer(content, "u1") ^ np.frombuffer(flipped, "u1")).sum() == 1
+    file.write_bytes(flipped)
+    with pytest.raises(DataError, match="column 'weight' has other values"):
+        build(store, manifest, cache="other")
+
+
+def test_exchanged_values_are_seen(store: LocalStore, manifest: Manifest) -> None:
+    def exchange(table: pa.Table) -> pa.Table:
+        values = table["column_004"].to_numpy().copy()
+        values[[3, 700]] = values[[700, 3]]
+        return table.set_column(
+            table.schema.get_field_index("column_004"), "column_004", pa.array(values)
+        )
+
+    rewrite(file_of(store, manifest), exchange)
+    with pytest.raises(DataError, match="column 'weight' has other values"):
+        build(store, manifest)
+
+
+def flip(folder: Path) -> None:
+    content = bytearray((folder / "column_000.npy").read_bytes())
+    content[-5] ^= 1
+    (folder / "column_000.npy").write_bytes(content)
+
+
+def cut(folder: Path) -> None:
+    array = folder / "column_000.npy"
+    array.write_bytes(array.read_bytes()[:1000])
+
+
+def empty(folder: Path) -> None:
+    (folder / "column_000.npy").write_bytes(b"")
+
+
+def lose(folder: Path) -> None:
+    (folder / "column_003.npy").unlink()
+
+
+def lose_digests(folder: Path) -> None:
+    (folder / "digests.json").unlink()
+
+
+def forget_digests(folder: Path) -> None:
+    (folder / "digests.json").write_text("[]")
+
+
+def nest_digests(folder: Path) -> None:
+    (folder / "digests.json").write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    "damage", [flip, cut, empty, lose, lose_digests, forget_digests, nest_digests, shutil.rmtree]
+)
+def test_cache_that_was_damaged_or_deleted_is_decoded_again(
+    store: LocalStore,
+    manifest: Manifest,
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = build(store, manifest)
+    seen = {name: column.copy() for name, column in first.columns.items()}
+    folder = Path(store.prefix, "c", manifest.fingerprint, "train-00000")
+    held = {path: path.read_bytes() for path in folder.iterdir()}
+    damage(folder)
+    again = build(store, manifest)
+    for name, column in again.columns.items():
+        np.testing.assert_array_equal(column, seen[name])
+    assert {path: path.read_bytes() for path in folder.iterdir()} == held
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (damage is not shutil.rmtree)
+    assert all("train-00000' is damaged" in line and "decoded again" in line for line in told)
+
+
+def test_open_maps_outlive_their_folder(store: LocalStore, manifest: Manifest) -> None:
+    part = build(store, manifest)
+    seen = part.columns["class"].tolist()
+    shutil.rmtree(Path(store.prefix, "c"))
+    assert part.columns["class"].tolist() == seen
+    assert build(store, manifest).columns["class"].tolist() == seen
 
 
 BUILDER = """
@@ -252,6 +366,8 @@ def test_half_written_data_is_written_again(store: LocalStore, manifest: Manifes
     folder = Path(store.data_path(manifest.fingerprint))
     (folder / "manifest.json").unlink()
     file_of(store, manifest).with_name("left-over.parquet").write_bytes(b"half")
-    assert write_dataset(store, COLUMNS, 3, 0.25) == manifest
-    assert build(store, manifest).rows == manifest.rows("train", 0)
+    again = write_dataset(store, COLUMNS, 3, 0.25)
+    assert again == manifest
+    assert build(store, again).rows == manifest.rows("train", 0)
     assert not list(folder.rglob("left-over.parquet"))
+    assert len(os.listdir(folder)) == 2  # the manifest, and what it names

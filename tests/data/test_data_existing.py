@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.existing import metadata_from
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
@@ -333,6 +334,38 @@ def test_rows_that_change_under_an_equal_footer_are_seen(tmp_path: Path) -> None
     )
     with pytest.raises(DataError, match=changed):
         read_all(store, manifest, "train", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("position", [0, 35, 59])
+def test_one_flipped_bit_under_an_equal_footer_is_seen(tmp_path: Path, position: int) -> None:
+    """In either split of rows that are partly held back, and in no other partition."""
+    file = tmp_path / "rows" / "one.parquet"
+    file.parent.mkdir()
+    weights = NUMBERS.normal(size=ROWS)
+    table = pa.table({"x": weights, "id": range(ROWS)})
+    pq.write_table(table, file, compression="none", use_dictionary=False, row_group_size=ROWS)
+    store = open_store(tmp_path, file.parent)
+    manifest = describe(store, ["x", "id"], 2, 0.3)
+    rows = {
+        (info.split, info.index): part.columns["id"].tolist()
+        for split in ("train", "val")
+        for info, part in zip(
+            [info for info in manifest.partitions if info.split == split],
+            read_all(store, manifest, split, tmp_path / "before"),
+            strict=True,
+        )
+    }
+    content = bytearray(file.read_bytes())
+    content[content.index(weights.tobytes()) + 8 * position + 7] ^= 0x80  # the sign
+    file.write_bytes(content)
+    assert find_prepared(store, manifest.fingerprint) == manifest  # footers show nothing
+    for info in manifest.partitions:
+        if position in rows[info.split, info.index]:
+            said = rf"{info.split} partition {info.index} in .*one.parquet': column 'x' has other"
+            with pytest.raises(DataError, match=said + r" values.*restore the files"):
+                CachedPartition.build(info, manifest, store, str(tmp_path / "after"))
+        else:
+            CachedPartition.build(info, manifest, store, str(tmp_path / "after"))
 
 
 def test_metadata_of_existing_and_of_prepared_data(tmp_path: Path, root: Path) -> None:

@@ -6,18 +6,26 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
-from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.data.prepared import find_prepared, read_manifest
 from cerebro_hydra.errors import DataError, StoreError
 from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.storage.digested_json import encode_document
+
+FINGERPRINT = "ab12" * 8
+
+
+def place(split: str, index: int) -> str:
+    return f"attempt-1/{partition_path(split, index)}"
+
 
 MANIFEST = Manifest(
-    fingerprint="ab12",
+    fingerprint=FINGERPRINT,
     columns=(ColumnSpec("image", "float32", (8, 8)), ColumnSpec("label", "int64", ())),
     partitions=(
-        PartitionInfo("train", 0, 10, 2**64 - 1, partition_path("train", 0)),
-        PartitionInfo("train", 1, 9, 2**53 + 1, partition_path("train", 1)),
-        PartitionInfo("val", 0, 3, 0, partition_path("val", 0)),
-        PartitionInfo("val", 1, 2, 7, partition_path("val", 1)),
+        PartitionInfo("train", 0, 10, 2**64 - 1, place("train", 0), digests=(1, 2)),
+        PartitionInfo("train", 1, 9, 2**53 + 1, place("train", 1), digests=(0, 2**64 - 1)),
+        PartitionInfo("val", 0, 3, 0, place("val", 0), digests=(3, 4)),
+        PartitionInfo("val", 1, 2, 7, place("val", 1), digests=(5, 2**53 + 1)),
     ),
 )
 
@@ -26,11 +34,18 @@ def test_manifest_survives_a_trip_through_json() -> None:
     assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
 
 
+def test_manifest_without_a_digest_is_refused() -> None:
+    document = json.loads(json.dumps(MANIFEST.to_json()))
+    document["partitions"][2]["digests"].pop()
+    with pytest.raises(StoreError, match=r"digests of a partition can't be read"):
+        Manifest.from_json(document)
+
+
 def test_manifest_answers_for_its_partitions() -> None:
     assert MANIFEST.num_partitions == 2
     assert MANIFEST.has_validation
     assert MANIFEST.rows("train", 1) == 9
-    assert MANIFEST.partition("val", 1).path == "split=val/partition=00001"
+    assert MANIFEST.partition("val", 1).path == "attempt-1/split=val/partition=00001"
 
 
 def test_unknown_partition_is_named_with_the_known_ones() -> None:
@@ -47,7 +62,15 @@ def test_manifest_of_another_version_asks_to_prepare_again() -> None:
 def test_damaged_manifest_is_refused(lost: str) -> None:
     document = MANIFEST.to_json()
     del document[lost]
-    with pytest.raises(StoreError, match="damaged"):
+    with pytest.raises(StoreError, match=r"missing or unknown fields|partitions can't be read"):
+        Manifest.from_json(document)
+
+
+@pytest.mark.parametrize("path", ["a/../split=train/partition=00000", "split=train", "/tmp", "a/b"])
+def test_manifest_with_another_path_is_refused(path: str) -> None:
+    document = MANIFEST.to_json()
+    document["partitions"][0]["path"] = path
+    with pytest.raises(StoreError, match=r"of a partition can't be read"):
         Manifest.from_json(document)
 
 
@@ -56,7 +79,21 @@ def test_json_that_is_no_manifest_is_refused_with_its_file(
     document: object, tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path)
-    path = f"{store.data_path('ab12')}/manifest.json"
+    path = f"{store.data_path(FINGERPRINT)}/manifest.json"
     store.write(path, json.dumps(document).encode())
-    with pytest.raises(StoreError, match=f"{path}.*no dictionary: delete its folder"):
-        find_prepared(store, "ab12")
+    with pytest.raises(StoreError, match=f"{path}' is damaged.*or delete .* and prepare again"):
+        find_prepared(store, FINGERPRINT)
+    with pytest.raises(StoreError, match="the manifest is no dictionary"):
+        Manifest.from_json(document)
+
+
+def test_one_flipped_bit_of_a_manifest_is_refused(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    path = Path(store.data_path(FINGERPRINT), "manifest.json")
+    store.write(str(path), encode_document(MANIFEST.to_json()))
+    assert read_manifest(store, FINGERPRINT) == MANIFEST
+    content = path.read_bytes()
+    for name in (b"image", b"label"):
+        path.write_bytes(content.replace(name, name[:-1] + bytes([name[-1] ^ 1])))
+        with pytest.raises(StoreError, match=f"{path}' is damaged"):
+            read_manifest(store, FINGERPRINT)

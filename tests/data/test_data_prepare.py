@@ -4,6 +4,7 @@ import decimal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -219,7 +220,12 @@ def test_arrays_and_spark_give_the_same_kind_of_store(
     }
     written = store, write_dataset(store, arrays, 4, 0.3)
     assert prepared[1].columns == written[1].columns
-    assert prepared[1].partitions == written[1].partitions
+    # Rows are numbered by another hash of their content, so that only the digests differ.
+    bare = [
+        [replace(info, digests=()) for info in manifest.partitions]
+        for manifest in (prepared[1], written[1])
+    ]
+    assert bare[0] == bare[1]
     for where, manifest in (prepared, written):
         splits = [columns_of(where, manifest, split) for split in ("train", "val")]
         together = np.concatenate([split["n"] for split in splits])

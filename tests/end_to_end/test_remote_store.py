@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cerebro_hydra
+from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.storage import LocalStore, RunFolder, Store
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
@@ -59,7 +60,9 @@ def test_run_on_a_remote_store_has_the_bits_of_a_local_one_and_replays(
 
     # Rows of another partition are met by the agents, which name the files that the user knows.
     (fingerprint,) = store.list(f"{store.prefix}/data")
-    parts = [f"{store.data_path(fingerprint)}/split=train/partition=0000{p}" for p in range(2)]
+    manifest = find_prepared(store, fingerprint)
+    infos = [manifest.partition("train", index) for index in range(2)]
+    parts = [f"{store.data_path(fingerprint)}/{info.path}" for info in infos]
     (file,) = store.list(parts[0])
     first, second = (store.read(f"{part}/{file}") for part in parts)
     store.write(f"{parts[0]}/{file}", second)

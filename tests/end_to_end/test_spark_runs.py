@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from cerebro_hydra.observe import AgentStarted, Decision
 from cerebro_hydra.plan.instructions import Commit
 from tests.end_to_end import models
+from tests.end_to_end.lethal_models import Interrupter, lethal
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
 
@@ -122,6 +124,46 @@ def test_a_killed_agent_costs_sub_epochs_but_no_trial(
         assert report.identical, str(report)
 
 
+@pytest.mark.long
+def test_four_lethal_trials_fail_alone_and_cost_the_others_no_bit(
+    spark: Any, df: Any, tmp_path: Path
+) -> None:
+    faults = ["exits", "none", "is killed", "exits", "crashes", "none"]
+    results = []
+    for name, each in (("lethal", faults), ("calm", ["none"] * len(faults))):
+        space = {"fault": each, "driver": [os.getpid()], "batch": [1]}
+        searching = search(spark, tmp_path / name, lethal, space, order="seeded", num_epochs=1)
+        results.append(searching.fit(df))
+    for trial, fault in enumerate(faults):
+        mine, other = (result.trials[trial] for result in results)
+        if fault != "none":
+            assert mine.status == "failed"
+            assert f"3 agents in a row were lost while trial {trial} ran on them" in mine.error
+            continue
+        assert (mine.status, mine.visit_log) == ("finished", other.visit_log)
+        assert mine.history == other.history
+        states = [result.torch(mine.trial_id).state_dict() for result in results]
+        for key, value in states[0].items():
+            assert value.numpy().tobytes() == states[1][key].numpy().tobytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["hangs", "locks Python"])
+def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most_on_spark(
+    spark: Any, df: Any, tmp_path: Path, fault: str
+) -> None:
+    watcher = Interrupter()
+    space = {"fault": [fault], "driver": [os.getpid()], "batch": [1], "pause": [1.0]}
+    with pytest.raises(KeyboardInterrupt):
+        search(spark, tmp_path, lethal, space, observers=[watcher]).fit(df)
+    assert watcher.interrupted is not None
+    assert len(watcher.pids) == 3  # Spark keeps the processes of those that ended by themselves
+    assert watcher.hung is not None
+    left = watcher.interrupted + 10.0 - time.monotonic()
+    assert left > 0 and _gone(watcher.hung).wait(left), "an agent outlived the interrupt"
+    assert spark.range(100).count() == 100
+
+
 def test_what_a_trial_prints_and_logs_reaches_the_driver(
     spark: Any, df: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +210,11 @@ def test_a_killed_driver_leaves_no_agent_and_no_scratch_behind(tmp_path: Path) -
 def _gone(pid: int) -> threading.Event:
     """Set when a process that is no child of ours has ended."""
     ended = threading.Event()
-    descriptor = os.pidfd_open(pid)
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        ended.set()
+        return ended
 
     def watch() -> None:
         import select

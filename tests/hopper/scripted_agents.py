@@ -19,7 +19,10 @@ from cerebro_hydra.wire.messages import ControlFailed
 
 
 class ScriptedAgent:
-    """Answers every task at once; `script(instruction)` may answer with another event."""
+    """Answers every task at once; `script(instruction)` may answer with another event.
+
+    With "die" the agent ends before it has begun the task, with "perish" when it has.
+    """
 
     def __init__(
         self,
@@ -53,6 +56,11 @@ class ScriptedAgent:
             instruction = from_json(message["do"])
             answer = self._script(instruction, self.incarnation) if self._script else None
             if answer == "die":
+                stopped = False
+                break
+            if isinstance(instruction, StartSubEpoch | Evaluate):
+                self._control.send({"began": instruction.attempt})
+            if answer == "perish":
                 stopped = False
                 break
             for event in [answer] if answer is not None else self._answers(instruction):

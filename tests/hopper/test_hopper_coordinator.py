@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
+from cerebro_hydra.agent.main import run_agent
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
-from cerebro_hydra.hopper.coordinator import Coordinator, hop_config
+from cerebro_hydra.hopper import journal as journal_module
+from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
+from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator, hop_config
+from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.instructions import FinishTrial, StartSubEpoch
+from cerebro_hydra.plan.instructions import Cancel, FinishTrial, StartSubEpoch
 from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
@@ -31,11 +35,11 @@ from tests.hopper.scripted_agents import ScriptedLauncher
 
 def manifest(partitions: int) -> Manifest:
     infos = [
-        PartitionInfo(split, index, 5, 0, f"{split}/partition={index:05d}")
+        PartitionInfo(split, index, 5, 0, partition_path(split, index))
         for split in ("train", "val")
         for index in range(partitions)
     ]
-    return Manifest("f" * 8, (ColumnSpec("x", "float32", (2,)),), tuple(infos))
+    return Manifest("f" * 32, (ColumnSpec("x", "float32", (2,)),), tuple(infos))
 
 
 def document(
@@ -53,7 +57,7 @@ def document(
             batch_size=5,
             accumulate=1,
             steps=(1,) * partitions,
-            shards=((f"frozen-{t}", f"trained-{t}-0"),),
+            shards=((f"{t:032x}", f"{t + 256:032x}"),),
             **of_trials,
         )
         for t in range(trials)
@@ -70,7 +74,7 @@ def document(
         feature_columns=("x",),
         label_columns=("y",),
         store={},
-        fingerprint="f" * 8,
+        fingerprint="f" * 32,
         validated=True,
         threads=1,
         trials=specs,
@@ -139,6 +143,39 @@ def test_the_fold_of_every_prefix_of_the_journal_is_the_state_at_that_time(tmp_p
     assert restored(folder) == comparable(state)
 
 
+def test_a_long_journal_is_merged_while_the_run_goes_on_and_folds_to_the_same_state(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 4)
+    folder, state, tape = run(tmp_path, ScriptedLauncher(2), document(3, 2, 2))
+    names = sorted(path.name for path in Path(folder.path, "journal").iterdir())
+    assert len(names) > 2
+    assert names[0] == "00000000-00000003.jsonl"
+    assert all("-" in name for name in names[:-1])
+    assert restored(folder) == comparable(state)
+    told = [record for record in tape.records if isinstance(record, Decision)]
+    assert [Decision.from_json(line) for line in journal(folder)[1]] == told
+
+
+def test_only_decisions_to_carry_out_make_a_segment_and_the_others_wait_for_it(
+    tmp_path: Any,
+) -> None:
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    config = hop_config(document(1, 1, 1), manifest(1))
+    log = Journal(folder, config)
+    quiet, start = events.StateReceived(0, 0, "a"), Cancel(0, "a")
+    log.append(1.0, [(quiet, [])])
+    assert log.waiting
+    assert len(list(folder.read_segments())) == 1
+    log.append(2.0, [(quiet, []), (quiet, [start])])
+    assert not log.waiting
+    assert [line["seq"] for line in list(folder.read_segments())[1]] == [0, 1, 2]
+    log.append(3.0, [(quiet, [])])
+    log.close()
+    assert [line["seq"] for line in journal(folder)[1]] == [0, 1, 2, 3]
+    assert len(list(folder.read_segments())) == 1
+
+
 def test_a_trial_that_fails_fails_alone_with_its_traceback(tmp_path: Any) -> None:
     def script(instruction: Any, incarnation: str) -> Any:
         if isinstance(instruction, StartSubEpoch) and instruction.trial == 1:
@@ -180,10 +217,29 @@ def test_a_worker_whose_agents_are_lost_again_and_again_ends_the_run(tmp_path: A
         return None
 
     launcher = ScriptedLauncher(1, script=script)
-    with pytest.raises(SetupError, match=r"worker 0 on here lost 8 agents in a row.*because: "):
+    said = r"worker 0 on here lost 8 agents in a row, none of which began a task.*because: "
+    with pytest.raises(SetupError, match=said):
         run(tmp_path, launcher, document(1, 1, 2))
     assert len(starts) >= 12  # one that finished a task came between
     assert len(launcher.given_up) == len(starts) - 2
+
+
+def test_trials_that_kill_agents_fail_alone_and_their_losses_end_no_run(tmp_path: Any) -> None:
+    lethal = {0, 1, 3, 4}
+
+    def script(instruction: Any, incarnation: str) -> Any:
+        trains = isinstance(instruction, StartSubEpoch) and instruction.trial in lethal
+        return "perish" if trains else None
+
+    launcher = ScriptedLauncher(1, script=script)
+    folder, state, tape = run(tmp_path, launcher, document(6, 1, 2))
+    assert len(launcher.given_up) == 12 > MOST_LOSSES  # all of the same worker
+    for trial in range(6):
+        assert read_trial(folder, trial).status == ("failed" if trial in lethal else "finished")
+    (reason,) = (each.reason for each in tape.instructions(FinishTrial) if each.trial == 3)
+    assert "3 agents in a row were lost while trial 3 ran on them" in reason
+    assert reason.count("worker 0 on here, training of epoch 1 on partition 0: ") == 3
+    assert restored(folder) == comparable(state)
 
 
 def test_seeded_orders_are_the_same_in_every_run(tmp_path: Any) -> None:
@@ -305,6 +361,32 @@ def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
     said = r"1 of 3 workers did not come.*\[2\].*run `cerebro-hydra doctor`"
     with pytest.raises(SetupError, match=said):
         run(tmp_path, launcher, document(1, 3, 1), join_timeout=1.0)
+
+
+class LateLauncher(ScriptedLauncher):
+    """Starts a real agent, in place of a lost one, when the run is over already."""
+
+    def stop(self, timeout: float) -> None:
+        assert self.spec is not None
+        before = set(threading.enumerate())
+        run_agent(self.spec, AgentStart(1, 99, "/nowhere"), lambda params: None)
+        self.threads_left = set(threading.enumerate()) - before
+        super().stop(timeout)
+
+
+def test_an_agent_that_comes_when_the_run_is_over_leaves_at_once_and_quietly(
+    tmp_path: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = LateLauncher(2)
+    began = time.monotonic()
+    doc = replace(document(2, 2, 1), store=LocalStore(str(tmp_path)).to_dict())
+    _, state, _ = run(tmp_path, launcher, doc)
+    assert time.monotonic() - began < 10
+    assert [trial.status for trial in state.trials] == ["finished"] * 2
+    for thread in launcher.threads_left:
+        thread.join(5)
+        assert not thread.is_alive(), thread
+    assert capfd.readouterr() == ("", "") and not caplog.records
 
 
 class RefusedLauncher(ScriptedLauncher):

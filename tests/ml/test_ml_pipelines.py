@@ -19,7 +19,7 @@ import cerebro_hydra
 from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.errors import ConfigurationError, ReplayError
 from cerebro_hydra.ml import trial_estimator
-from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE
+from cerebro_hydra.shards.exported import EXPORTED_FILES, WEIGHTS_FILE
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import SearchResult
@@ -155,7 +155,11 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     again = Pipeline.load(str(tmp_path / "unfitted")).getStages()[-1]
     assert again.getEstimator().trial_params() == {"lr": 0.01, "hidden": 8}
     assert again.getEstimator().getStore().to_dict() == estimator.getStore().to_dict()
-    assert again.getEstimator().factory() is factory
+    with pytest.raises(ConfigurationError, match=r"setFactory\('nets_of_a_user:factory'\)"):
+        again.fit(df)
+    assert again.getEstimator().recorded_factory == "nets_of_a_user:factory"
+    assert again.getEstimator().setFactory("nets_of_a_user:factory").factory() is factory
+    assert again.copy().getEstimator().factory() is factory
     assert len(again.getEstimatorParamMaps()) == 2
     assert again.getEstimatorParamMaps()[1][again.getEstimator().hidden] == 16
 
@@ -193,8 +197,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
         model.save(str(path))
     (saved,) = path.rglob(WEIGHTS_FILE)
     assert {each.name for each in saved.parent.iterdir() if each.name[0] != "."} == {
-        GRAPH_FILE,
-        WEIGHTS_FILE,
+        *EXPORTED_FILES
     }
     out.select("id", "features").write.parquet(str(tmp_path / "rows"))
     shutil.rmtree(tmp_path / "store")
@@ -204,7 +207,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     assert whole.bestModel.getTransformBatchSize() == 1
     assert whole.getEstimator().trial_params() == {"lr": 0.01, "hidden": 8}
     with pytest.raises(ReplayError, match="can't import 'nets_of_a_user'"):
-        whole.getEstimator().factory()
+        whole.getEstimator().setFactory("nets_of_a_user:factory").factory()
     done = subprocess.run(
         [sys.executable, "-c", LOADS_ALONE, saved.parents[1], tmp_path / "rows", told],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},

@@ -18,6 +18,7 @@ from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
 from tests.observe import hostile
 
 EPOCHS, PARTITIONS = 3, 2
+DIGESTS = ("f" * 32, "e" * 32)
 
 
 def document(
@@ -39,7 +40,7 @@ def document(
             batch_size=32,
             accumulate=1,
             steps=(4, 4),
-            shards=(("f", "t"),),
+            shards=(DIGESTS,),
             patience=patience,
         )
         for trial in range(num_trials)
@@ -56,7 +57,7 @@ def document(
         "feature_columns": ("features",),
         "label_columns": ("label",),
         "store": {},
-        "fingerprint": "f",
+        "fingerprint": "f" * 32,
         "validated": validated,
         "threads": 1,
         "trials": trials,
@@ -82,7 +83,7 @@ def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
     ) -> tuple[Simulation, list[Record]]:
         config = HopConfig(
             trials=tuple(
-                TrialConfig(t, 1.0, 1_000_000, (("f", "t"),), patience=patience)
+                TrialConfig(t, 1.0, 1_000_000, (DIGESTS,), patience=patience)
                 for t in range(num_trials)
             ),
             partitions=PARTITIONS,

@@ -18,6 +18,7 @@ from cerebro_hydra.observe import (
     RunEnded,
     RunStarted,
     RunView,
+    SlowBatch,
     console_observer,
 )
 from cerebro_hydra.observe.lines import LogLines, PlainLines
@@ -48,6 +49,30 @@ def drawn(renderable: Any, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(renderable)
     return printed(console)
+
+
+@pytest.mark.parametrize("median", [0.25, None])
+def test_a_slow_batch_is_told_of_in_every_view(
+    make_document: Any, caplog: pytest.LogCaptureFixture, median: float | None
+) -> None:
+    slow = SlowBatch(worker=1, trial=0, epoch=2, partition=3, seconds=31.0, median=median)
+    usual = "it is the first" if median is None else "the median is 0.25 s"
+    said = (
+        "[trial-000] a batch of epoch 3 on partition 3 (worker 1) has taken 31 s so far, and "
+        f"{usual}; if it hangs, batch_seconds= would fail the trial and replace the agent"
+    )
+    views: list[tuple[Any, Console]] = [
+        (PlainLines(console := pipe()), console),
+        (LiveTable(console := terminal()), console),
+    ]
+    for view, console in views:
+        view.on_record(RunStarted(make_document(1)))
+        view.on_record(slow)
+        view.close()
+        assert said in " ".join(printed(console).split())
+    with caplog.at_level(logging.WARNING, "cerebro_hydra.trials"):
+        LogLines().on_record(slow)
+    assert caplog.messages == [said]
 
 
 def test_view_suits_where_it_is_watched_from() -> None:

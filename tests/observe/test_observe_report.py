@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from cerebro_hydra.observe import RunEnded
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter, render
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
+from tests.journals import rewrite_journal
 from tests.observe.hostile import HOSTILE
 
 pytestmark = pytest.mark.slow
@@ -100,12 +102,13 @@ def test_what_is_drawn_is_what_happened(page: Page, result: SearchResult) -> Non
 
 
 def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path: Path) -> None:
-    """As after a killed driver: some segments of the journal, some tasks that never ended."""
+    """As after a killed driver: the begin of the journal, some tasks that never ended."""
     there = tmp_path / "runs" / "cut"
     shutil.copytree(result.run_path, there)
-    for segment in sorted((there / "journal").iterdir())[12:]:
-        segment.unlink()
     folder = RunFolder.open(str(there))
+    lines = [line for segment in folder.read_segments() for line in segment]
+    shutil.rmtree(there / "journal")
+    folder.write_segment(0, lines[:20])
     ReportWriter(folder).on_record(RunEnded(1.0))
     cut = Page((there / REPORT_FILE).read_text(encoding="utf-8"))
     assert any("did not end" in text for text in cut.texts["strong"])
@@ -115,17 +118,17 @@ def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path:
 def test_nan_and_broken_unicode_are_shown(result: SearchResult, tmp_path: Path) -> None:
     there = tmp_path / "runs" / "nan"
     shutil.copytree(result.run_path, there)
-    document = json.loads((there / "run.json").read_text())
+    folder = RunFolder.open(str(there))
+    document = folder.read_json("run.json")
     document["trials"][0]["params"]["note"] = "\ud800"
-    (there / "run.json").write_text(json.dumps(document))
-    for segment in (there / "journal").iterdir():
-        lines = [json.loads(line) for line in segment.open()]
-        for line in lines:
-            for told in line.get("instructions", ()):
-                if told["type"] == "EndEpoch" and told["trial"] == 0:
-                    told["metrics"]["val_loss"] = float("nan")
-        segment.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = Page(render(RunFolder.open(str(there))))
+    folder.write_json("run.json", document)
+
+    def diverge(told: dict[str, Any]) -> None:
+        if told["type"] == "EndEpoch" and told["trial"] == 0:
+            told["metrics"]["val_loss"] = float("nan")
+
+    rewrite_journal(folder, diverge)
+    page = Page(render(folder))
     assert page.data["trials"][0]["history"]["val_loss"] == ["nan"] * 3
     assert "nan" in page.texts["td"]
 

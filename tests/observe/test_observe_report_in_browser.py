@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
+from tests.journals import rewrite_journal
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(
@@ -119,13 +119,14 @@ def test_values_that_differ_by_rounding_alone_are_drawn(
     page: Any, result: SearchResult, tmp_path: Path
 ) -> None:
     shutil.copytree(result.run_path, there := tmp_path / "runs" / "near")
-    for segment in (there / "journal").iterdir():
-        lines = [json.loads(line) for line in segment.open()]
-        for told in (each for line in lines for each in line.get("instructions", ())):
-            if told["type"] == "EndEpoch":
-                told["metrics"]["val_accuracy"] = [1.0, 1.0 - 2**-53][told["epoch"] % 2]
-        segment.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (there / REPORT_FILE).write_text(render(RunFolder.open(str(there))), encoding="utf-8")
+    folder = RunFolder.open(str(there))
+
+    def nearly_equal(told: dict[str, Any]) -> None:
+        if told["type"] == "EndEpoch":
+            told["metrics"]["val_accuracy"] = [1.0, 1.0 - 2**-53][told["epoch"] % 2]
+
+    rewrite_journal(folder, nearly_equal)
+    (there / REPORT_FILE).write_text(render(folder), encoding="utf-8")
     near = page.context.browser.new_page()
     near.goto((there / REPORT_FILE).as_uri())
     assert near.locator("[data-curve='val_accuracy'] circle").count()

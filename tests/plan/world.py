@@ -7,6 +7,7 @@ content is the visit log that made it, so a wrong state is seen as a wrong log.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf, nan
 from random import Random
@@ -17,6 +18,7 @@ from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import record
+from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
 from cerebro_hydra.plan.seeds import seed_of
 
 Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit
@@ -48,6 +50,7 @@ class FakeAgent:
     ending: set[int] = field(default_factory=set)
     fetches: dict[tuple[int, int], ins.StateSource] = field(default_factory=dict)
     saves: deque[tuple[int, int]] = field(default_factory=deque)
+    began: int | None = None  # the latest attempt that it has begun
 
 
 class World:
@@ -57,6 +60,7 @@ class World:
         workers: list[tuple[int, ...]],
         faults: Counter,
         slow_saves: bool = False,
+        lethal: Callable[[ins.StartSubEpoch | ins.Evaluate], bool] = lambda task: False,
     ) -> None:
         self.config, self.workers, self.faults = config, workers, faults
         self.state = HopState(config)
@@ -66,6 +70,8 @@ class World:
         self.instructions: list[ins.Instruction] = []
         self.journal: list[dict] = []
         self.broken_merge: int | None = None
+        self.lethal = lethal  # the tasks whose agent dies of them
+        self.killers: list[int] = []  # the trial of each agent that died of its task
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
         for worker in range(len(workers)):
             self.join(worker)
@@ -129,6 +135,7 @@ class World:
                 doing = [t for t in agent.tasks.values()]
                 assert not doing, f"{agent.incarnation} has {doing} and gets {instruction}"
                 agent.tasks[instruction.attempt] = instruction
+                agent.began = instruction.attempt
                 self.want(agent, instruction.trial, instruction.source)
             case ins.FetchShards():
                 self.want(agent, instruction.trial, instruction.source)
@@ -178,7 +185,10 @@ class World:
         content = agent.held[task.trial, task.source.visit]
         assert len(content) == task.source.visit
         attempt, me = task.attempt, agent.incarnation
-        if isinstance(task, ins.Evaluate):
+        if self.lethal(task):
+            self.killers.append(task.trial)
+            self.lose(agent)
+        elif isinstance(task, ins.Evaluate):
             del agent.tasks[attempt]
             value = score(task.trial, task.epoch, self.config.seed)
             sums = {"loss": val_loss(content, task.partition), "plain": (value, 1)}
@@ -212,6 +222,24 @@ class World:
 
     # -------------------------------------------------------------- faults
 
+    def lose(self, agent: FakeAgent, heard: bool = True) -> None:
+        agent.alive = False
+        if heard:
+            self.news.append(ev.WorkerLost(agent.incarnation, "killed", "here", agent.began))
+        self.join(agent.worker)
+
+    def would_fail_a_trial(self, agent: FakeAgent) -> bool:
+        """Return whether one more loss from outside could be the third in a row for a trial."""
+        attempts = self.state.attempts
+        if agent.began not in attempts:
+            return False
+        index = attempts[agent.began].trial
+        unheard = sum(
+            not other.alive and other.began in attempts and attempts[other.began].trial == index
+            for other in self.agents
+        )
+        return len(self.state.trials[index].lost_agents) + unheard + 1 >= MOST_LOST_AGENTS
+
     def fault(self, random: Random) -> None:
         left = sorted(kind for kind, count in self.faults.items() if count > 0)
         if not left:
@@ -219,12 +247,11 @@ class World:
         kind = random.choice(left)
         self.faults[kind] -= 1
         living = [agent for agent in self.agents if agent.alive]
-        if kind == "kill" and living:
-            agent = random.choice(living)
-            agent.alive = False
-            if random.random() < 0.8:  # else the new incarnation fences the old one
-                self.news.append(ev.WorkerLost(agent.incarnation, "killed"))
-            self.join(agent.worker)
+        victims = [agent for agent in living if not self.would_fail_a_trial(agent)]
+        if kind == "kill" and victims:
+            agent = random.choice(victims)
+            # Else the new incarnation fences the old one.
+            self.lose(agent, heard=random.random() < 0.8)
             if random.random() < 0.3:
                 agent.outbox.clear()
         elif kind == "duplicate" and self.journal:

@@ -13,9 +13,9 @@ from torch import nn
 
 import cerebro_hydra
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.sample import Example
 from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.model_case import ModelCase, Shards
 from cerebro_hydra.testing.run_in_process import run_in_process
 

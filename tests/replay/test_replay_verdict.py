@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import xxhash
 from torch import nn
 
+from cerebro_hydra.errors import StoreError
 from cerebro_hydra.recipe import PlainTrainer, Recipe, state_tensors
 from cerebro_hydra.replay.compare import Expected, ReplayReport, compare
 from cerebro_hydra.replay.record import TrialRecord, _apply
 from cerebro_hydra.replay.states import Replayed, SavedState, read_saved
 from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
 
 METRICS = {"train_loss": 0.5}
@@ -80,25 +81,40 @@ def test_the_learning_rate_of_every_shard_counts(folder: RunFolder, shard: int) 
     )
 
 
-def test_a_flipped_bit_that_both_sides_read_is_a_difference(folder: RunFolder) -> None:
-    """A frozen segment belongs to the initial state too, so the replay begins with its damage."""
-    trial = recipe()
+def state_of(folder: RunFolder, content: bytes) -> str:
+    """Write a state of one shard whose segments are both `content`, and return their digest."""
+    name = digest(content)
+    shard = {"frozen": name, "trainable": name, "cursor": {"groups": []}}
+    folder.write_state(0, 1, {"trial": 0, "visit": 1, "shards": [shard]})
+    folder.write_object(name, content)
+    return name
+
+
+def test_a_flipped_bit_that_both_sides_would_read_is_refused(folder: RunFolder) -> None:
+    """A frozen segment belongs to the initial state too, so no comparison could show its damage."""
     content = bytearray(safetensors.torch.save({"param:unused": torch.zeros(4)}))
-    digest = xxhash.xxh3_128_hexdigest(content)
-    folder.write_state(
-        0, 1, {"shards": [{"frozen": digest, "trainable": digest, "cursor": {"groups": []}}]}
-    )
-    folder.write_object(digest, content)
-    assert read_saved(folder, 0, 1).damage is None
+    name = state_of(folder, bytes(content))
+    assert list(read_saved(folder, 0, 1).tensors) == ["param:unused"]
     content[-1] ^= 1
-    Path(folder.path, "objects", f"{digest}.safetensors").write_bytes(content)
-    saved = saved_of(trial)
-    saved.damage = read_saved(folder, 0, 1).damage
-    report = verdict(folder, trial, saved, {0: METRICS})
-    assert report.first_difference == (
-        f"object {digest} of the run folder is damaged: its digest is "
-        f"{xxhash.xxh3_128_hexdigest(content)}"
-    )
+    Path(folder.path, "objects", f"{name}.safetensors").write_bytes(content)
+    with pytest.raises(StoreError, match=f"object {name} is damaged: .*{digest(content)}"):
+        read_saved(folder, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage",
+        safetensors.torch.save({"param:a": torch.zeros(2)}, {"param:a": "none"}),
+        safetensors.torch.save({"param:a": torch.zeros(2)}, {"param:b": "0"}),
+        safetensors.torch.save({"exists": torch.ones(3, dtype=torch.uint8)}),
+    ],
+)
+def test_an_object_that_is_no_segment_is_refused(folder: RunFolder, content: bytes) -> None:
+    name = state_of(folder, content)
+    with pytest.raises(StoreError, match=f"object {name} of .* (is no segment|contradicts)"):
+        read_saved(folder, 0, 1)
 
 
 def test_a_redo_takes_back_the_metrics_of_its_epochs() -> None:

@@ -1,21 +1,30 @@
-"""Exported models keep their bits, hold no pickle, and are refused where they would differ."""
+"""Exported models keep their bits, run no code, and are refused where they would differ."""
 
 from __future__ import annotations
 
+import copy
+import json
 import pickle
-import shutil
-import zipfile
+import re
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.differences import same_bits
-from cerebro_hydra.shards.exported import GRAPH_FILE, WEIGHTS_FILE, load_exported, save_exported
-from tests.shards import plain, zoo
+from cerebro_hydra.shards.exported import (
+    CONSTANTS_FILE,
+    EXPORTED_FILES,
+    GRAPH_FILE,
+    WEIGHTS_FILE,
+    load_exported,
+    save_exported,
+)
+from cerebro_hydra.shards.trace import CutFailed, trace
+from tests.shards import forged_archives, plain, zoo
 
 
 def recipe_of(model, loss=None, **rules):
@@ -72,24 +81,31 @@ def test_the_loaded_model_has_no_training_mode(tmp_path):
     assert torch.equal(loaded(*batch.features)[0], loaded.eval()(*batch.features)[0])
 
 
-def test_no_file_holds_a_pickle(tmp_path):
-    save_exported(recipe_of(zoo.Language()), zoo.tokens(4)[0].features, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {GRAPH_FILE, WEIGHTS_FILE}
-    with zipfile.ZipFile(tmp_path / GRAPH_FILE) as archive:
-        contents = {info.filename: archive.read(info) for info in archive.infolist()}
-    assert contents["graph/data/sample_inputs/model.pt"] == b""
-    for name, content in contents.items():
-        assert b"PK\x03\x04" not in content, name
-        assert b'"use_pickle": true' not in content, name
-        if content:
-            with pytest.raises((pickle.UnpicklingError, ValueError, EOFError, KeyError)):
-                pickle.loads(content)  # these are our own files
-
-
-def test_weights_are_a_state_dict_with_tied_tensors_once(tmp_path):
+@pytest.fixture(scope="module")
+def language(tmp_path_factory):
+    """A recipe of GPT-2, and the folder of its export, which no test changes."""
     recipe = recipe_of(zoo.Language(), zoo.language_loss)
-    save_exported(recipe, zoo.tokens(4)[0].features, tmp_path)
-    weights = safetensors.torch.load_file(tmp_path / WEIGHTS_FILE)
+    folder = tmp_path_factory.mktemp("language")
+    save_exported(recipe, zoo.tokens(4)[0].features, folder)
+    return recipe, folder
+
+
+def test_files_are_data_and_no_pickle(language):
+    _, folder = language
+    assert {path.name for path in folder.iterdir()} == set(EXPORTED_FILES)
+    for name in EXPORTED_FILES:
+        content = (folder / name).read_bytes()
+        assert b"PK\x03\x04" not in content, name
+        with pytest.raises((pickle.UnpicklingError, ValueError, EOFError, KeyError, IndexError)):
+            pickle.loads(content)  # these are our own files
+    json.loads((folder / GRAPH_FILE).read_text())
+    for name in (WEIGHTS_FILE, CONSTANTS_FILE):
+        safetensors.torch.load_file(folder / name)
+
+
+def test_weights_are_a_state_dict_with_tied_tensors_once(language):
+    recipe, folder = language
+    weights = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     assert len({"gpt.transformer.wte.weight", "gpt.lm_head.weight"} & set(weights)) == 1
     torch.manual_seed(99)
     other = zoo.Language()
@@ -99,33 +115,235 @@ def test_weights_are_a_state_dict_with_tied_tensors_once(tmp_path):
     assert plain.everything(recipe_of(other)) == plain.everything(recipe)
 
 
-def with_entry(folder, target, name, content):
-    """Copy an export with one entry of its archive replaced."""
-    shutil.copytree(folder, target)
-    with (
-        zipfile.ZipFile(folder / GRAPH_FILE) as archive,
-        zipfile.ZipFile(target / GRAPH_FILE, "w") as changed,
-    ):
-        for info in archive.infolist():
-            changed.writestr(info, content if info.filename == name else archive.read(info))
-    return target
+@pytest.mark.parametrize("forge", forged_archives.FORGERIES)
+def test_an_archive_of_torch_runs_no_code(tmp_path, forge):
+    marker = tmp_path / "code ran"
+    folder = tmp_path / "export"
+    save_exported(recipe_of(zoo.mlp()), zoo.vectors(4)[0].features, folder)
+    forge(folder / GRAPH_FILE, marker)
+    with pytest.raises(StoreError, match="no JSON that was saved here"):
+        load_exported(folder)
+    assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("graph/data/sample_inputs/model.pt", pickle.dumps(((), {}))),
-        (
-            "graph/data/constants/model_constants_config.json",
-            b'{"config": {"a": {"path_name": "opaque_obj_0", "use_pickle": true}}}',
-        ),
-    ],
-)
-def test_a_pickle_that_somebody_put_in_is_refused_unread(tmp_path, name, content):
-    save_exported(recipe_of(zoo.mlp()), zoo.vectors(4)[0].features, tmp_path / "fine")
-    load_exported(with_entry(tmp_path / "fine", tmp_path / "same", "no such", b""))
-    with pytest.raises(ConfigurationError, match="is a pickle"):
-        load_exported(with_entry(tmp_path / "fine", tmp_path / "bad", name, content))
+@pytest.mark.parametrize("name", EXPORTED_FILES)
+def test_one_flipped_bit_is_an_error_wherever_it_is(tmp_path, name):
+    save_exported(recipe_of(Regions()), zoo.vectors(4)[0].features, tmp_path)
+    path = tmp_path / name
+    content = path.read_bytes()
+    positions = {*range(0, len(content), max(1, len(content) // 100)), len(content) - 1}
+    for position in sorted(positions):
+        for bit in (0, 6):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            with pytest.raises((StoreError, ConfigurationError)):
+                load_exported(tmp_path)
+    for length in (0, 1, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(StoreError, match=re.escape(name)):
+            load_exported(tmp_path)
+    path.write_bytes(content)
+    load_exported(tmp_path)
+
+
+def test_a_file_of_another_format_says_so(tmp_path):
+    save_exported(recipe_of(zoo.mlp()), zoo.vectors(4)[0].features, tmp_path)
+    document = json.loads((tmp_path / GRAPH_FILE).read_text())
+    (tmp_path / GRAPH_FILE).write_text(json.dumps(document | {"format": 2}))
+    with pytest.raises(ConfigurationError, match="is not of format 1"):
+        load_exported(tmp_path)
+    with open(tmp_path / GRAPH_FILE, "r+b") as file:
+        file.truncate(65 * 2**20)
+    with pytest.raises(ConfigurationError, match="which no graph needs; do not load"):
+        load_exported(tmp_path)
+
+
+class Regions(nn.Module):
+    """Has nested precisions, modes of gradients, constants, sizes, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.full((6,), 1.5), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.shift = torch.arange(6.0)
+
+    def forward(self, x):
+        self.calls += 1
+        with torch.set_grad_enabled(True):
+            y = self.a(x) * self.scale + self.shift + torch.tensor([0.5, float("-inf")])[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.a(y)
+            with torch.autocast("cpu", enabled=False):
+                y = self.a(y.float())
+            y = self.a(y)
+        y = torch.where(y > 0, y, float("-inf")).softmax(-1) * x.shape[0] ** -0.5
+        return y.reshape(2 * x.shape[0], -1).reshape(x.shape[0], -1)
+
+
+class Checked(nn.Module):
+    """Calls the operators whose arguments are checked, in each of their forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrized = nn.utils.parametrizations.weight_norm
+        self.bag = nn.EmbeddingBag(9, 6, mode="sum")
+        self.recurrent = nn.ModuleList(
+            [
+                nn.LSTM(6, 4, 2, bidirectional=True, batch_first=True, proj_size=3),
+                nn.LSTM(6, 6, bias=False),
+                nn.GRU(6, 3, 2, bidirectional=True),
+                nn.RNN(6, 6, nonlinearity="relu"),
+                nn.RNN(6, 6, batch_first=True),
+            ]
+        )
+        self.normed = nn.ModuleList(parametrized(nn.Linear(6, 6), dim=dim) for dim in (0, 1, None))
+
+    def forward(self, x):
+        index = (x * 3).long().abs().clamp(max=8)
+        x = self.bag(index, per_sample_weights=x)
+        ends = torch.arange(0, index.numel() + 1, 6)
+        table, flat = self.bag.weight, index.flatten()
+        x = x + nn.functional.embedding_bag(flat, table, ends, include_last_offset=True)
+        for layer in self.recurrent:
+            length = 1 if layer.batch_first else 0
+            x = layer(x.unsqueeze(length))[0].squeeze(length)
+        for layer in self.normed:
+            x = layer(x)
+        return x
+
+
+def test_operators_with_checked_arguments_run_as_ever(tmp_path):
+    recipe = recipe_of(Checked())
+    save_exported(recipe, zoo.vectors(4)[0].features, tmp_path)
+    assert_same_predictions(recipe, tmp_path, *(b.features for b in zoo.vectors(1, 9, seed=3)))
+
+
+class Mapped(nn.Module):
+    """Leaves calls in torch's graph that change the state of torch.vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return torch.vmap(lambda row: row / row.sum())(self.a(x))
+
+
+def test_mapped_functions_become_plain_operators(tmp_path):
+    recipe = recipe_of(Mapped())
+    save_exported(recipe, zoo.vectors(4)[0].features, tmp_path)
+    assert_same_predictions(recipe, tmp_path, *(b.features for b in zoo.vectors(1, 9, seed=3)))
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_nested_regions_keep_their_bits(tmp_path, autocast):
+    recipe = recipe_of(Regions(), autocast=autocast)
+    save_exported(recipe, zoo.vectors(4)[0].features, tmp_path)
+    document = json.loads((tmp_path / GRAPH_FILE).read_text())
+    assert len({region["autocast"] for region in document["regions"]}) == 2
+    recipe.model.eval()
+    loaded = load_exported(tmp_path)
+    for batch in zoo.vectors(1, 2, 9, seed=3):
+        with torch.no_grad(), recipe.precision():
+            expected = recipe.model(*batch.features)
+        assert same_bits(loaded(*batch.features)[0], expected)
+
+
+def test_the_loaded_model_has_the_weights_of_the_saved_one(tmp_path):
+    recipe = recipe_of(Regions())
+    save_exported(recipe, zoo.vectors(4)[0].features, tmp_path)
+    loaded = load_exported(tmp_path)
+    assert dict(loaded.weights.state_dict()).keys() == recipe.model.state_dict().keys()
+    assert [name for name, _ in loaded.weights.named_parameters()] == ["a.weight", "a.bias"]
+    assert torch.equal(next(loaded.parameters()), recipe.model.a.weight)
+
+
+def test_the_loaded_model_can_be_copied_and_moved(tmp_path):
+    save_exported(recipe_of(zoo.mlp()), zoo.vectors(4)[0].features, tmp_path)
+    loaded = load_exported(tmp_path)
+    (batch,) = zoo.vectors(3)
+    again = pickle.loads(pickle.dumps(loaded))
+    assert same_bits(again(*batch.features)[0], loaded(*batch.features)[0])
+    doubled = copy.deepcopy(loaded).to(torch.float64)
+    assert doubled(batch.features[0].double())[0].dtype == torch.float64
+    assert loaded(*batch.features)[0].dtype == torch.float32
+    (meta,) = load_exported(tmp_path, "meta")(batch.features[0].to("meta"))
+    assert meta.device.type == "meta" and meta.shape == (3, 3)
+
+
+def test_a_shape_for_which_the_graph_does_not_hold_is_refused(tmp_path):
+    class TwoInputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 3)
+
+        def forward(self, x, y):
+            return self.a(x + y)
+
+    save_exported(recipe_of(TwoInputs()), [torch.randn(4, 6), torch.randn(4, 6)], tmp_path)
+    loaded = load_exported(tmp_path)
+    x = torch.randn(5, 6)
+    loaded(x, x)
+    with pytest.raises(ConfigurationError, match=r"features\[1\] has shape \(4, 6\).*of 5; give"):
+        loaded(x, x[:4])
+    with pytest.raises(ConfigurationError, match=r"features\[0\] has shape \(5, 5\).*of 6; give"):
+        loaded(x[:, :5], x)
+    with pytest.raises(ConfigurationError, match=r"features\[0\] has shape \(6,\); give 2 dim"):
+        loaded(x[0], x)
+    with pytest.raises(ConfigurationError, match=r"there are 1 features, .* saved with 2"):
+        loaded(x)
+    with pytest.raises(RuntimeError) as failed:
+        loaded(x.long(), x.long())
+    assert "in call 1, aten.linear.default" in failed.value.__notes__
+
+
+class Foreign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y * 2, (self.a(x),))
+
+
+def test_an_operator_that_is_not_allowed_is_named_when_the_model_is_saved(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"Foreign can't be .* calls cond, which is no"):
+        save_exported(recipe_of(Foreign()), zoo.vectors(4)[0].features, tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(20))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x[: int((x > 0).sum())]
+
+
+@pytest.mark.parametrize("build", [zoo.Decides, Deep])
+@pytest.mark.parametrize("export", ["save", "trace"])
+def test_a_failed_export_prints_its_graph_nowhere(tmp_path, capfd, caplog, build, export):
+    model = build()
+    before = set(vars(model))
+    (batch,) = zoo.vectors(4)
+    with pytest.raises((ConfigurationError, CutFailed)) as failed:
+        if export == "save":
+            save_exported(recipe_of(model), batch.features, tmp_path)
+        else:
+            trace(model, zoo.sample(batch))
+    printed = capfd.readouterr()
+    logged = "".join(record.getMessage() for record in caplog.records)
+    for text in (printed.out, printed.err, logged, str(failed.value)):
+        assert "torch.ops.aten" not in text and "def forward" not in text
+        assert len(text) < 1000
+    assert "data-dependent" in str(failed.value)
+    assert "\n" not in str(failed.value)
+    assert set(vars(model)) == before
 
 
 def test_a_model_whose_flow_depends_on_values_is_refused_with_the_reason(tmp_path):
@@ -178,7 +396,7 @@ def test_saving_leaves_the_model_as_it_is(tmp_path):
 def test_a_missing_or_foreign_file_is_named(tmp_path):
     save_exported(recipe_of(zoo.mlp()), zoo.vectors(4)[0].features, tmp_path)
     safetensors.torch.save_file({"other": torch.zeros(1)}, tmp_path / WEIGHTS_FILE)
-    with pytest.raises(ConfigurationError, match=r"has no '0\.weight'"):
+    with pytest.raises(StoreError, match=rf"{WEIGHTS_FILE}' is not the file that was saved"):
         load_exported(tmp_path)
     (tmp_path / WEIGHTS_FILE).unlink()
     with pytest.raises(ConfigurationError, match=rf"{WEIGHTS_FILE}' is no file"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec
 from cerebro_hydra.spark import SparkLauncher
@@ -104,10 +104,16 @@ def make_spec(exchange: Exchange | None = None) -> AgentSpec:
     document = RunDocument(
         run_id="r1", factory=None, seed=0, order="dynamic", num_epochs=1, num_partitions=3,
         evaluation_metric="loss", metrics={"loss": "min"}, feature_columns=("x",),
-        label_columns=("y",), store={}, fingerprint="f", validated=False, threads=1, trials=(),
+        label_columns=("y",), store={}, fingerprint="f" * 32, validated=False, threads=1, trials=(),
     )  # fmt: skip
     control = "" if exchange is None else str(exchange.port)
-    return AgentSpec(control, Credentials("a secret"), 3, document, Manifest("f", (), ()))
+    return AgentSpec(
+        control,
+        Credentials("a secret"),
+        3,
+        document,
+        Manifest("f" * 32, (ColumnSpec("x", "float32", ()),), ()),
+    )
 
 
 @pytest.fixture
@@ -233,6 +239,48 @@ def test_an_agent_that_fails_again_and_again_ends_the_job_with_its_error(
     SparkLauncher(spark.sparkContext, 1, agent).start(make_spec(), make_factory(), exits.put)
     error = exits.get(timeout=WAIT)
     assert "ValueError: always" in str(error) and "failed 8 times" in str(error)
+
+
+def test_a_job_that_failures_ended_begins_anew_if_its_agents_had_joined(
+    spark: SparkSession, exchange: Exchange, exits: Exits
+) -> None:
+    launcher = SparkLauncher(spark.sparkContext, 2, make_agent())
+    launcher.start(make_spec(exchange), make_factory(), exits.put)
+    agents = exchange.accept_all(2)
+    for failures in range(8):
+        launcher.replace(0, agents[0].hello["start"]["number"] - 1000)  # as the coordinator does
+        agents[0].tell("fail")
+        if failures < 7:
+            agents[0] = exchange.accept()
+            assert agents[0].hello["worker"] == 0
+    assert agents[1].has_ended()  # its job is over
+    for agent in exchange.accept_all(2).values():
+        agent.tell("end")
+    assert exits.get(timeout=WAIT) is None
+    launcher.stop(WAIT)
+
+
+@pytest.mark.long
+def test_more_deaths_than_a_task_may_have_failures_cost_no_other_agent(
+    spark: SparkSession, exchange: Exchange, exits: Exits
+) -> None:
+    launcher = SparkLauncher(spark.sparkContext, 2, make_agent())
+    launcher.start(make_spec(exchange), make_factory(), exits.put)
+    agents = exchange.accept_all(2)
+    for _ in range(11):
+        os.kill(agents[0].hello["pid"], signal.SIGKILL)
+        assert agents[0].has_ended()
+        launcher.replace(0, agents[0].hello["start"]["number"])
+        agents[0] = exchange.accept()
+        assert agents[0].hello["worker"] == 0
+    os.kill(agents[0].hello["pid"], signal.SIGSTOP)  # one that hangs dies with its task
+    launcher.replace(0, agents[0].hello["start"]["number"])
+    assert agents[0].has_ended()
+    agents[0] = exchange.accept()
+    for agent in agents.values():  # the other one is the first of its worker
+        agent.tell("end")
+    assert exits.get(timeout=WAIT) is None
+    launcher.stop(WAIT)
 
 
 def test_a_module_that_workers_lack_is_named(spark: SparkSession, exits: Exits) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cerebro_hydra.errors import ReplayError
+from cerebro_hydra.errors import ConfigurationError, ReplayError
 from cerebro_hydra.storage import estimator_factories
 
 MODULE = """
@@ -36,7 +36,8 @@ def test_function_of_a_module_is_found_again_by_its_name(module: str) -> None:
     for name in (f"{module}:build", f"{module}:Models.build"):
         factory = estimator_factories.import_factory(name)
         assert estimator_factories.name_of(factory) == name
-        assert estimator_factories.find("/no/run", recorded=name) is factory
+        assert estimator_factories.find("/no/run", recorded=name, trust=True) is factory
+        assert estimator_factories.find("/no/run", recorded=None, given=name) is factory
 
 
 def test_lambdas_nested_and_partial_functions_have_no_name(module: str) -> None:
@@ -87,13 +88,41 @@ def test_given_wins_over_remembered_and_remembered_over_recorded(
     imported = estimator_factories.import_factory(recorded)
     assert estimator_factories.find(str(run), recorded, recorded) is imported
     assert estimator_factories.find(f"{run}/../run/", recorded) is remembered
-    assert estimator_factories.find(str(tmp_path), recorded) is imported
+    assert estimator_factories.find(str(run), recorded, trust=True) is remembered
+    assert estimator_factories.find(str(tmp_path), recorded, trust=True) is imported
+
+
+def test_recorded_name_imports_nothing_before_it_is_confirmed(tmp_path: Path) -> None:
+    (tmp_path / "evil_factory_of_a_file.py").write_text("raise SystemExit('it ran')\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        for recorded in ("evil_factory_of_a_file:build", "subprocess:call", "no form at all"):
+            with pytest.raises(ConfigurationError, match=f"{recorded}.*--trust.*--factory"):
+                estimator_factories.find(str(tmp_path), recorded)
+        with pytest.raises(SystemExit, match="it ran"):
+            estimator_factories.find(str(tmp_path), "evil_factory_of_a_file:build", trust=True)
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_run_on_a_remote_store_is_remembered_wherever_the_process_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def factory(params: object) -> object:
+        return params
+
+    estimator_factories.remember("hdfs://nn:8020/store/runs/r1", factory)
+    monkeypatch.chdir(tmp_path)
+    assert estimator_factories.find("hdfs://nn:8020/store/runs/r1/", None) is factory
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("build", "another form than module:name"),
+        (":build", "another form than module:name"),
+        (".relative:build", "another form than module:name"),
+        ("factories_under_test:<locals>.build", "another form than module:name"),
         ("no_such_module_here:build", "can't import 'no_such_module_here'.*PYTHONPATH"),
         ("factories_under_test:bild", "has no function 'bild'"),
         ("factories_under_test:number", "has no function 'number'"),

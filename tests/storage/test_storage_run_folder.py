@@ -1,12 +1,26 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xxhash
 
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.storage import LocalStore, RunFolder
+
+
+def digest(word: str) -> str:
+    return xxhash.xxh3_128_hexdigest(word.encode())
+
+
+def state(trial: int, visit: int, *words: str) -> dict[str, Any]:
+    """The document of a state with one shard, of two words."""
+    frozen, trainable = map(digest, words or ("f", "t"))
+    shards = [{"frozen": frozen, "trainable": trainable, "cursor": None}]
+    return {"trial": trial, "visit": visit, "shards": shards}
 
 
 @pytest.fixture
@@ -63,38 +77,74 @@ def test_gap_in_the_journal_is_named_after_what_precedes_it(run: RunFolder) -> N
         next(segments)
 
 
-def test_torn_line_in_the_journal_is_named(run: RunFolder) -> None:
+def test_damaged_segment_of_the_journal_is_named(run: RunFolder) -> None:
     run.write_segment(0, [{"n": 0}, {"n": 1}])
     path = Path(run.path, "journal", "00000000.jsonl")
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(JournalError, match=r"line 2 of .*00000000\.jsonl"):
-        list(run.read_segments())
+    content = path.read_bytes()
+    for damaged in (content[:-3], content.replace(b'"n":1', b'"n":3'), b"", b"[" * 100_000):
+        path.write_bytes(damaged)
+        with pytest.raises(JournalError, match=r"00000000\.jsonl' is damaged"):
+            list(run.read_segments())
 
 
 def test_object_is_kept_once_under_its_digest(run: RunFolder) -> None:
-    assert not run.has_object("ab12")
-    run.write_object("ab12", memoryview(b"tensor bytes"))
-    run.write_object("ab12", b"tensor bytes")
-    assert run.has_object("ab12")
-    assert run.read_object("ab12") == b"tensor bytes"
-    assert Path(run.path, "objects", "ab12.safetensors").is_file()
+    name = digest("tensor bytes")
+    assert not run.has_object(name)
+    run.write_object(name, memoryview(b"tensor bytes"))
+    run.write_object(name, b"tensor bytes")
+    assert run.has_object(name)
+    assert run.read_object(name) == b"tensor bytes"
+    assert Path(run.path, "objects", f"{name}.safetensors").is_file()
 
 
-def test_absent_object_and_digest_that_is_a_path_are_refused(run: RunFolder) -> None:
-    with pytest.raises(StoreError, match="ab12"):
-        run.read_object("ab12")
-    with pytest.raises(StoreError, match="digest"):
-        run.has_object("../../secret")
+@pytest.mark.parametrize("damaged", [b"tensor bytez", b"tensor", b""])
+def test_object_with_other_bytes_is_never_returned(run: RunFolder, damaged: bytes) -> None:
+    name = digest("tensor bytes")
+    run.write_object(name, b"tensor bytes")
+    path = Path(run.path, "objects", f"{name}.safetensors")
+    path.write_bytes(damaged)
+    with pytest.raises(StoreError) as raised:
+        run.read_object(name)
+    for said in (name, str(path), digest(damaged.decode()), "restore the file from a copy"):
+        assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["../../secret", "ab12", "AB" * 16, f"{'ab' * 16}\n", "", None, 3])
+def test_name_that_is_no_digest_is_refused(run: RunFolder, name: Any) -> None:
+    for use in (run.has_object, run.read_object, lambda digest: run.write_object(digest, b"x")):
+        with pytest.raises(StoreError, match="a digest is 32 hexadecimal digits"):
+            use(name)
+
+
+def test_absent_object_is_named(run: RunFolder) -> None:
+    with pytest.raises(StoreError, match=digest("absent")):
+        run.read_object(digest("absent"))
 
 
 def test_states_of_a_trial_are_listed_by_visit(run: RunFolder) -> None:
     for visit in (0, 12, 3):
-        run.write_state(1, visit, {"visit": visit})
-    run.write_state(2, 5, {"visit": 5})
+        run.write_state(1, visit, state(1, visit))
+    run.write_state(2, 5, state(2, 5))
     assert run.states(1) == [0, 3, 12]
     assert run.states(0) == []
-    assert run.read_state(1, 12) == {"visit": 12}
+    assert run.read_state(1, 12) == state(1, 12)
     assert Path(run.path, "trials", "trial-001", "state-000012.json").is_file()
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, True, "0", "../../0", 2**63])
+def test_number_that_is_no_trial_or_visit_is_refused(run: RunFolder, number: Any) -> None:
+    with pytest.raises(StoreError, match="can't name a file"):
+        run.write_state(number, 0, {})
+    with pytest.raises(StoreError, match="can't name a file"):
+        run.read_state(0, number)
+    with pytest.raises(StoreError, match="can't name a file"):
+        run.states(number)
+
+
+def test_state_of_another_visit_is_refused(run: RunFolder) -> None:
+    run.write_state(1, 4, state(1, 3))
+    with pytest.raises(StoreError, match="holds the state of trial 1 after visit 3"):
+        run.read_state(1, 4)
 
 
 def test_state_that_was_not_written_is_named(run: RunFolder) -> None:
@@ -102,11 +152,28 @@ def test_state_that_was_not_written_is_named(run: RunFolder) -> None:
         run.read_state(1, 4)
 
 
-def test_document_that_is_not_json_is_named(run: RunFolder) -> None:
+def test_damaged_document_is_named(run: RunFolder) -> None:
     run.write_json("run.json", {"a": 1})
-    Path(run.path, "run.json").write_text('{"a"')
-    with pytest.raises(StoreError, match=r"run\.json.*not JSON"):
-        run.read_json("run.json")
+    run.write_state(0, 3, {"step": 4})
+    document = Path(run.path, "run.json")
+    state = Path(run.path, "trials", "trial-000", "state-000003.json")
+    for damaged in ('{"a"', "", "{}", "[" * 100_000, '{"a":2' + document.read_text()[6:]):
+        document.write_text(damaged)
+        with pytest.raises(StoreError, match=r"run\.json' is damaged"):
+            run.read_json("run.json")
+    state.write_text(state.read_text().replace("4", "5", 1))
+    with pytest.raises(StoreError, match=r"state-000003\.json' is damaged"):
+        run.read_state(0, 3)
+
+
+def test_document_and_segment_are_json_for_everybody(run: RunFolder) -> None:
+    run.write_json("run.json", {"a": "ü"})
+    run.write_json("empty.json", {})
+    run.write_segment(0, [{"n": 0}])
+    assert json.loads(Path(run.path, "run.json").read_text())["a"] == "ü"
+    assert run.read_json("empty.json") == {}
+    lines = Path(run.path, "journal", "00000000.jsonl").read_text().splitlines()
+    assert [list(json.loads(line)) for line in lines] == [["n"], ["digest"]]
 
 
 def test_floats_survive_to_the_last_bit(run: RunFolder) -> None:
@@ -118,25 +185,26 @@ def test_floats_survive_to_the_last_bit(run: RunFolder) -> None:
 
 
 def test_a_sweep_leaves_what_is_kept_and_all_that_it_names(run: RunFolder) -> None:
-    def state(trial: int, visit: int, frozen: str, trainable: str) -> None:
-        for name in (frozen, trainable):
-            run.write_object(name, name.encode())
-        shards = [{"frozen": frozen, "trainable": trainable, "cursor": None}]
-        run.write_state(trial, visit, {"shards": shards})
+    def write(trial: int, visit: int, *words: str) -> None:
+        for word in words:
+            run.write_object(digest(word), word.encode())
+        run.write_state(trial, visit, state(trial, visit, *words))
 
-    state(0, 0, "frozen", "a0")
-    state(0, 2, "frozen", "a2")
-    state(0, 4, "frozen", "shared")
-    state(1, 0, "frozen", "b0")
-    state(1, 4, "frozen", "shared")
-    state(1, 6, "frozen", "b6")
-    run.write_object("nobodys", b"")
+    def held(*words: str) -> list[str]:
+        return [word for word in words if run.has_object(digest(word))]
+
+    write(0, 0, "frozen", "a0")
+    write(0, 2, "frozen", "a2")
+    write(0, 4, "frozen", "shared")
+    write(1, 0, "frozen", "b0")
+    write(1, 4, "frozen", "shared")
+    write(1, 6, "frozen", "b6")
+    run.write_object(digest("nobodys"), b"")
+    Path(run.path, "trials", "of-another").mkdir()
     run.sweep({0: {0, 2}})
     assert (run.states(0), run.states(1)) == ([0, 2], [0, 4, 6])
-    held = [n for n in ("frozen", "a0", "a2", "shared", "b0", "b6") if run.has_object(n)]
-    assert held == ["frozen", "a0", "a2", "shared", "b0", "b6"]
-    assert not run.has_object("nobodys")
+    everything = ["frozen", "a0", "a2", "shared", "b0", "b6"]
+    assert held(*everything, "nobodys") == everything
     run.sweep({1: {0}})
     assert run.states(1) == [0]
-    assert not run.has_object("shared") and not run.has_object("b6")
-    assert run.has_object("frozen")
+    assert held("shared", "b6", "frozen") == ["frozen"]

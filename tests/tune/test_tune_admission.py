@@ -11,8 +11,8 @@ import torch
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, build_keeping_random_state
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.tune.admission import Admission, Admitted
 from cerebro_hydra.tune.example_batches import ExampleBatches

@@ -120,7 +120,7 @@ def test_half_written_and_other_data_in_a_store(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=said):
         GridSearch(**arguments(tmp_path)).fit_on_prepared_data()
     folder = Path(store.data_path(manifest.fingerprint))
-    next(folder.glob("split=train/partition=00001/*.parquet")).unlink()
+    next(folder.glob("*/split=train/partition=00001/*.parquet")).unlink()
     said = r"prepared data doesn't match its manifest: .*partition=00001.*delete '.*and prepare"
     with pytest.raises(StoreError, match=said):
         GridSearch(**arguments(tmp_path, feature_columns=["half"])).fit_on_prepared_data(manifest)

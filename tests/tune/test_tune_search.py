@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayError, StoreError
-from cerebro_hydra.storage import LocalStore, estimator_factories
+from cerebro_hydra.storage import LocalStore, RunFolder, estimator_factories
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice, hp_uniform
 from tests.tune import tune_models
@@ -43,6 +43,8 @@ def arguments(path: Path, **changes: Any) -> dict[str, Any]:
     ("argument", "value", "said"),
     [
         ("backend", None, "backend is a NoneType; give a SparkBackend"),
+        ("batch_seconds", 0, "batch_seconds is 0; it is a number of seconds, or None"),
+        ("sub_epoch_seconds", "9", "sub_epoch_seconds is '9'; it is a number of seconds"),
         ("store", "/some/folder", "store is '/some/folder', a str; give a store"),
         ("estimator_gen_fn", 3, "estimator_gen_fn is 3; give a function"),
         ("search_space", {"lr": 0.1}, r"search_space\['lr'\] is 0.1"),
@@ -235,19 +237,31 @@ def test_torch_leaves_the_callers_random_numbers_alone(result: SearchResult) -> 
 
 
 @pytest.mark.slow
-def test_another_process_needs_the_factory_only_if_it_was_not_recorded(
-    result: SearchResult, monkeypatch: pytest.MonkeyPatch
+def test_another_process_is_told_whose_factory_it_may_import(
+    result: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimator_factories, "_remembered", {})
+    name = "tests.tune.tune_models:small"
     again = SearchResult.open(result.run_path)
-    assert again.document.factory == "tests.tune.tune_models:small"
-    again.torch()
-    again.document = dataclasses.replace(again.document, factory=None)
-    with pytest.raises(ReplayError, match="give it as factory="):
-        again.torch()
-    given = SearchResult.open(result.run_path, factory="tests.tune.tune_models:small")
-    given.document = again.document
-    assert isinstance(given.torch(), torch.nn.Sequential)
+    assert again.document.factory == name
+    assert again.get_best_model_history() == result.get_best_model_history()
+    for use in (again.torch, again.get_best_model().torch):
+        with pytest.raises(ConfigurationError, match=f"{name}.*trust=True.*factory="):
+            use()
+    for told in ({"factory": name}, {"factory": tune_models.small}, {"trust": True}):
+        assert isinstance(SearchResult.open(result.run_path, **told).torch(), torch.nn.Sequential)
+
+
+@pytest.mark.slow
+def test_run_without_a_recorded_factory_says_how_to_give_it(
+    result: SearchResult, tmp_path: Path
+) -> None:
+    shutil.copytree(Path(result.run_path).parents[1], tmp_path / "store")
+    folder = RunFolder(LocalStore(tmp_path / "store"), Path(result.run_path).name)
+    folder.write_json("run.json", {**folder.read_json("run.json"), "factory": None})
+    for trust in (False, True):
+        with pytest.raises(ReplayError, match="give it as factory="):
+            SearchResult.open(folder.path, trust=trust).torch()
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ def continued(
     document = replace(
         before.document, run_id=folder.run_id, first_epoch=first_epoch, trials=tuple(specs)
     )
-    folder.write_json(REFUSED_FILE, [])
+    folder.write_json(REFUSED_FILE, {"trials": []})
     folder.write_json(RUN_FILE, document.to_json())
     return document
 

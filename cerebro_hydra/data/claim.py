@@ -1,0 +1,120 @@
+"""Lets one program prepare a data set while others wait, by claims that must be renewed.
+
+```
+data/<fingerprint>/claims/000000   renewed every few seconds by the program that prepares
+                          000001   made when 000000 was not renewed for CLAIM_SECONDS, or given up
+```
+
+A store's `create` decides between programs that want the same number; the highest number holds. A
+claim spares work and nothing else: a program that was held up, lost its claim and goes on does no
+harm, because it writes to a folder of its own, and one manifest alone can be created.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from cerebro_hydra.errors import StoreError
+from cerebro_hydra.storage import Store
+
+CLAIM_SECONDS = 30.0
+"""A claim that is not renewed for so long has ended: its program died, or lost the store."""
+
+CLAIMS = "claims"
+_RENEWALS = 6  # in CLAIM_SECONDS, so that a slow store or a busy machine loses no claim
+_LOOKS = 60
+_GIVEN_UP = b"given up"
+_LOGGER = logging.getLogger(__name__)
+
+
+class Claims:
+    """Takes, renews and watches the claims on one data set; used by one thread.
+
+    Args:
+        store: has the data set.
+        folder: of the data set.
+        seconds: how long a claim holds without being renewed; the same in all programs.
+    """
+
+    def __init__(self, store: Store, folder: str, seconds: float) -> None:
+        """Look at nothing yet."""
+        self._store = store
+        self._folder = f"{folder}/{CLAIMS}"
+        self._seconds = seconds
+        self._seen: tuple[str, bytes] | None = None
+        self._seen_at = 0.0
+
+    def take(self) -> str | None:
+        """Take the claim, and return its path; if another program has it, wait a little.
+
+        A clock is compared with itself alone, so that programs on machines with different times
+        agree.
+        """
+        names = self._store.list(self._folder)
+        number = 0
+        if names:
+            latest = f"{self._folder}/{names[-1]}"
+            if not self._has_ended(latest):
+                time.sleep(self._seconds / _LOOKS)
+                return None
+            number = int(names[-1]) + 1
+        path = f"{self._folder}/{number:06d}"
+        try:
+            self._store.create(path, _owner())
+        except StoreError:
+            if not self._store.exists(path):
+                raise
+            return None
+        return path
+
+    @contextmanager
+    def renewed(self, path: str) -> Iterator[None]:
+        """Renew a claim in a thread until the block is left, and give it up then."""
+        left = threading.Event()
+        thread = threading.Thread(target=self._renew, args=(path, left), name="claim", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            left.set()
+            thread.join()
+            with suppress(StoreError):
+                self._store.write(path, _GIVEN_UP)
+
+    def _renew(self, path: str, left: threading.Event) -> None:
+        times = 0
+        while not left.wait(self._seconds / _RENEWALS):
+            times += 1
+            with suppress(StoreError):  # the next one may succeed
+                self._store.write(path, b"%s, renewed %d times" % (_owner(), times))
+
+    def _has_ended(self, path: str) -> bool:
+        try:
+            content = self._store.read(path)
+        except StoreError:
+            if self._store.exists(path):
+                raise
+            return False  # cleared away by the program that finished
+        if content == _GIVEN_UP:
+            return True
+        now = time.monotonic()
+        if self._seen != (path, content):
+            if self._seen is None or self._seen[0] != path:
+                _LOGGER.warning(
+                    "%s prepares the same rows: waiting until it is done, or %g seconds after it "
+                    "died",
+                    content.partition(b",")[0].decode(errors="replace"),
+                    self._seconds,
+                )
+            self._seen, self._seen_at = (path, content), now
+        return now - self._seen_at > self._seconds
+
+
+def _owner() -> bytes:
+    return f"process {os.getpid()} on {socket.gethostname()}".encode()

@@ -1,0 +1,178 @@
+"""Reads JSON documents that anybody may have written: strict JSON, then each field by its type."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from cerebro_hydra.errors import CerebroHydraError, StoreError
+
+DEEPEST = 50
+"""How deep values of no fixed form may nest, such as the parameters of a trial."""
+
+INTEGERS = range(-(2**63), 2**64)
+"""The whole numbers that a document may hold: seeds and checksums take up to 64 bits."""
+
+Check = Callable[[Any, str], None]
+"""Refuses a value with a StoreError that says where it stands; it is named in `Annotated`."""
+
+
+def parse(content: bytes, where: str) -> Any:
+    """Return the value of a JSON text, in which NaN and infinities are numbers.
+
+    Raises:
+        StoreError: the bytes are not JSON in UTF-8, or nest too deep.
+    """
+    try:
+        return json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{where} is not JSON ({error}); restore it from a copy") from error
+
+
+def decode(hint: Any, value: Any, where: str) -> Any:
+    """Return a JSON value as what a type hint describes.
+
+    Hints may be numbers, text, Any, unions with None, tuples, lists, mappings with text as keys,
+    TypedDicts, dataclasses, and `Annotated` types with a `Check`. A dataclass with the field `type`
+    in its JSON must be of that name.
+
+    Raises:
+        StoreError: a field is missing, unknown or of a wrong type; the message names it.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return _plain(value, where)
+    if origin is Annotated:
+        decoded = decode(args[0], value, where)
+        args[1](decoded, where)
+        return decoded
+    if origin in (UnionType, Union):
+        if value is None and NoneType in args:
+            return None
+        (hint,) = (arg for arg in args if arg is not NoneType)
+        return decode(hint, value, where)
+    if isinstance(value, list):
+        if origin is list:
+            return [decode(args[0], item, where) for item in value]
+        if origin is tuple:
+            kinds = (args[0],) * len(value) if args[-1] is Ellipsis else args
+            if len(kinds) == len(value):
+                return tuple(decode(k, item, where) for k, item in zip(kinds, value, strict=True))
+    elif isinstance(value, dict):
+        if origin in (dict, Mapping):
+            return {key: decode(args[1], each, f"{where}[{key!r}]") for key, each in value.items()}
+        if is_typeddict(hint):
+            return _fields(hint, value, where)
+        if (
+            isinstance(hint, type)
+            and is_dataclass(hint)
+            and value.get("type", hint.__name__) == hint.__name__
+        ):
+            return hint(**_fields(hint, value, where))
+    elif hint in (int, float) and type(value) is int:
+        if value in INTEGERS:
+            return hint(value)
+    elif type(value) is hint:
+        return value
+    raise unreadable(where, value)
+
+
+def unreadable(where: str, value: Any) -> StoreError:
+    """Return the error for a value that can't stand where it does."""
+    return StoreError(
+        f"{where} can't be read from {reprlib.repr(value)}; restore the file from a copy"
+    )
+
+
+def matching(pattern: str) -> Check:
+    """Return a check that text is of a pattern as a whole."""
+    compiled = re.compile(pattern)
+
+    def check(value: Any, where: str) -> None:
+        if not compiled.fullmatch(value):
+            raise unreadable(where, value)
+
+    return check
+
+
+def one_of(*allowed: str) -> Check:
+    """Return a check that text is one of a few words."""
+
+    def check(value: Any, where: str) -> None:
+        if value not in allowed:
+            raise unreadable(where, value)
+
+    return check
+
+
+def within(least: int, most: int = 2**63 - 1) -> Check:
+    """Return a check that a number is neither below `least` nor above `most`."""
+
+    def check(value: Any, where: str) -> None:
+        if not least <= value <= most:
+            raise unreadable(where, value)
+
+    return check
+
+
+Count = Annotated[int, within(0)]
+"""A whole number from 0."""
+
+Positive = Annotated[int, within(1)]
+"""A whole number from 1."""
+
+
+@contextmanager
+def consistent(what: str, error: type[CerebroHydraError] = StoreError) -> Iterator[None]:
+    """Raise `error` where well-formed documents contradict each other, such as by a missing trial.
+
+    It serves folds over documents, whose every step would else need a check of its own.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as fault:
+        if isinstance(fault, CerebroHydraError):
+            raise
+        raise error(f"{what} contradicts itself ({fault!r}); restore it from a copy") from fault
+
+
+def _fields(kind: Any, document: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the decoded fields of a dataclass or TypedDict."""
+    hints, required = _form(kind)
+    names = document.keys() - ({"type"} if is_dataclass(kind) else set())
+    if wrong := (names - hints.keys()) | (required - names):
+        raise StoreError(
+            f"{where} has missing or unknown fields: {reprlib.repr(sorted(wrong))}; restore the "
+            "file from a copy"
+        )
+    return {name: decode(hints[name], document[name], f"{where}.{name}") for name in names}
+
+
+@cache
+def _form(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the hints of all fields, and the names of those that must be there."""
+    hints = get_type_hints(kind, include_extras=True)
+    if is_typeddict(kind):
+        return hints, kind.__required_keys__
+    return hints, frozenset(
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING
+    )
+
+
+def _plain(value: Any, where: str, left: int = DEEPEST) -> Any:
+    """Return a value of any form that does not nest too deep."""
+    if not left:
+        raise StoreError(f"{where} nests deeper than {DEEPEST} levels; restore it from a copy")
+    if isinstance(value, list | dict):
+        for item in value if isinstance(value, list) else value.values():
+            _plain(item, where, left - 1)
+    return value

@@ -1,0 +1,175 @@
+"""Verifies one run: its documents, its journal, and each trial's states with their objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from operator import methodcaller
+from typing import Any
+
+from cerebro_hydra.data.prepared import read_manifest
+from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
+from cerebro_hydra.hopper.coordinator import hop_config
+from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.journal_fold import fold
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_document import (
+    NUMERIC_FILE,
+    REFUSED_FILE,
+    RUN_FILE,
+    WORKERS_FILE,
+    RunDocument,
+    TrialSpec,
+)
+from cerebro_hydra.storage.run_folder import read_document, read_refused
+from cerebro_hydra.verification.report import VerifiedPart
+
+Digests = tuple[tuple[str, str], ...]
+"""The digests of the frozen and the trainable segment of each shard of a state."""
+
+_SUFFIX = ".safetensors"
+
+
+def document_of(folder: RunFolder) -> RunDocument | None:
+    """Return what describes a run; None if it can't be read, which its part of documents says."""
+    with suppress(CerebroHydraError):
+        return read_document(folder)
+    return None
+
+
+def verify_run(folder: RunFolder) -> Iterator[VerifiedPart]:
+    """Verify a run without the data that it was trained on."""
+    name = f"run {folder.run_id}"
+    there = set(folder.store.list(folder.path))
+    if not there & {RUN_FILE, "journal"}:
+        yield VerifiedPart(name, notes=("it never began, because no trial was admitted",))
+        return
+    readers: dict[str, Callable[[RunFolder], object]] = {
+        RUN_FILE: read_document,
+        REFUSED_FILE: read_refused,
+    }
+    for optional in sorted(there & {NUMERIC_FILE, WORKERS_FILE}):
+        readers[optional] = methodcaller("read_json", optional)
+    problems = []
+    for read in readers.values():
+        try:
+            read(folder)
+        except StoreError as error:
+            problems.append(str(error))
+    yield VerifiedPart(f"{name}: documents", ", ".join(readers), tuple(problems))
+    if (document := document_of(folder)) is not None:
+        yield from _Verification(folder, document).parts()
+
+
+class _Verification:
+    """Reads a run whose document can be read, and every object of it once."""
+
+    def __init__(self, folder: RunFolder, document: RunDocument) -> None:
+        self._folder = folder
+        self._name = f"run {folder.run_id}"
+        self._document = document
+        self._made: dict[tuple[int, int], Digests] = {}
+        """The digests of a trial's state after a visit, as its agent reported them."""
+        self._results: dict[int, int] = {}
+        """The visit whose state is a trial's result, of each trial that has one."""
+        self._objects: dict[str, str | None] = {}
+        """What is wrong with each object that was read."""
+
+    def parts(self) -> Iterator[VerifiedPart]:
+        """Verify the journal, the trials, and what belongs to none."""
+        yield self._journal()
+        for spec in self._document.trials:
+            yield self._trial(spec)
+        files = self._folder.store.list(f"{self._folder.path}/objects")
+        left = sorted({file.removesuffix(_SUFFIX) for file in files} - self._objects.keys())
+        problems = tuple(filter(None, map(self._object, left)))
+        notes = (f"{len(left)} objects belong to no state",) if left else ()
+        yield VerifiedPart(f"{self._name}: objects", f"{len(files)} files", problems, notes)
+
+    def _journal(self) -> VerifiedPart:
+        """Decide everything again that the journal says was decided."""
+        lines: list[dict[str, Any]] = []
+        problems: list[str] = []
+        notes: list[str] = []
+        try:
+            for segment in self._folder.read_segments():
+                lines += segment
+            state = self._fold(lines)
+        except CerebroHydraError as error:
+            problems.append(str(error))
+        else:
+            self._follow(lines[1:])
+            over = sum(trial.status is not None for trial in state.trials)
+            if not state.finished:
+                notes.append(f"the run did not end: {over} of {len(state.trials)} trials did")
+        name = f"{self._name}: journal"
+        return VerifiedPart(name, f"{len(lines)} lines", tuple(problems), tuple(notes))
+
+    def _fold(self, lines: Sequence[dict[str, Any]]) -> HopState:
+        path, document = self._folder.path, self._document
+        config = from_json(lines[0]["config"]) if lines and "config" in lines[0] else None
+        if not isinstance(config, HopConfig):
+            raise JournalError(
+                f"the journal of {path!r} does not begin with its configuration; restore its first "
+                "segment from a copy"
+            )
+        manifest = None
+        with suppress(StoreError):  # which the part of the data says
+            manifest = read_manifest(self._folder.store, document.fingerprint)
+        if manifest is not None and hop_config(document, manifest) != config:
+            raise JournalError(
+                f"the journal of {path!r} is that of another run than {RUN_FILE} describes; "
+                "restore both from one copy"
+            )
+        return fold(config, lines[1:])
+
+    def _follow(self, records: Sequence[dict[str, Any]]) -> None:
+        """Note what a sound journal says of states."""
+        reported: dict[int, Digests] = {}
+        for record in records:
+            event = record["event"]
+            if event["type"] == "SubEpochDone":
+                reported[event["attempt"]] = tuple((f, t) for f, t in event["digests"])
+            for told in record["instructions"]:
+                if told["type"] == "Commit":
+                    self._made[told["trial"], told["visit"]] = reported[told["attempt"]]
+                elif told["type"] == "FinishTrial" and told["visit"]:
+                    self._results[told["trial"]] = told["visit"]
+
+    def _trial(self, spec: TrialSpec) -> VerifiedPart:
+        """Compare a trial's states with the journal, and read the objects that they name."""
+        visits = self._folder.states(spec.trial)
+        problems = [
+            f"the state after visit {visit} is not in {self._folder.path!r}; restore it from a copy"
+            for visit in sorted({0, self._results.get(spec.trial, 0)} - set(visits))
+        ]
+        named: set[str] = set()
+        for visit in visits:
+            try:
+                state = self._folder.read_state(spec.trial, visit)
+            except StoreError as error:
+                problems.append(str(error))
+                continue
+            digests = tuple((shard["frozen"], shard["trainable"]) for shard in state["shards"])
+            named.update(digest for pair in digests for digest in pair)
+            made = spec.shards if visit == 0 else self._made.get((spec.trial, visit), digests)
+            if digests != made:
+                problems.append(
+                    f"the state after visit {visit} names the objects {digests}, but {made} were "
+                    "made; restore it from a copy"
+                )
+        problems += filter(None, map(self._object, sorted(named)))
+        seen = f"{len(visits)} states, {len(named)} objects"
+        return VerifiedPart(f"{self._name}: {spec.trial_id}", seen, tuple(problems))
+
+    def _object(self, digest: str) -> str | None:
+        """Say what is wrong with an object, or None."""
+        if digest not in self._objects:
+            self._objects[digest] = None
+            try:
+                self._folder.read_object(digest)
+            except StoreError as error:
+                self._objects[digest] = str(error)
+        return self._objects[digest]

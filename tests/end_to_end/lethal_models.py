@@ -1,0 +1,75 @@
+"""Factories of trials that end, lock or hang their agent's process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from cerebro_hydra.observe import AgentStarted, OutputLine, Record
+from cerebro_hydra.recipe import Recipe
+from tests.end_to_end.models import feed_forward
+
+LAST_WORDS = "here it comes"
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(60)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "exits": lambda: os._exit(1),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),  # as when memory runs out
+    "crashes": lambda: ctypes.string_at(0),
+    "locks Python": lambda: ctypes.PyDLL(None).sleep(20),
+    "hangs": _hang,
+    "is slow": lambda: time.sleep(8),
+    "none": lambda: None,
+}
+
+
+def lethal(params: dict[str, Any]) -> Recipe:
+    """A small net with dropout; on agents, its loss does what `fault` says in the third batch."""
+    recipe = feed_forward({"lr": 0.01, "dropout": 0.2})
+    plain, seen = recipe.loss, 0
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        nonlocal seen
+        on_agent = os.getpid() != params["driver"]
+        seen += on_agent
+        if seen == params.get("batch", 3) and params["fault"] != "none":
+            print(LAST_WORDS)
+            time.sleep(params.get("pause", 0.0))
+            FAULTS[params["fault"]]()
+        return plain(outputs, labels)
+
+    return replace(recipe, loss=loss)
+
+
+class Interrupter:
+    """Watches a run, and interrupts the driver as Ctrl-C does when a trial does its worst."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}  # by worker
+        self.hung: int | None = None
+        self.interrupted: float | None = None
+        self._timer = threading.Timer(2.0, self._interrupt)
+
+    def on_record(self, record: Record) -> None:
+        if isinstance(record, AgentStarted):
+            self.pids[record.worker] = record.pid
+        if isinstance(record, OutputLine) and record.line == LAST_WORDS:
+            self.hung = self.pids[record.worker]
+            self._timer.start()
+
+    def _interrupt(self) -> None:
+        self.interrupted = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,156 @@
+"""A saved stage of anybody runs no code and makes no folder; it is loaded or refused in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cerebro_hydra import HDFSStore, LocalStore, SparkEstimator, SparkModel
+from cerebro_hydra.data.manifest import ColumnSpec
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+from cerebro_hydra.ml.prediction_kind import PredictionKind
+from cerebro_hydra.ml.trained_network import ExportedNetwork
+from cerebro_hydra.shards.exported import save_exported
+from cerebro_hydra.spark.predictors import ExportedPredictor
+from cerebro_hydra.tune.trial import Trial
+from tests.examples import examples
+from tests.forgeries import forged_bytes, forged_json
+from tests.ml import nets
+
+pytestmark = [pytest.mark.slow, pytest.mark.spark(group=2)]
+
+
+@pytest.fixture(scope="module")
+def saved(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a saved model and a saved estimator."""
+    folder = tmp_path_factory.mktemp("saved")
+    save_exported(nets.binary().recipe, (torch.randn(4, 4),), folder)
+    network = ExportedNetwork(
+        ExportedPredictor.of(folder),
+        [ColumnSpec("features", "float32", (4,))],
+        16,
+        PredictionKind.SIGMOID,
+    )
+    trial = Trial("trial-000", {"lr": 0.5}, "finished", {"train_loss": [0.5]}, [(0, 0), (0, 1)])
+    SparkModel(network, trial, "/runs/r1").save(str(folder / "model"))
+    estimator = SparkEstimator.from_factory(
+        nets.made, {"hidden": 8, "lr": 0.1}, num_epochs=1, store=LocalStore(folder / "store")
+    )
+    estimator.save(str(folder / "estimator"))
+    return folder
+
+
+@pytest.fixture
+def forged(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved, tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def metadata(stage: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(part(stage).read_text())
+    return content
+
+
+def part(stage: Path) -> Path:
+    return stage / "metadata" / "part-00000"
+
+
+def write(stage: Path, content: bytes) -> None:
+    """Write a stage's metadata without Hadoop's checksum of the former."""
+    part(stage).with_name(".part-00000.crc").unlink(missing_ok=True)
+    part(stage).write_bytes(content)
+
+
+def change(stage: Path, **changes: Any) -> None:
+    write(stage, json.dumps({**metadata(stage), **changes}).encode())
+
+
+def test_loading_an_estimator_creates_nothing_where_its_file_says(
+    forged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HADOOP_USER_NAME", "me")
+    there = metadata(forged / "estimator")["paramMap"]
+    for description, kind in (
+        ({"type": "LocalStore", "prefix_path": str(tmp_path / "made" / "by a file")}, LocalStore),
+        ({"type": "HDFSStore", "prefix_path": "hdfs://no-such-host:1/x"}, HDFSStore),
+    ):
+        change(forged / "estimator", paramMap={**there, "store": description})
+        store = SparkEstimator.load(str(forged / "estimator")).getStore()
+        assert (type(store), store.to_dict()) == (kind, description)
+    assert not (tmp_path / "made").exists()
+
+
+def test_factory_of_a_loaded_estimator_is_not_imported_unasked(
+    forged: Path, tmp_path: Path
+) -> None:
+    (forged / "of_an_attacker.py").write_text("raise SystemExit('it ran')\n")
+    change(forged / "estimator", factory="of_an_attacker:build")
+    estimator = SparkEstimator.load(str(forged / "estimator"))
+    sys.path.insert(0, str(forged))
+    try:
+        for use in (estimator.factory, estimator.copy().factory):
+            with pytest.raises(ConfigurationError, match=r"setFactory\('of_an_attacker:build'\)"):
+                use()
+        estimator.save(str(tmp_path / "again"))
+        again = SparkEstimator.load(str(tmp_path / "again"))
+        assert again.recorded_factory == "of_an_attacker:build"
+        with pytest.raises(SystemExit, match="it ran"):
+            again.setFactory("of_an_attacker:build").factory()
+    finally:
+        sys.path.remove(str(forged))
+    assert estimator.setFactory(nets.made).factory() is nets.made
+    wrong: Any = 3
+    with pytest.raises(ConfigurationError, match="estimator_gen_fn is 3"):
+        estimator.setFactory(wrong)
+    with pytest.raises(ConfigurationError, match="was not loaded from a file"):
+        nets.binary().setFactory(nets.made)
+
+
+@pytest.mark.parametrize("stage", ["model", "estimator"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"uid": "../../escaped"}, "uid"),
+        ({"paramMap": {"network": 1}}, "a Param of .* can't be read from 'network'"),
+        ({"paramMap": {"__class__": 1}}, "'__class__'"),
+        ({"paramMap": {"predictionCol": 3}}, "predictionCol that can't be set"),
+        ({"paramMap": []}, "paramMap"),
+    ],
+)
+def test_forged_metadata_is_refused(
+    forged: Path, stage: str, changes: dict[str, Any], said: str
+) -> None:
+    change(forged / stage, **changes)
+    with pytest.raises(StoreError, match=said):
+        (SparkModel if stage == "model" else SparkEstimator).load(str(forged / stage))
+
+
+def test_path_without_a_stage_is_an_error_of_ours(saved: Path) -> None:
+    for kind in (SparkModel, SparkEstimator):
+        with pytest.raises(StoreError, match=r"can't read .*no-such-stage"):
+            kind.load(str(saved / "no-such-stage"))
+
+
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+@pytest.mark.parametrize("stage", ["model", "estimator"])
+def test_damaged_metadata_is_read_or_refused_in_words(
+    saved: Path, stage: str, data: st.DataObject
+) -> None:
+    before = part(saved / stage).read_bytes()
+    forged = forged_json(json.loads(before)) | forged_bytes(before)
+    write(saved / stage, data.draw(forged))
+    try:
+        with contextlib.suppress(CerebroHydraError):
+            (SparkModel if stage == "model" else SparkEstimator).load(str(saved / stage))
+    finally:
+        write(saved / stage, before)

@@ -1,0 +1,52 @@
+"""An event concerns few trials; deciding about all of them after each event changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+
+import pytest
+
+from cerebro_hydra.plan.events import Event
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.progress import TaskKind
+from cerebro_hydra.plan.simulate import SimulatedTimeline, Simulation, WorkerCrash
+
+
+class Thorough(HopState):
+    """Draws consequences for every trial after every event."""
+
+    def _trials_of(self, event: Event) -> Iterable[int]:
+        return range(len(self.trials))
+
+
+def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
+    random = Random(seed)
+    workers, patience = random.randint(2, 4), random.choice([None, 1, 2])
+    each = tuple(
+        TrialConfig(t, 1.0, 100, (("same", f"t{t}"),), patience=patience)
+        for t in range(random.randint(2, 9))
+    )
+    config = HopConfig(each, workers, 3, seed=seed, order=random.choice(["dynamic", "seeded"]))
+    crashes = [WorkerCrash(random.uniform(1, 20), random.randrange(workers), 0.5) for _ in range(3)]
+    metrics = {(trial, epoch): random.random() for trial in range(9) for epoch in range(3)}
+
+    def seconds(kind: TaskKind, trial: int, partition: int) -> float:
+        return 1 + 0.1 * trial + 0.3 * partition
+
+    simulation = Simulation(
+        config,
+        [(p,) for p in range(workers)],
+        seconds,
+        hop_seconds=0.05,
+        crashes=crashes,
+        metric=lambda trial, epoch: metrics[trial, epoch],
+    )
+    simulation.state = kind(config)
+    return simulation.run()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_instructions_are_those_of_deciding_about_every_trial(seed: int) -> None:
+    assert simulated(HopState, seed).records == simulated(Thorough, seed).records

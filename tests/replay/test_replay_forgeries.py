@@ -1,0 +1,315 @@
+"""A run folder of anybody runs no code, leaves no file behind, and is read or refused in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cerebro_hydra
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.documents import parse
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+from cerebro_hydra.observe.report import render
+from cerebro_hydra.observe.trace import trace
+from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.plan.journal_fold import fold
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, REFUSED_FILE, RUN_FILE
+from cerebro_hydra.tune import SearchResult
+from tests.examples import examples
+from tests.forgeries import forged_bytes, forged_json
+from tests.replay.test_replay_trial import Small, trained
+
+forging = settings(
+    max_examples=examples(30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def factory(params: Mapping[str, Any]) -> Recipe:
+    """Build the same whatever the file says, so that no error is the user's own."""
+    return Small().make(2)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of one trial with every kind of document."""
+    folder = trained(tmp_path_factory.mktemp("sound"))
+    refused = {"trial_id": "trial-001", "params": {"shards": 3}, "error": "no such model"}
+    folder.write_json(REFUSED_FILE, [refused])
+    folder.write_json(NUMERIC_FILE, {"0": {"torch": "0.0"}})
+    return folder
+
+
+@pytest.fixture
+def forged(sound: RunFolder, tmp_path: Path) -> RunFolder:
+    """A copy of the run, to be changed."""
+    shutil.copytree(sound.store.prefix, tmp_path / "store")
+    return RunFolder.open(str(tmp_path / "store" / "runs" / sound.run_id))
+
+
+def manifest_path(folder: RunFolder) -> Path:
+    (path,) = Path(folder.store.prefix, "data").glob("*/manifest.json")
+    return path
+
+
+def rewrite(folder: RunFolder, **changes: Any) -> None:
+    folder.write_json(RUN_FILE, {**folder.read_json(RUN_FILE), **changes})
+
+
+def test_sound_run_is_read_by_all(sound: RunFolder) -> None:
+    assert cerebro_hydra.replay(sound.path, "trial-000", factory).identical
+    for reader in readers(sound, "run"):
+        reader()
+
+
+PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import cerebro_hydra
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.tune import SearchResult
+
+path = sys.argv[1]
+for name in sys.argv[2:]:
+    document = json.load(open(f"{path}/run.json"))
+    json.dump({**document, "factory": name}, open(f"{path}/run.json", "w"))
+    result = SearchResult.open(path)
+    best = result.get_best_model()
+    replay = lambda: cerebro_hydra.replay(path, "trial-000")
+    for use in (replay, result.torch, best.torch, best.inference):
+        try:
+            use()
+        except ConfigurationError as error:
+            assert repr(name) in str(error) and "--trust" in str(error), error
+        else:
+            raise SystemExit("no error")
+"""
+
+
+def test_recorded_factory_is_not_imported_unasked(forged: RunFolder) -> None:
+    """Not by any use of a run; a process of its own remembers none."""
+    marker = Path(forged.path, "it-ran")
+    Path(forged.path, "marker_of_an_attack.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    params = {"args": ["touch", str(marker)]}
+    trials = [{**each, "params": params} for each in forged.read_json(RUN_FILE)["trials"]]
+    rewrite(forged, trials=trials)
+    names = ["subprocess:call", "marker_of_an_attack:build", "os:system"]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, forged.path, *names],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not marker.exists()
+
+
+def test_confirmed_factory_must_build_a_model(forged: RunFolder) -> None:
+    rewrite(forged, factory="builtins:dict")
+    with pytest.raises(ConfigurationError, match="returned a dict; return a SparkEstimator"):
+        cerebro_hydra.replay(forged.path, "trial-000", trust=True)
+    with pytest.raises(ConfigurationError, match="returned a dict; return a SparkEstimator"):
+        SearchResult.open(forged.path, trust=True).torch("trial-000")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("split", "../../../escaped"),
+        ("split", "validation"),
+        ("path", "../../../elsewhere"),
+        ("path", "split=train/partition=00001"),
+        ("path", "/etc"),
+        ("index", -1),
+        ("index", "0/../../.."),
+    ],
+)
+def test_partition_of_a_manifest_leads_nowhere_else(
+    forged: RunFolder, tmp_path: Path, field: str, value: Any
+) -> None:
+    path = manifest_path(forged)
+    document = json.loads(path.read_text())
+    document["partitions"][0][field] = value
+    path.write_text(json.dumps(document))
+    scratch = tmp_path / "a" / "b" / "scratch"
+    scratch.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with contextlib.ExitStack() as stack:
+        monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
+        monkeypatch.setattr("tempfile.tempdir", str(scratch))
+        with pytest.raises(StoreError, match=f"manifest.json.*{field}|manifest.json.*partition"):
+            cerebro_hydra.replay(forged.path, "trial-000", factory)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["../../../x", "a/b", "..", "f" * 31, 3, None])
+def test_fingerprint_that_is_a_path_is_refused(forged: RunFolder, name: Any) -> None:
+    path = manifest_path(forged)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "fingerprint": name}))
+    with pytest.raises(StoreError, match="fingerprint"):
+        cerebro_hydra.replay(forged.path, "trial-000", factory)
+    rewrite(forged, fingerprint=name)
+    with pytest.raises(StoreError, match="fingerprint"):
+        SearchResult.open(forged.path)
+
+
+def test_manifest_of_other_data_is_refused(forged: RunFolder) -> None:
+    path = manifest_path(forged)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "fingerprint": "0" * 32}))
+    with pytest.raises(StoreError, match="describes the data '0000"):
+        find_prepared(forged.store, path.parent.name)
+
+
+@pytest.mark.parametrize(
+    ("path", "sound"),
+    [
+        ("/data/part-0.parquet", True),
+        ("../../train_data/part-0.parquet", True),
+        ("../other/part-0.parquet", True),
+        ("../../../secret.parquet", False),
+        ("../../a/../../secret.parquet", False),
+        ("/data/../etc/passwd", False),
+        ("/data/\0.parquet", False),
+        ("./part-0.parquet", False),
+    ],
+)
+def test_source_files_lie_in_the_store_or_at_an_absolute_path(path: str, sound: bool) -> None:
+    file = {"path": path, "rows": 4, "bytes": 9, "footer": "0" * 32}
+    document = {
+        "format": 2,
+        "fingerprint": "f" * 32,
+        "columns": [{"name": "x", "dtype": "float32", "shape": []}],
+        "partitions": [{"split": "train", "index": 0, "rows": 4, "row_ranges": [[0, 0, 4]]}],
+        "source": {"codecs": [None], "files": [file], "seed": None},
+    }
+    if sound:
+        again = Manifest.from_json(document).to_json()
+        assert json.loads(json.dumps(again)) == document
+    else:
+        with pytest.raises(StoreError, match="path"):
+            Manifest.from_json(document)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("run_id", "../../x"), ("trial_id", "../../x"), ("trial_id", "trial-001")]
+)
+def test_names_of_a_run_lead_nowhere_else(forged: RunFolder, name: str, value: str) -> None:
+    """Trackers make folders of these names."""
+    if name == "run_id":
+        rewrite(forged, run_id=value)
+    else:
+        rewrite(forged, trials=[{**forged.read_json(RUN_FILE)["trials"][0], name: value}])
+    with pytest.raises(StoreError, match=r"run_id|trial"):
+        SearchResult.open(forged.path)
+
+
+def readers(folder: RunFolder, kind: str) -> list[Callable[[], Any]]:
+    """Everything that reads a document of a run's folder."""
+
+    def replayed() -> None:
+        str(cerebro_hydra.replay(folder.path, "trial-000", factory))
+
+    def opened() -> None:
+        result = SearchResult.open(folder.path, factory)
+        result._repr_html_()
+        result.to_pandas(per_epoch=True)
+        result.get_all_model_history()
+        result.torch()
+
+    def reported() -> None:
+        render(folder)
+        json.dumps(trace(folder))
+
+    def folded() -> None:
+        lines = [line for segment in folder.read_segments() for line in segment]
+        fold(from_json(lines[0].get("config")), lines[1:])
+
+    all_of = {
+        "numeric": [replayed],
+        "manifest": [replayed],
+        "refused": [opened, reported],
+        "state": [replayed, opened],
+        "object": [replayed, opened],
+    }
+    return all_of.get(kind, [replayed, opened, reported, folded])
+
+
+def documents(folder: RunFolder) -> dict[str, Path]:
+    """A file of each kind."""
+    state = folder.read_state(0, 2)
+    return {
+        "run": Path(folder.path, RUN_FILE),
+        "refused": Path(folder.path, REFUSED_FILE),
+        "numeric": Path(folder.path, NUMERIC_FILE),
+        "journal": Path(folder.path, "journal", "00000005.jsonl"),
+        "config": Path(folder.path, "journal", "00000000.jsonl"),
+        "state": Path(folder.path, "trials", "trial-000", "state-000002.json"),
+        "object": Path(folder.path, "objects", f"{state['shards'][0]['trainable']}.safetensors"),
+        "manifest": manifest_path(folder),
+    }
+
+
+@contextlib.contextmanager
+def content(path: Path, forged: bytes) -> Iterator[None]:
+    """Let a file have another content for a while."""
+    before = path.read_bytes()
+    path.write_bytes(forged)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+KINDS = ("run", "refused", "numeric", "journal", "config", "state", "manifest", "object")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+@forging
+@given(data=st.data())
+def test_forged_document_is_read_or_refused_in_words(
+    sound: RunFolder, kind: str, data: st.DataObject
+) -> None:
+    path = documents(sound)[kind]
+    forged = forged_bytes(path.read_bytes())
+    if kind not in ("object", "journal"):
+        forged |= forged_json(parse(path.read_bytes(), kind))
+    if kind == "journal":
+        lines = [forged_json(json.loads(line)) for line in path.read_bytes().splitlines()]
+        forged |= st.tuples(*lines).map(b"\n".join)
+    with content(path, data.draw(forged)):
+        for reader in readers(sound, kind):
+            with contextlib.suppress(CerebroHydraError):
+                reader()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b"[" * 200_000, b'{"a":' * 200_000])
+def test_empty_and_deep_and_foreign_files_are_errors_of_ours(
+    sound: RunFolder, kind: str, damage: bytes
+) -> None:
+    told = []
+    with content(documents(sound)[kind], damage):
+        for reader in readers(sound, kind):
+            try:
+                reader()
+            except CerebroHydraError as error:
+                told.append(str(error))
+    # Of the numeric fingerprint replay only warns.
+    assert told or kind == "numeric"

@@ -1,0 +1,61 @@
+"""A disk that is full or read-only ends a search at once, and is named: no trial is to blame."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+MOUNTING = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+"""A namespace of its own, where anybody may mount."""
+
+ADMISSION = {
+    "limited": "raise the limit (ulimit -f)",
+    "full": "the disk is full: free space",
+    "read-only": "the file system is read-only: choose another folder",
+}
+
+
+def run(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
+    """Run each case on a disk of 6 MB; where nothing can be mounted, only what needs no mount."""
+    mount = f"mount -t tmpfs -o size=6m tmpfs '{folder}'"
+    if not subprocess.run([*MOUNTING, mount], capture_output=True, check=False).returncode:
+        around = [*MOUNTING, f'{mount} && exec "$@"', "sh"]
+    elif cases := [case for case in cases if case == "limited"]:
+        around = []
+    else:
+        pytest.skip("no disk of its own can be mounted")
+    command = [*around, sys.executable, "-m", "tests.tune.full_disk", str(folder), *cases]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_disk_that_can_not_be_written_ends_admission_at_its_first_trial(tmp_path: Path) -> None:
+    for found in run(tmp_path, list(ADMISSION)):
+        assert found["said"].startswith(f"StoreError: can't write '{tmp_path}/runs/")
+        assert ADMISSION[found["case"]] in found["said"]
+        assert found["built"] == 1
+        assert found["files"] == [], "what could not begin is removed"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "where"),
+    [("journal", "/journal/"), ("checkpoint", "/objects/")],
+)
+def test_a_disk_that_fills_up_in_training_ends_the_run_and_leaves_only_whole_files(
+    tmp_path: Path, case: str, where: str
+) -> None:
+    (found,) = run(tmp_path, [case])
+    assert found["said"].startswith("StoreError: ")
+    assert where in found["said"] and ADMISSION["full"] in found["said"]
+    assert any(name.endswith("run.json") for name in found["files"])
+    assert not [name for name in found["files"] if ".unfinished-" in name]
