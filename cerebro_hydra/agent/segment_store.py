@@ -12,8 +12,8 @@ from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.heap import trim_heap
 from cerebro_hydra.agent.scratch_file import ScratchFile
 from cerebro_hydra.errors import TransferError
-from cerebro_hydra.shards.digest import digest as digest_of
 from cerebro_hydra.shards.layout import Bytes
+from cerebro_hydra.storage.digest import digest as digest_of
 
 BUDGET_STATES = 3.75
 """The budget of an agent, in states of its largest trial: the state that it trains, the one before

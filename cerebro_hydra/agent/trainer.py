@@ -100,11 +100,9 @@ class Trainer:
                 if (published := self._published.get(task.attempt)) is not None:
                     self._shard_store.retract(published)
                 self._report_failure(task, error)
-                failed = True
             else:
-                failed = False
-        if failed:
-            gc.collect()  # frames of a traceback can refer to the trial's memory in a circle
+                return
+        gc.collect()  # frames of a traceback can refer to the trial's memory in a circle
 
     def _report_failure(self, task: Task, error: BaseException) -> None:
         if isinstance(error, Cancelled) or self._is_cancelled(task.attempt):

@@ -14,8 +14,8 @@ import pytest
 from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.segment_store import LEAST_SPILLED, SegmentStore
 from cerebro_hydra.errors import TransferError
-from cerebro_hydra.shards.digest import digest
 from cerebro_hydra.shards.layout import Bytes
+from cerebro_hydra.storage.digest import digest
 
 SIZE = LEAST_SPILLED
 
