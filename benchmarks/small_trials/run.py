@@ -172,7 +172,7 @@ def coordinator_alone(trials: int, workers: int) -> float:
     with tempfile.TemporaryDirectory() as store:
         folder = RunFolder(LocalStore(store), doc.run_id)
         folder.write_json(RUN_FILE, doc.to_json())
-        folder.write_json(REFUSED_FILE, [])
+        folder.write_json(REFUSED_FILE, {"trials": []})
         launcher = ScriptedLauncher(workers)
         begun = time.thread_time()  # of this thread alone: it takes and journals every decision
         Coordinator(
