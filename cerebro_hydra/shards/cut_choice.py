@@ -24,6 +24,10 @@ class CutPoints:
     allowed: tuple[str, ...]
     units: tuple[str, ...]
 
+    def spec(self, at: tuple[str, ...]) -> CutSpec:
+        """Return the spec of a cut at some of these places."""
+        return CutSpec(self.mode, at, self.units if self.mode == "modules" else ())
+
 
 @dataclass(frozen=True)
 class CutChoice:
@@ -36,7 +40,7 @@ class CutChoice:
 
 def choose_whole() -> CutChoice:
     """Keep the model as one shard."""
-    return CutChoice(CutSpec("whole"), ("it is the whole model",))
+    return CutChoice(CutSpec("modules"), ("it is the whole model",))
 
 
 def choose_by_time(points: CutPoints, seconds: Sequence[float], number: int) -> CutChoice:
@@ -58,7 +62,7 @@ def choose_by_time(points: CutPoints, seconds: Sequence[float], number: int) -> 
     note = None
     if count < number:
         note = f"{number} shards were asked for, the model has blocks with parameters for {count}"
-    return CutChoice(CutSpec(points.mode, at), why, note)
+    return CutChoice(points.spec(at), why, note)
 
 
 def choose_by_name(points: CutPoints, names: Sequence[str]) -> CutChoice:
@@ -71,7 +75,7 @@ def choose_by_name(points: CutPoints, names: Sequence[str]) -> CutChoice:
     at = tuple(unit for unit in points.allowed if unit in starts)
     why = ["it begins the model"]
     why += [_named(starts[unit], unit) for unit in at]
-    return CutChoice(CutSpec(points.mode, at), tuple(why))
+    return CutChoice(points.spec(at), tuple(why))
 
 
 def choose_by_blocks(points: CutPoints, blocks: Sequence[Sequence[str]]) -> CutChoice:
@@ -92,7 +96,7 @@ def choose_by_blocks(points: CutPoints, blocks: Sequence[Sequence[str]]) -> CutC
                 )
     why = ["it begins the model"]
     why += [_named(shard[0], unit) for shard, unit in zip(blocks[1:], at, strict=True)]
-    return CutChoice(CutSpec(points.mode, at), tuple(why))
+    return CutChoice(points.spec(at), tuple(why))
 
 
 def _start(name: str, points: CutPoints) -> str:

@@ -115,7 +115,7 @@ class TestT5(ModelCase):
         later = ["decoder.block.0", "decoder.block.1", "decoder.final_layer_norm"]
         trial = self.start(["encoder.block.1", *later])
         assert trial.cut_model.tied == {"shared.weight": (0, 1, 4)}
-        live_in = [set(graph.live_in) for graph in trial.cut_model.train]
+        live_in = [set(graph.live_in) for graph in trial.cut_model.graphs.train]
         assert live_in[2] & live_in[3] & live_in[4]
 
 

@@ -50,7 +50,7 @@ class Trial(CutTrial):
         params = dict(self.recipe.model.named_parameters())
         buffers = dict(self.recipe.model.named_buffers())
         for layout, of_shard in zip(self.layout.shards, segments, strict=True):
-            state = ShardState(layout, **of_shard)
+            state = ShardState(layout, of_shard)
             with torch.no_grad():
                 for name, parameter in state.params.items():
                     params[name].copy_(parameter)

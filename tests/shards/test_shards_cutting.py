@@ -129,7 +129,7 @@ def dict_loss(outputs, labels):
 def test_values_of_inputs_alone_are_made_again_instead_of_shipped():
     make = seeded(Inputs, 4, loss=dict_loss)
     trial = assert_equal_to_plain(make, [zoo.singly(two_inputs(8, 5))] * 2, "recompute")
-    for shard_graph in trial.cut_model.train[1:]:
+    for shard_graph in trial.cut_model.graphs.train[1:]:
         assert len(shard_graph.live_in) == 1, "only the activation crosses"
     frozen = {e.name for s in trial.layout.shards for e in s.frozen.entries}
     assert frozen == {"buffer:scale"}, "what no checkpoint holds, the factory makes again"
@@ -233,7 +233,7 @@ def test_a_model_that_cannot_be_exported_is_cut_at_its_layers():
         return nn.Sequential(zoo.Decides(), zoo.Decides(), nn.Dropout(0.2), nn.Linear(6, 3))
 
     make = seeded(build, 3)
-    trial = assert_equal_to_plain(make, two_sub_epochs(), "recompute", cut="layers")
+    trial = assert_equal_to_plain(make, two_sub_epochs(), "recompute", cut="modules")
     assert trial.cut_model.num_shards == 3
     assert "torch.export failed" in trial.admission.report.fallback
 
@@ -243,7 +243,7 @@ def test_layers_with_batch_norm_agree_too():
         return nn.Sequential(zoo.Decides(), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3))
 
     for mode in ("keep", "recompute"):
-        assert_equal_to_plain(seeded(build, ["1", "3"]), two_sub_epochs(), mode, cut="layers")
+        assert_equal_to_plain(seeded(build, ["1", "3"]), two_sub_epochs(), mode, cut="modules")
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -255,7 +255,7 @@ def test_layers_and_whole_models_evaluate_as_plain_ones_do(shards):
     windows = zoo.singly(zoo.vectors(8, 5))
     reference = make()
     _, training = plain.train(reference, [windows])
-    trial = assert_equal_to_plain(make, [windows], cut="whole" if shards == 1 else "layers")
+    trial = assert_equal_to_plain(make, [windows], cut="modules")
     before = [content for content, _ in trial.shards]
     found = trial.evaluate(zoo.vectors(8, 7, seed=3))
     assert found == training.evaluate(zoo.vectors(8, 7, seed=3))
@@ -271,7 +271,7 @@ def test_any_other_model_that_cannot_be_exported_stays_whole():
         def forward(self, x):
             return self.last(self.body(x))
 
-    trial = assert_equal_to_plain(seeded(Wrapped, 3), two_sub_epochs(), cut="whole")
+    trial = assert_equal_to_plain(seeded(Wrapped, 3), two_sub_epochs(), cut="modules")
     assert trial.cut_model.num_shards == 1
     assert "Wrapped is no torch.nn.Sequential" in trial.admission.report.fallback
 
@@ -288,7 +288,7 @@ class FixedRows(nn.Module):
 
 
 def test_a_graph_that_is_wrong_for_another_batch_size_is_noticed():
-    trial = assert_equal_to_plain(seeded(FixedRows), two_sub_epochs(), cut="whole")
+    trial = assert_equal_to_plain(seeded(FixedRows), two_sub_epochs(), cut="modules")
     assert "training differs from the uncut model" in trial.admission.report.fallback
 
 

@@ -45,7 +45,7 @@ def test_the_first_shard_runs_before_the_second_is_asked_for():
         return trial.need(k)
 
     arrived = []
-    first, *others = trial.cut_model.train
+    first, *others = trial.cut_model.graphs.train
 
     def spy(*arguments):
         arrived.append(list(seen))

@@ -75,7 +75,7 @@ def test_attention_of_torch_is_cut_and_evaluates_as_uncut():
 def test_a_cut_that_evaluates_otherwise_is_given_up():
     torch.manual_seed(0)
     admission = admission_of(EvaluatesOtherwise())
-    assert admission.spec.mode == "whole"
+    assert admission.spec.mode == "modules"
     assert "output 0 of the model in evaluation" in admission.report.fallback
 
 

@@ -33,7 +33,7 @@ def test_mixed_precision(mode):
     trial = assert_equal_to_plain(make, two_sub_epochs(), mode)
     full = assert_equal_to_plain(mlp_recipe(), two_sub_epochs(), mode)
     assert trial.shards[0][0] != full.shards[0][0], "it computes in another precision"
-    (crossing,) = trial.cut_model.train[1].crossing
+    (crossing,) = trial.cut_model.graphs.train[1].crossing
     assert crossing.dtype == "bfloat16", "what crosses has half the bytes"
 
 

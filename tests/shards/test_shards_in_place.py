@@ -53,7 +53,7 @@ class Shifts(nn.Module):
 def test_a_value_written_in_place_from_inputs_alone_is_made_again(mode):
     trial = assert_equal_to_plain(seeded(lambda: Shifts(False), 4), two_sub_epochs(), mode)
     assert trial.cut_model.num_shards == 4
-    for shard_graph in trial.cut_model.train[1:]:
+    for shard_graph in trial.cut_model.graphs.train[1:]:
         assert len(shard_graph.live_in) == 1, "only the activation crosses"
 
 

@@ -82,7 +82,7 @@ def test_parameters_are_bound_in_place_and_momentum_does_not_exist_before_its_fi
     trial = start(mlp_recipe(sgd)(), two_sub_epochs()[0])
     layout = trial.layout.shards[0]
     segments = initial_segments(trial.recipe, trial.layout)[0]
-    state = ShardState(layout, **segments)
+    state = ShardState(layout, segments)
     assert state.existing_optimizer_state() == {}
     with torch.no_grad():
         state.params["0.weight"].fill_(7.0)
