@@ -52,7 +52,8 @@ def test_the_first_shard_runs_before_the_second_is_asked_for():
         return first.run(*arguments)
 
     spied = (dataclasses.replace(first, run=spy), *others)
-    trial.cut_model = dataclasses.replace(trial.cut_model, train=spied)
+    graphs = dataclasses.replace(trial.cut_model.graphs, train=spied)
+    trial.cut_model = dataclasses.replace(trial.cut_model, graphs=graphs)
     trial.engine().train(iter(two_sub_epochs()[0]), 0, need, trial.publish)
     assert arrived[0] == [0]
 
