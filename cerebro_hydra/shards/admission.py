@@ -46,8 +46,8 @@ def admit(
     """Choose a cut and compare it with plain training, two steps at every batch size.
 
     Loss, parameters, buffers and optimizer state must agree in every bit, with graphs kept and
-    recomputed, and through a hop. Where a cut of the exported graph fails, the model is cut by
-    modules, then not at all. The report says why. The recipe is not changed.
+    recomputed, and through a hop. Where a cut fails, the model is cut by modules, then not at all.
+    The report says why. The recipe is not changed.
 
     Args:
         examples: real batches (features, targets), one for each batch size that will occur.
@@ -119,14 +119,13 @@ def _candidates(
 
         return cache.times(recipe.model, spec, sample, measure)
 
-    if recipe.cut in (None, "export"):
+    if recipe.cut == "export":
         try:
             traced = cache.trace(recipe.model, sample)
             allowed = traced.cut_points_with_params if by_number else traced.cut_points
             yield choose(CutPoints("export", allowed, tuple(traced.train.markers)))
         except CutFailed as error:
             reasons.append(str(error))
-    if recipe.cut in (None, "modules"):
-        starts = check.unit_times.starts(recipe.model, by_number)
-        yield choose(CutPoints("modules", starts, check.unit_times.order))
+    starts = check.unit_times.starts(recipe.model, by_number)
+    yield choose(CutPoints("modules", starts, check.unit_times.order))
     yield choose_whole()

@@ -75,14 +75,15 @@ def start(
 
 
 def assert_equal_to_plain(
-    make: Callable[[], Recipe], sub_epochs, mode: Mode = "keep", cut: str | None = "export"
+    make: Callable[[], Recipe], sub_epochs, mode: Mode = "keep", cut: str = "export"
 ) -> Trial:
     """Train twice, plainly and in shards with a hop after every sub-epoch; every bit agrees."""
     reference = make()
     sums, training = plain.train(reference, sub_epochs, STEPS_PER_EPOCH)
-    trial = start(make(), [w for windows in sub_epochs for w in windows], mode)
-    if cut is not None:
-        assert trial.admission.spec.mode == cut, trial.admission.report.text()
+    recipe = make()
+    recipe.cut = cut
+    trial = start(recipe, [w for windows in sub_epochs for w in windows], mode)
+    assert trial.admission.spec.mode == cut, trial.admission.report.text()
     totals = [trial.train(windows) for windows in sub_epochs]
     assert [t.loss_sum for t in totals] == sums
     assert [t.rows for t in totals] == [sum(b.rows for w in s for b in w) for s in sub_epochs]
