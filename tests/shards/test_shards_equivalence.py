@@ -34,7 +34,10 @@ def two_sub_epochs():
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 99])
 def test_any_number_of_shards_gives_the_same_bits(shards, mode):
     trial = assert_equal_to_plain(
-        mlp_recipe(shards=shards), two_sub_epochs(), mode, cut="modules" if shards == 1 else "export"
+        mlp_recipe(shards=shards),
+        two_sub_epochs(),
+        mode,
+        cut="modules" if shards == 1 else "export",
     )
     assert trial.cut_model.num_shards == (shards if shards < 99 else 4)
 
