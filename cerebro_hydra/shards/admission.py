@@ -95,10 +95,13 @@ def _candidates(
     cache: CutModelCache, reasons: list[str],
 ) -> Iterator[CutChoice]:  # fmt: skip
     """Yield the cuts to try, the finest first, and add to `reasons` why one can't be tried."""
-    if recipe.shards == 1 or recipe.shards == [] or recipe.shards == [[]]:
-        yield choose_whole()
-        return
     by_number = isinstance(recipe.shards, int)
+    profile = check.profile
+    starts = profile.starts(recipe.model, by_number)
+    between_units = CutPoints("modules", starts, profile.order, tuple(sorted(profile.overwritten)))
+    if recipe.shards == 1 or recipe.shards == [] or recipe.shards == [[]]:
+        yield choose_whole(between_units)
+        return
 
     def choose(points: CutPoints) -> CutChoice:
         if isinstance(recipe.shards, int):
@@ -112,7 +115,7 @@ def _candidates(
 
         def measure() -> list[float]:
             if points.mode == "modules":
-                return check.unit_times.between(points.allowed)
+                return profile.between(points.allowed)
             cut_model = cache.get(recipe.model, spec, sample)
             layout = TrialLayout.make(recipe, cut_model, template)
             return measure_shards(recipe, cut_model, layout, example)
@@ -126,6 +129,5 @@ def _candidates(
             yield choose(CutPoints("export", allowed, tuple(traced.train.markers)))
         except CutFailed as error:
             reasons.append(str(error))
-    starts = check.unit_times.starts(recipe.model, by_number)
-    yield choose(CutPoints("modules", starts, check.unit_times.order))
-    yield choose_whole()
+    yield choose(between_units)
+    yield choose_whole(between_units)

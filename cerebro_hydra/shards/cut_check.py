@@ -27,7 +27,7 @@ from cerebro_hydra.shards.engine import Engine, Mode
 from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.sample import Example, copy_example
-from cerebro_hydra.shards.unit_times import UnitTimes
+from cerebro_hydra.shards.unit_profile import UnitProfile
 
 STEPS_PER_BATCH_SIZE = 2
 STEPS_PER_EPOCH = 1000
@@ -63,8 +63,8 @@ class CutCheck:
     """Every example after these steps, but those whose loss is not finite any more."""
     trainer: PlainTrainer
     """The plain model after these steps: a copy of the recipe's."""
-    unit_times: UnitTimes
-    """How long its forward takes in each unit, on the largest example."""
+    profile: UnitProfile
+    """What its forwards on the largest example showed of each unit."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -79,10 +79,10 @@ class CutCheck:
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
         )
         losses = []
-        unit_times = UnitTimes()
+        profile = UnitProfile()
         largest = largest_example(examples)
         for example, times in windows:
-            measured = unit_times.measured(trainer.recipe.model)
+            measured = profile.measured(trainer.recipe.model)
             with (
                 told_with_batch(trainer, example),
                 measured if example is largest else nullcontext(),
@@ -90,7 +90,7 @@ class CutCheck:
                 losses.append(trainer.train([_window(example, times)]))
         evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
         finite = tuple(each for each in evaluated if each is not None)
-        return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer, unit_times)
+        return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer, profile)
 
     def difference(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
         """Return what differs when the same steps are taken in shards, or None if no bit does."""

@@ -18,15 +18,19 @@ class CutPoints:
         mode: how the model would be cut.
         allowed: the unit calls at which a shard may begin, in order.
         units: every unit call of the model, in order.
+        overwritten: the units whose input the forward overwrites.
     """
 
     mode: CutMode
     allowed: tuple[str, ...]
     units: tuple[str, ...]
+    overwritten: tuple[str, ...] = ()
 
     def spec(self, at: tuple[str, ...]) -> CutSpec:
         """Return the spec of a cut at some of these places."""
-        return CutSpec(self.mode, at, self.units if self.mode == "modules" else ())
+        if self.mode == "export":
+            return CutSpec("export", at)
+        return CutSpec("modules", at, self.units, self.overwritten)
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,9 @@ class CutChoice:
     note: str | None = None
 
 
-def choose_whole() -> CutChoice:
+def choose_whole(points: CutPoints) -> CutChoice:
     """Keep the model as one shard."""
-    return CutChoice(CutSpec("modules"), ("it is the whole model",))
+    return CutChoice(points.spec(()), ("it is the whole model",))
 
 
 def choose_by_time(points: CutPoints, seconds: Sequence[float], number: int) -> CutChoice:

@@ -19,18 +19,22 @@ class CutSpec:
         at: the unit calls, `module@call`, at which shards 1, 2, ... begin. Without any, the model
             is one shard.
         units: the first call of each unit in the order in which they come, where mode is "modules".
+        overwritten: those of them whose input the forward overwrites; they are never run again.
     """
 
     mode: CutMode
     at: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
+    overwritten: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {"mode": self.mode, "at": list(self.at), "units": list(self.units)}
+        lists = {"at": self.at, "units": self.units, "overwritten": self.overwritten}
+        return {"mode": self.mode} | {name: list(units) for name, units in lists.items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> CutSpec:
-        return cls(document["mode"], tuple(document["at"]), tuple(document["units"]))
+        lists = (tuple(document[name]) for name in ("at", "units", "overwritten"))
+        return cls(document["mode"], *lists)
 
 
 def module_of(unit: str) -> str:

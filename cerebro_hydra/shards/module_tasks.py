@@ -43,6 +43,7 @@ class ModuleTasks:
         self._bound = bound
         self._last = cut_model.num_shards - 1
         self._shard_of = cut_model.shard_of_unit
+        self._overwritten = cut_model.spec.overwritten
         self._modules = dict(recipe.model.named_modules())
         self._recompute = recompute
         self._batch: Microbatch
@@ -107,7 +108,9 @@ class ModuleTasks:
         wrapped = [
             self._modules[name]
             for name, shard in self._shard_of.items()
-            if shard < self._last and not isinstance(self._modules[name], torch.jit.ScriptModule)
+            if shard < self._last
+            and f"{name}@0" not in self._overwritten
+            and not isinstance(self._modules[name], torch.jit.ScriptModule)
         ]
         before = {module: vars(module).get("forward") for module in wrapped}
         for module in wrapped:
@@ -125,6 +128,8 @@ class ModuleTasks:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             unit, key = self._unit, self._batch.key
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            versions = [x._version for x in inputs]
             # B runs on the buffers as they were before F, so that statistics don't move twice.
             buffers = {n: b.clone() for n, b in self._bound.buffers_in(module).items()}
             again = False
@@ -134,6 +139,11 @@ class ModuleTasks:
                 if not again:
                     again = True
                     return forward(*args, **kwargs)
+                if versions != [x._version for x in inputs]:
+                    raise RuntimeError(
+                        f"an input of {unit!r} was overwritten after the unit's forward, which can't "
+                        "be run again; let the model write into a copy"
+                    )
                 key.reseed(unit)
                 with self._bound.replaced_buffers({n: b.clone() for n, b in buffers.items()}):
                     return forward(*args, **kwargs)

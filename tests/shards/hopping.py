@@ -75,13 +75,20 @@ def start(
 
 
 def assert_equal_to_plain(
-    make: Callable[[], Recipe], sub_epochs, mode: Mode = "keep", cut: str = "export"
+    make: Callable[[], Recipe],
+    sub_epochs,
+    mode: Mode = "keep",
+    cut: str = "export",
+    asked: str | None = None,
 ) -> Trial:
-    """Train twice, plainly and in shards with a hop after every sub-epoch; every bit agrees."""
+    """Train twice, plainly and in shards with a hop after every sub-epoch; every bit agrees.
+
+    `cut` is what admission must choose where it is `asked` for that, or for something else.
+    """
     reference = make()
     sums, training = plain.train(reference, sub_epochs, STEPS_PER_EPOCH)
     recipe = make()
-    recipe.cut = cut
+    recipe.cut = asked or cut
     trial = start(recipe, [w for windows in sub_epochs for w in windows], mode)
     assert trial.admission.spec.mode == cut, trial.admission.report.text()
     totals = [trial.train(windows) for windows in sub_epochs]

@@ -37,7 +37,7 @@ def test_clipping_holds_every_update_back_until_the_whole_norm_is_known():
 
 
 def test_the_first_shard_runs_before_the_second_is_asked_for():
-    trial = trial_of()
+    trial = trial_of(cut="export")
     seen = []
 
     def need(k):

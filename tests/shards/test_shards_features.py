@@ -129,7 +129,7 @@ def test_batches_may_differ_in_length():
 
 
 def test_a_length_that_the_graph_can_not_take_is_refused():
-    recipe = mlp_recipe(collate=lambda batch, training: batch)().bind(COLUMNS)
+    recipe = mlp_recipe(collate=lambda batch, training: batch, cut="export")().bind(COLUMNS)
     trial = start(recipe, two_sub_epochs()[0])
     with pytest.raises(ConfigurationError, match=r"can't take: input.shape\[1\] == 6"):
         trial.train(zoo.singly(zoo.vectors(8, features=7)))

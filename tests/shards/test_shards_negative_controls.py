@@ -21,11 +21,15 @@ from tests.shards.test_shards_equivalence import (
 )
 
 
-def differing(make, sub_epochs, mode="keep", break_rule=lambda trial: None) -> set[str]:
+def differing(
+    make, sub_epochs, mode="keep", break_rule=lambda trial: None, cut="export"
+) -> set[str]:
     """Return the names of what differs from plain training once a rule is broken."""
     reference = make()
     plain.train(reference, sub_epochs)
-    trial = start(make(), [w for windows in sub_epochs for w in windows], mode)
+    recipe = make()
+    recipe.cut = cut
+    trial = start(recipe, [w for windows in sub_epochs for w in windows], mode)
     break_rule(trial)
     for windows in sub_epochs:
         trial.train(windows)
