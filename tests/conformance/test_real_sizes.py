@@ -36,7 +36,7 @@ def admitted(
     recipe = Recipe(model, torch.optim.SGD(trained, lr=1e-3), loss, shards=shards, **rules)
     admission = admit(recipe.bind(columns), [(features, targets)], trial_seed=1)
     report = admission.report
-    assert report.mode == "export", report.text()
+    assert report.mode == "modules", report.text()
     assert report.fallback is None, report.text()
     assert len(report.shards) == shards, report.text()
     return admission

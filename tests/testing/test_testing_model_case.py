@@ -63,8 +63,8 @@ def test_a_fine_model_passes():
 
 
 class OtherRandomNumbers(Fine):
-    def start(self, shards, mode="keep"):
-        trial = super().start(shards, mode)
+    def start(self, shards, mode="keep", cut="modules"):
+        trial = super().start(shards, mode, cut)
         trial.trial_seed += 1
         return trial
 
@@ -88,8 +88,8 @@ class ForgetsMomentum(CutTrial):
 
 
 class HopsForget(Fine):
-    def start(self, shards, mode="keep"):
-        trial = super().start(shards, mode)
+    def start(self, shards, mode="keep", cut="modules"):
+        trial = super().start(shards, mode, cut)
         trial.__class__ = ForgetsMomentum
         return trial
 
@@ -115,8 +115,8 @@ class RecomputesOnLiveBuffers(graph_tasks.GraphTasks):
 
 
 def test_statistics_that_move_twice_are_noticed(monkeypatch):
-    trial = Fine().start(2)  # admission would refuse such an engine
-    monkeypatch.setattr(Fine, "start", lambda self, shards, mode="keep": again(trial, mode))
+    trial = Fine().start(2, cut="export")  # admission would refuse such an engine
+    monkeypatch.setattr(Fine, "start", lambda self, shards, mode="keep", cut="": again(trial, mode))
     monkeypatch.setattr(engine, "GraphTasks", RecomputesOnLiveBuffers)
     with pytest.raises(AssertionError):
         Fine().test_recompute_equals_keep()
@@ -162,8 +162,8 @@ class EvaluatesBeforeItsTraining(CutTrial):
 
 
 class EvaluatesOldWeights(Fine):
-    def start(self, shards, mode="keep"):
-        trial = super().start(shards, mode)
+    def start(self, shards, mode="keep", cut="modules"):
+        trial = super().start(shards, mode, cut)
         trial.__class__ = EvaluatesBeforeItsTraining
         return trial
 
