@@ -98,7 +98,9 @@ def _candidates(
     by_number = isinstance(recipe.shards, int)
     profile = check.profile
     starts = profile.starts(recipe.model, by_number)
-    between_units = CutPoints("modules", starts, profile.order, tuple(sorted(profile.overwritten)))
+    between_units = CutPoints(
+        "modules", starts, profile.order, tuple(sorted(profile.overwritten)), check.written_buffers
+    )
     if recipe.shards == 1 or recipe.shards == [] or recipe.shards == [[]]:
         yield choose_whole(between_units)
         return

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.layout import Segments, ShardLayout
 from cerebro_hydra.shards.state import ShardState
 
@@ -33,6 +35,7 @@ class BoundModel:
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._own: dict[str, Tensor] = {}
         self._lent: dict[str, Tensor] = {}
+        self._unwritten: dict[str, Tensor] = {}  # as they must be after training
         first: dict[int, str] = {}
         modules = dict(model.named_modules(remove_duplicate=False))
         for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -40,13 +43,17 @@ class BoundModel:
             original = first.setdefault(id(buffer), name)
             self._places.setdefault(original, []).append((modules[owner], leaf))
             self._own[original] = buffer
+        self._versions = {name: buffer._version for name, buffer in self._own.items()}
 
     def bind(self, layout: ShardLayout, segments: Segments) -> ShardState:
         """Let the model train on a shard's segments; the returned state has its parameters."""
         state = ShardState(layout, segments, parameters=self._params)
         for parameter in state.params.values():
             parameter.grad = None
-        self._lend(state.buffers)
+        frozen = {entry.name.removeprefix("buffer:") for entry in layout.frozen.entries}
+        # Other trials share the frozen bytes, so a forward that writes to them gets a copy.
+        self._lend({n: b.clone() if n in frozen else b for n, b in state.buffers.items()})
+        self._unwritten |= {n: b for n, b in state.buffers.items() if n in frozen}
         return state
 
     def bind_evaluated(self, layout: ShardLayout, segments: Segments) -> None:
@@ -67,11 +74,35 @@ class BoundModel:
     def collect_buffers(self) -> None:
         """Copy buffers that the forward assigned anew into the tensors that were lent."""
         for name, lent in self._lent.items():
-            ((module, leaf), *_) = self._places[name]
-            found = module._buffers[leaf]
-            if found is not lent and found is not None:
+            found = self._current(name)
+            if found is not lent:
                 lent.copy_(found.detach())
                 self._put({name: lent})
+
+    def check_buffers(self) -> None:
+        """Check that training wrote only to buffers that it wrote to in the first steps, too.
+
+        Raises:
+            ConfigurationError: it wrote to another one, which would not hop.
+        """
+        for name, own in self._own.items():
+            if name in self._unwritten:
+                unchanged = same_bits(self._current(name), self._unwritten[name])
+            elif name in self._lent:
+                continue
+            else:
+                unchanged = self._current(name) is own and own._version == self._versions[name]
+            if not unchanged:
+                raise ConfigurationError(
+                    f"the forward wrote to buffer {name!r}, as it did not in the trial's first "
+                    "steps; let it write to that buffer in every forward, or never"
+                )
+
+    def _current(self, name: str) -> Tensor:
+        ((module, leaf), *_) = self._places[name]
+        buffer = module._buffers[leaf]
+        assert buffer is not None
+        return buffer
 
     def buffers_in(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the buffers of a module and its children, by their names in the model."""

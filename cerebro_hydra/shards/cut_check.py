@@ -65,6 +65,8 @@ class CutCheck:
     """The plain model after these steps: a copy of the recipe's."""
     profile: UnitProfile
     """What its forwards on the largest example showed of each unit."""
+    written_buffers: tuple[str, ...]
+    """The buffers to which it wrote in these steps."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -79,6 +81,7 @@ class CutCheck:
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
         )
         losses = []
+        before = {name: (b, b._version) for name, b in trainer.recipe.model.named_buffers()}
         profile = UnitProfile()
         largest = largest_example(examples)
         for example, times in windows:
@@ -88,9 +91,17 @@ class CutCheck:
                 measured if example is largest else nullcontext(),
             ):
                 losses.append(trainer.train([_window(example, times)]))
+        initial = dict(recipe.model.named_buffers())
+        written = tuple(
+            name
+            for name, buffer in trainer.recipe.model.named_buffers()
+            if name not in before
+            or (buffer is not before[name][0] or buffer._version != before[name][1])
+            or not same_bits(buffer, initial[name])
+        )
         evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
         finite = tuple(each for each in evaluated if each is not None)
-        return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer, profile)
+        return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer, profile, written)
 
     def difference(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
         """Return what differs when the same steps are taken in shards, or None if no bit does."""

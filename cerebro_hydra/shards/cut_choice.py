@@ -19,18 +19,20 @@ class CutPoints:
         allowed: the unit calls at which a shard may begin, in order.
         units: every unit call of the model, in order.
         overwritten: the units whose input the forward overwrites.
+        written: the buffers to which training writes.
     """
 
     mode: CutMode
     allowed: tuple[str, ...]
     units: tuple[str, ...]
     overwritten: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
 
     def spec(self, at: tuple[str, ...]) -> CutSpec:
         """Return the spec of a cut at some of these places."""
         if self.mode == "export":
             return CutSpec("export", at)
-        return CutSpec("modules", at, self.units, self.overwritten)
+        return CutSpec("modules", at, self.units, self.overwritten, self.written)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ class CutModel:
             shard_of[module_of(unit)] = shard
             shards[shard].append(unit)
         modules = dict(model.named_modules())
+        persistent = set(model.state_dict(keep_vars=True))
         params = first_names(model.named_parameters(remove_duplicate=False))
         buffers = first_names(model.named_buffers(remove_duplicate=False))
         users: dict[str, set[int]] = {}
@@ -122,8 +123,12 @@ class CutModel:
                 _info(name, p, min(users.get(name, {0})), not p.requires_grad)
                 for name, p in model.named_parameters()
             ),
-            # Nobody knows beforehand to which of them a forward will write.
-            tuple(_info(n, b, min(users.get(n, {0})), False) for n, b in model.named_buffers()),
+            tuple(
+                _info(name, b, min(users.get(name, {0})), name not in spec.written)
+                for name, b in model.named_buffers()
+                # The factory makes a buffer again that nobody writes to and no checkpoint holds.
+                if name in spec.written or name in persistent
+            ),
             {
                 name: tuple(sorted(users[name]))
                 for name, p in model.named_parameters()

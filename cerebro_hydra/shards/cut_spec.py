@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 CutMode = Literal["export", "modules"]
 
+_LISTS = ("at", "units", "overwritten", "written")
+
 
 @dataclass(frozen=True)
 class CutSpec:
@@ -20,21 +22,21 @@ class CutSpec:
             is one shard.
         units: the first call of each unit in the order in which they come, where mode is "modules".
         overwritten: those of them whose input the forward overwrites; they are never run again.
+        written: the buffers to which training writes.
     """
 
     mode: CutMode
     at: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
     overwritten: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        lists = {"at": self.at, "units": self.units, "overwritten": self.overwritten}
-        return {"mode": self.mode} | {name: list(units) for name, units in lists.items()}
+        return {"mode": self.mode} | {name: list(getattr(self, name)) for name in _LISTS}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> CutSpec:
-        lists = (tuple(document[name]) for name in ("at", "units", "overwritten"))
-        return cls(document["mode"], *lists)
+        return cls(document["mode"], *(tuple(document[name]) for name in _LISTS))
 
 
 def module_of(unit: str) -> str:

@@ -240,6 +240,7 @@ class _SubEpoch:
             tasks = ModuleTasks(cut_model, recipe, self._bound, recompute=not keep)
             with tasks.attached():
                 yield tasks
+            self._bound.check_buffers()
 
     def window(
         self,

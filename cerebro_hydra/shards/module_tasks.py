@@ -141,8 +141,8 @@ class ModuleTasks:
                     return forward(*args, **kwargs)
                 if versions != [x._version for x in inputs]:
                     raise RuntimeError(
-                        f"an input of {unit!r} was overwritten after the unit's forward, which can't "
-                        "be run again; let the model write into a copy"
+                        f"an input of {unit!r} was overwritten after its forward, which can't be run "
+                        "again; let the model write into a copy"
                     )
                 key.reseed(unit)
                 with self._bound.replaced_buffers({n: b.clone() for n, b in buffers.items()}):
