@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class SparkEstimator(TrialEstimator):
     """One configuration to train: an estimator of Spark ML, and what a search's factory returns.
 
-    A search takes only its `recipe`, which is made of the arguments up to `warm_start`, as
+    A search takes only its `recipe`, which is made of the arguments up to `cut`, as
     `cerebro_hydra.recipe.Recipe` describes them. As a stage of Spark ML, `fit` trains copies of the
     instances, which stay as they are; it needs `num_epochs` and `store`. All arguments from
     `num_epochs` on are Params.
@@ -83,6 +83,7 @@ class SparkEstimator(TrialEstimator):
         early_stopping: int | None = None,
         collate: Callable[..., Any] | None = None,
         warm_start: Mapping[str, torch.Tensor] | str | None = None,
+        cut: str = "export",
         *,
         num_epochs: int | None = None,
         store: Store | None = None,

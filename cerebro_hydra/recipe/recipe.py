@@ -25,6 +25,9 @@ from cerebro_hydra.recipe.objective import Objective
 from cerebro_hydra.recipe.optimizers import check_optimizer, check_parameters
 from cerebro_hydra.recipe.randomness import RandomKey
 
+CUTS = ("export", "modules")
+"""The ways to cut a model that a user may ask for."""
+
 
 @dataclass(eq=False)  # a recipe is itself alone: tensors have no one answer to ==
 class Recipe:
@@ -58,6 +61,8 @@ class Recipe:
         collate: `collate(batch, training)` takes and returns a dict of column to tensor, rows
             first: padding, augmentation. Its random numbers must come from torch.
         warm_start: a state dict, or the path of a safetensors file with one, to begin with.
+        cut: "export" cuts the graph of `torch.export`, or by modules where that can't be had;
+            "modules" lets the model's own forward run and stops it between modules.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
@@ -81,6 +86,7 @@ class Recipe:
     early_stopping: int | None = None
     collate: Collate | None = None
     warm_start: Mapping[str, Tensor] | str | None = None
+    cut: str = "export"
     columns: Columns | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +124,8 @@ class Recipe:
                 f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is "
                 f"{self.clip_grad_value!r}; choose one of them"
             )
+        if self.cut not in CUTS:
+            raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}")
         if self.autocast not in (None, *AUTOCAST):
             raise ConfigurationError(
                 f"autocast is {self.autocast!r}; it is one of {sorted(AUTOCAST)}, or None"

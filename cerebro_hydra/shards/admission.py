@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe, units
-from cerebro_hydra.shards.cut_check import CutCheck
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.cut_check import CutCheck, largest_example
 from cerebro_hydra.shards.cut_choice import (
     CutChoice,
     CutPoints,
@@ -17,14 +16,13 @@ from cerebro_hydra.shards.cut_choice import (
     choose_by_time,
     choose_whole,
 )
-from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
+from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import UnfitShape
 from cerebro_hydra.shards.layout import TrialLayout
-from cerebro_hydra.shards.module_graph import layer_starts
 from cerebro_hydra.shards.sample import Example, Sample
-from cerebro_hydra.shards.shard_times import measure_layers, measure_shards
+from cerebro_hydra.shards.shard_times import measure_shards
 from cerebro_hydra.shards.state_template import StateTemplate
 from cerebro_hydra.shards.trace import CutFailed
 
@@ -48,8 +46,8 @@ def admit(
     """Choose a cut and compare it with plain training, two steps at every batch size.
 
     Loss, parameters, buffers and optimizer state must agree in every bit, with graphs kept and
-    recomputed, and through a hop. Where a cut fails, coarser ones are tried: the layers of a
-    `Sequential`, then one shard. The report says why. The recipe is not changed.
+    recomputed, and through a hop. Where a cut fails, the model is cut by modules, then not at all.
+    The report says why. The recipe is not changed.
 
     Args:
         examples: real batches (features, targets), one for each batch size that will occur.
@@ -64,18 +62,15 @@ def admit(
     check = CutCheck.plain(recipe, examples, trial_seed)
     trained = check.trainer.recipe
     template = StateTemplate.learn(trained.model, trained.optimizer)
-    largest = max(examples, key=lambda e: e[0][0].shape[0] if e[0][0].dim() else 0)
+    largest = largest_example(examples)
     sample = Sample.of(recipe, largest)
 
     reasons: list[str] = []
-    for choice in _candidates(recipe, sample, largest, template, cache, reasons):
+    for choice in _candidates(recipe, sample, largest, check, template, cache, reasons):
         try:
             cut_model = cache.get(recipe.model, choice.spec, sample)
             layout = TrialLayout.make(recipe, cut_model, template)
-            # Modules that run as they are may keep a state to themselves, which would not hop.
-            rebuild = partial(CutModel.build, recipe.model, choice.spec, sample)
-            again = None if choice.spec.mode == "export" else rebuild
-            difference = check.difference(cut_model, layout, again)
+            difference = check.difference(cut_model, layout)
         except UnfitShape as error:
             difference = str(error)
         except ConfigurationError:
@@ -96,12 +91,18 @@ def admit(
 
 
 def _candidates(
-    recipe: Recipe, sample: Sample, example: Example, template: StateTemplate,
+    recipe: Recipe, sample: Sample, example: Example, check: CutCheck, template: StateTemplate,
     cache: CutModelCache, reasons: list[str],
 ) -> Iterator[CutChoice]:  # fmt: skip
     """Yield the cuts to try, the finest first, and add to `reasons` why one can't be tried."""
+    by_number = isinstance(recipe.shards, int)
+    profile = check.profile
+    starts = profile.starts(recipe.model, by_number)
+    between_units = CutPoints(
+        "modules", starts, profile.order, tuple(sorted(profile.overwritten)), check.written_buffers
+    )
     if recipe.shards == 1 or recipe.shards == [] or recipe.shards == [[]]:
-        yield choose_whole()
+        yield choose_whole(between_units)
         return
 
     def choose(points: CutPoints) -> CutChoice:
@@ -112,28 +113,23 @@ def _candidates(
         return choose_by_blocks(points, recipe.shards)
 
     def times(points: CutPoints) -> Sequence[float]:
-        spec = CutSpec(points.mode, points.allowed)
+        spec = points.spec(points.allowed)
 
         def measure() -> list[float]:
-            if points.mode == "layers":
-                return measure_layers(recipe, points.allowed, sample)
+            if points.mode == "modules":
+                return profile.between(points.allowed)
             cut_model = cache.get(recipe.model, spec, sample)
             layout = TrialLayout.make(recipe, cut_model, template)
             return measure_shards(recipe, cut_model, layout, example)
 
         return cache.times(recipe.model, spec, sample, measure)
 
-    try:
-        traced = cache.trace(recipe.model, sample)
-        by_number = isinstance(recipe.shards, int)
-        allowed = traced.cut_points_with_params if by_number else traced.cut_points
-        yield choose(CutPoints("export", allowed, tuple(traced.train.markers)))
-    except CutFailed as error:
-        reasons.append(str(error))
-    try:
-        starts = layer_starts(recipe.model)
-        calls = tuple(f"{unit}@0" for unit in units(recipe.model))
-        yield choose(CutPoints("layers", starts, calls))
-    except CutFailed as error:
-        reasons.append(f"{error}, so it is one shard")
-    yield choose_whole()
+    if recipe.cut == "export":
+        try:
+            traced = cache.trace(recipe.model, sample)
+            allowed = traced.cut_points_with_params if by_number else traced.cut_points
+            yield choose(CutPoints("export", allowed, tuple(traced.train.markers)))
+        except CutFailed as error:
+            reasons.append(str(error))
+    yield choose(between_units)
+    yield choose_whole(between_units)

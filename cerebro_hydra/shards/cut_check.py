@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import NonFiniteLoss
@@ -26,6 +27,7 @@ from cerebro_hydra.shards.engine import Engine, Mode
 from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.sample import Example, copy_example
+from cerebro_hydra.shards.unit_profile import UnitProfile
 
 STEPS_PER_BATCH_SIZE = 2
 STEPS_PER_EPOCH = 1000
@@ -61,6 +63,10 @@ class CutCheck:
     """Every example after these steps, but those whose loss is not finite any more."""
     trainer: PlainTrainer
     """The plain model after these steps: a copy of the recipe's."""
+    profile: UnitProfile
+    """What its forwards on the largest example showed of each unit."""
+    written_buffers: tuple[str, ...]
+    """The buffers to which it wrote in these steps."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -75,25 +81,31 @@ class CutCheck:
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
         )
         losses = []
+        before = {name: (b, b._version) for name, b in trainer.recipe.model.named_buffers()}
+        profile = UnitProfile()
+        largest = largest_example(examples)
         for example, times in windows:
-            with told_with_batch(trainer, example):
+            measured = profile.measured(trainer.recipe.model)
+            with (
+                told_with_batch(trainer, example),
+                measured if example is largest else nullcontext(),
+            ):
                 losses.append(trainer.train([_window(example, times)]))
+        initial = dict(recipe.model.named_buffers())
+        written = tuple(
+            name
+            for name, buffer in trainer.recipe.model.named_buffers()
+            if name not in before
+            or (buffer is not before[name][0] or buffer._version != before[name][1])
+            or not same_bits(buffer, initial[name])
+        )
         evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
         finite = tuple(each for each in evaluated if each is not None)
-        return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer)
+        return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer, profile, written)
 
-    def difference(
-        self,
-        cut_model: CutModel,
-        layout: TrialLayout,
-        again: Callable[[], CutModel] | None = None,
-    ) -> str | None:
-        """Return what differs when the same steps are taken in shards, or None if no bit does.
-
-        Args:
-            again: makes the cut model anew for every step, as another worker would.
-        """
-        shards = _Shards(self, cut_model, layout, again)
+    def difference(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
+        """Return what differs when the same steps are taken in shards, or None if no bit does."""
+        shards = _Shards(self, cut_model, layout)
         found = self._difference_in_training(shards, layout)
         if found is None:
             return self._difference_in_evaluation(shards)
@@ -131,7 +143,7 @@ class CutCheck:
     def _where(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
         """Take the steps again on both sides, and compare operation by operation."""
         plain = _plain_trainer(self.recipe, self.trial_seed)
-        shards = _Shards(self, cut_model, layout, None, modes=("keep",))
+        shards = _Shards(self, cut_model, layout, modes=("keep",))
         for step, window in enumerate(self.windows):
             uncut, cut = Recorder(), Recorder()
 
@@ -155,7 +167,6 @@ class _Shards:
         check: CutCheck,
         cut_model: CutModel,
         layout: TrialLayout,
-        again: Callable[[], CutModel] | None,
         modes: Sequence[Mode] = ("keep", "recompute"),
     ) -> None:
         self._check = check
@@ -163,7 +174,6 @@ class _Shards:
         self._cursors: list[dict[str, Any] | None] = [None] * cut_model.num_shards
         self._cut_model = cut_model
         self._layout = layout
-        self._again = again
         self._modes = modes
 
     def step(self, number: int) -> float:
@@ -173,8 +183,6 @@ class _Shards:
             self._cursors[k] = json.loads(json.dumps(cursor))
             self.segments[k] = segments
 
-        if self._again is not None:
-            self._cut_model = self._again()
         window = _window(*self._check.windows[number])
         engine = self._engine(self._modes[number % len(self._modes)])
         return engine.train([window], number, self._need, publish).loss_sum
@@ -185,22 +193,43 @@ class _Shards:
 
     def _engine(self, mode: Mode) -> Engine:
         check = self._check
+        # A model that runs as it is may keep a state to itself, which would not hop.
+        recipe = check.recipe if self._cut_model.graphs else _without_weights(check.recipe)
         return Engine(
-            self._cut_model, self._layout, check.recipe, check.trial_seed, STEPS_PER_EPOCH, mode
+            self._cut_model, self._layout, recipe, check.trial_seed, STEPS_PER_EPOCH, mode
         )
 
     def _need(self, k: int) -> tuple[Segments, dict[str, Any] | None]:
         return self.segments[k], self._cursors[k]
 
 
+def largest_example(examples: Sequence[Example]) -> Example:
+    """Return the example with the most rows."""
+    return max(examples, key=lambda e: e[0][0].shape[0] if e[0][0].dim() else 0)
+
+
 def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
     """Train copies of the recipe's model and optimizer, so that the recipe stays as it is."""
+    twin = _twin(recipe, copy.deepcopy(recipe.model).train())
+    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
+
+
+def _without_weights(recipe: Recipe) -> Recipe:
+    """Copy a recipe whose parameters have no memory, as on a worker before shards come."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.data.new_empty(0), p.requires_grad) for p in recipe.model.parameters()
+    }
+    return _twin(recipe, copy.deepcopy(recipe.model, memo))
+
+
+def _twin(recipe: Recipe, model: nn.Module) -> Recipe:
+    """Return the recipe over a copy of its model, with a copy of its optimizer."""
     twin = copy.copy(recipe)
-    twin.model = copy.deepcopy(recipe.model).train()
-    pairs = zip(recipe.model.parameters(), twin.model.parameters(), strict=True)
+    twin.model = model
+    pairs = zip(recipe.model.parameters(), model.parameters(), strict=True)
     copies = {id(parameter): copied for parameter, copied in pairs}
     twin.optimizer = clone_optimizer(recipe.optimizer, copies)
-    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
+    return twin
 
 
 def _evaluated(trainer: PlainTrainer, example: Example, trial_seed: int) -> Evaluated | None:

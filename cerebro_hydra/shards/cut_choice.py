@@ -18,11 +18,21 @@ class CutPoints:
         mode: how the model would be cut.
         allowed: the unit calls at which a shard may begin, in order.
         units: every unit call of the model, in order.
+        overwritten: the units whose input the forward overwrites.
+        written: the buffers to which training writes.
     """
 
     mode: CutMode
     allowed: tuple[str, ...]
     units: tuple[str, ...]
+    overwritten: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+
+    def spec(self, at: tuple[str, ...]) -> CutSpec:
+        """Return the spec of a cut at some of these places."""
+        if self.mode == "export":
+            return CutSpec("export", at)
+        return CutSpec("modules", at, self.units, self.overwritten, self.written)
 
 
 @dataclass(frozen=True)
@@ -34,9 +44,9 @@ class CutChoice:
     note: str | None = None
 
 
-def choose_whole() -> CutChoice:
+def choose_whole(points: CutPoints) -> CutChoice:
     """Keep the model as one shard."""
-    return CutChoice(CutSpec("whole"), ("it is the whole model",))
+    return CutChoice(points.spec(()), ("it is the whole model",))
 
 
 def choose_by_time(points: CutPoints, seconds: Sequence[float], number: int) -> CutChoice:
@@ -58,7 +68,7 @@ def choose_by_time(points: CutPoints, seconds: Sequence[float], number: int) -> 
     note = None
     if count < number:
         note = f"{number} shards were asked for, the model has blocks with parameters for {count}"
-    return CutChoice(CutSpec(points.mode, at), why, note)
+    return CutChoice(points.spec(at), why, note)
 
 
 def choose_by_name(points: CutPoints, names: Sequence[str]) -> CutChoice:
@@ -71,7 +81,7 @@ def choose_by_name(points: CutPoints, names: Sequence[str]) -> CutChoice:
     at = tuple(unit for unit in points.allowed if unit in starts)
     why = ["it begins the model"]
     why += [_named(starts[unit], unit) for unit in at]
-    return CutChoice(CutSpec(points.mode, at), tuple(why))
+    return CutChoice(points.spec(at), tuple(why))
 
 
 def choose_by_blocks(points: CutPoints, blocks: Sequence[Sequence[str]]) -> CutChoice:
@@ -92,7 +102,7 @@ def choose_by_blocks(points: CutPoints, blocks: Sequence[Sequence[str]]) -> CutC
                 )
     why = ["it begins the model"]
     why += [_named(shard[0], unit) for shard, unit in zip(blocks[1:], at, strict=True)]
-    return CutChoice(CutSpec(points.mode, at), tuple(why))
+    return CutChoice(points.spec(at), tuple(why))
 
 
 def _start(name: str, points: CutPoints) -> str:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.recipe import units
+from cerebro_hydra.shards.cut_spec import CutSpec, module_of
 from cerebro_hydra.shards.guards import Guards
 from cerebro_hydra.shards.model_key import model_key
-from cerebro_hydra.shards.module_graph import layer_graphs, whole_graph
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.shard_graph import ShardGraph, cut_graph
-from cerebro_hydra.shards.trace import CutFailed, TracedModel, trace
+from cerebro_hydra.shards.trace import CutFailed, TracedModel, first_names, trace
 
 T = TypeVar("T")
 
@@ -37,33 +37,47 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class GraphCut:
+    """Holds the graphs of every shard, of a model that is cut by `torch.export`."""
+
+    train: tuple[ShardGraph, ...]
+    eval: tuple[ShardGraph, ...]
+    outputs: Callable[[Sequence[Any], bool], Any]
+    """Turns the last shard's outputs into the model's own output; the flag says if in training."""
+    guards: tuple[Guards, ...]
+    """The conditions on batches whose shape is not the sample's."""
+
+
+@dataclass(frozen=True)
 class CutModel:
-    """Holds a model cut into shards, without the values of any trial.
+    """Describes a model cut into shards, without the values of any trial.
 
     `params` are in `named_parameters()` order and `buffers` in `named_buffers()` order. Tied
     tensors occur once, under their first name. `tied` maps each trainable parameter that several
-    shards use to these shards; the first of them owns it.
+    shards use to these shards; the first of them owns it. `units` has the unit calls of each shard.
     """
 
     spec: CutSpec
-    train: tuple[ShardGraph, ...]
-    eval: tuple[ShardGraph, ...]
+    units: tuple[tuple[str, ...], ...]
     params: tuple[TensorInfo, ...]
     buffers: tuple[TensorInfo, ...]
     tied: dict[str, tuple[int, ...]]
-    outputs: Callable[[Sequence[Any], bool], Any]
-    """Turns the last shard's outputs into the model's own output; the flag says if in training."""
-    guards: tuple[Guards, ...] = ()
-    """The conditions on batches whose shape is not the sample's."""
+    graphs: GraphCut | None = None
+    """None if the model's own forward runs."""
 
     @property
     def num_shards(self) -> int:
-        return len(self.train)
+        return len(self.units)
 
     @property
     def tied_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups of shards that share a parameter, each with its owner first."""
         return tuple(sorted(set(self.tied.values())))
+
+    @property
+    def shard_of_unit(self) -> dict[str, int]:
+        """Return the shard of each unit, by the module's name."""
+        return {module_of(unit): k for k, units in enumerate(self.units) for unit in units}
 
     @classmethod
     def build(cls, model: nn.Module, spec: CutSpec, sample: Sample) -> CutModel:
@@ -73,15 +87,57 @@ class CutModel:
             CutFailed: the model can't be cut that way.
         """
         if spec.mode == "export":
-            return cls.cut(model, spec, trace(model, sample))
-        if spec.mode == "layers":
-            train, evaluation = (layer_graphs(model, spec.at, mode) for mode in (True, False))
-        else:
-            train, evaluation = ((whole_graph(model, sample, mode),) for mode in (True, False))
-        return cls._assemble(model, spec, train, evaluation, lambda flat, training: flat[0])
+            return cls.by_graph(model, spec, trace(model, sample))
+        return cls.by_modules(model, spec)
 
     @classmethod
-    def cut(cls, model: nn.Module, spec: CutSpec, traced: TracedModel) -> CutModel:
+    def by_modules(cls, model: nn.Module, spec: CutSpec) -> CutModel:
+        """Cut between units; what no unit holds, and units that have never run, are in shard 0."""
+        shards: list[list[str]] = [[] for _ in range(len(spec.at) + 1)]
+        shard_of: dict[str, int] = {}
+        shard = 0
+        for unit in spec.units:
+            shard += unit in spec.at
+            shard_of[module_of(unit)] = shard
+            shards[shard].append(unit)
+        modules = dict(model.named_modules())
+        persistent = set(model.state_dict(keep_vars=True))
+        params = first_names(model.named_parameters(remove_duplicate=False))
+        buffers = first_names(model.named_buffers(remove_duplicate=False))
+        users: dict[str, set[int]] = {}
+        for name in units(model):
+            # A unit that never runs may hold weights that the forward reads, as in DeBERTa.
+            shard = shard_of.get(name, 0)
+            if name not in shard_of:
+                shards[0].append(f"{name}@0")
+            for first, inside in (
+                (params, modules[name].named_parameters(name)),
+                (buffers, modules[name].named_buffers(name)),
+            ):
+                for full_name, _ in inside:
+                    users.setdefault(first[full_name], set()).add(shard)
+        return cls(
+            spec,
+            tuple(map(tuple, shards)),
+            tuple(
+                _info(name, p, min(users.get(name, {0})), not p.requires_grad)
+                for name, p in model.named_parameters()
+            ),
+            tuple(
+                _info(name, b, min(users.get(name, {0})), name not in spec.written)
+                for name, b in model.named_buffers()
+                # The factory makes a buffer again that nobody writes to and no checkpoint holds.
+                if name in spec.written or name in persistent
+            ),
+            {
+                name: tuple(sorted(users[name]))
+                for name, p in model.named_parameters()
+                if p.requires_grad and len(users.get(name, ())) > 1
+            },
+        )
+
+    @classmethod
+    def by_graph(cls, model: nn.Module, spec: CutSpec, traced: TracedModel) -> CutModel:
         """Cut a model that was traced before.
 
         Raises:
@@ -99,15 +155,6 @@ class CutModel:
         def outputs(flat: Sequence[Any], training: bool) -> Any:
             return pytree.tree_unflatten(list(flat), specs[training])
 
-        guards = (traced.train.guards, traced.eval.guards)
-        return cls._assemble(model, spec, train, evaluation, outputs, guards)
-
-    @classmethod
-    def _assemble(
-        cls, model: nn.Module, spec: CutSpec, train: tuple[ShardGraph, ...],
-        evaluation: tuple[ShardGraph, ...], outputs: Callable[[Sequence[Any], bool], Any],
-        guards: tuple[Guards, ...] = (),
-    ) -> CutModel:  # fmt: skip
         owner: dict[str, int] = {}
         for shard, graphs in enumerate(zip(train, evaluation, strict=True)):
             for graph in graphs:
@@ -130,7 +177,8 @@ class CutModel:
             users.add(info.owner)
             if len(users) > 1 and not info.frozen:
                 tied[info.name] = tuple(sorted(users))
-        return cls(spec, train, evaluation, params, buffers, tied, outputs, guards)
+        graph_cut = GraphCut(train, evaluation, outputs, (traced.train.guards, traced.eval.guards))
+        return cls(spec, tuple(g.units for g in train), params, buffers, tied, graph_cut)
 
 
 def _info(name: str, tensor: Tensor, owner: int, frozen: bool) -> TensorInfo:
@@ -168,7 +216,7 @@ class CutModelCache:
 
         def build() -> CutModel:
             if spec.mode == "export":
-                return CutModel.cut(model, spec, self.trace(model, sample))
+                return CutModel.by_graph(model, spec, self.trace(model, sample))
             return CutModel.build(model, spec, sample)
 
         return _once(self._cut_models, model_key(model, sample), spec, build)

@@ -67,8 +67,9 @@ class CutReport:
     ) -> CutReport:
         """Return the report of a cut model, with the reason for the start of each shard."""
         shards = []
-        for k, graph in enumerate(cut_model.train):
-            names = [unit.removesuffix("@0") for unit in graph.units] or ["(the model)"]
+        for k, units in enumerate(cut_model.units):
+            names = [unit.removesuffix("@0") for unit in units] or ["(the model)"]
+            graphs = cut_model.graphs
             shards.append(
                 ShardReport(
                     first_unit=names[0],
@@ -77,7 +78,7 @@ class CutReport:
                     trainable_params=_count(cut_model, k, frozen=False),
                     frozen_params=_count(cut_model, k, frozen=True),
                     state_nbytes=layout.shards[k].nbytes,
-                    receives=graph.crossing,
+                    receives=graphs.train[k].crossing if graphs else (),
                 )
             )
         return cls(cut_model.spec.mode, tuple(shards), fallback)

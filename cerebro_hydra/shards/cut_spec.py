@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-CutMode = Literal["export", "layers", "whole"]
+CutMode = Literal["export", "modules"]
+
+_LISTS = ("at", "units", "overwritten", "written")
 
 
 @dataclass(frozen=True)
@@ -14,17 +16,29 @@ class CutSpec:
     """Describes a cut of a model: its mode, and where its shards begin.
 
     Args:
-        mode: "export" cuts the flat graph of `torch.export`, "layers" cuts between the children of
-            a `Sequential`, and "whole" keeps the model as one shard.
-        at: the unit calls, `module@call`, at which shards 1, 2, ... begin.
+        mode: "export" cuts the flat graph of `torch.export`, "modules" runs the model's own forward
+            and stops it between units.
+        at: the unit calls, `module@call`, at which shards 1, 2, ... begin. Without any, the model
+            is one shard.
+        units: the first call of each unit in the order in which they come, where mode is "modules".
+        overwritten: those of them whose input the forward overwrites; they are never run again.
+        written: the buffers to which training writes.
     """
 
     mode: CutMode
     at: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    overwritten: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {"mode": self.mode, "at": list(self.at)}
+        return {"mode": self.mode} | {name: list(getattr(self, name)) for name in _LISTS}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> CutSpec:
-        return cls(document["mode"], tuple(document["at"]))
+        return cls(document["mode"], *(tuple(document[name]) for name in _LISTS))
+
+
+def module_of(unit: str) -> str:
+    """Return the module's name in a unit call, `module@call`."""
+    return unit.rpartition("@")[0]

@@ -25,7 +25,7 @@ def first_difference(
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     averages = {} if trainer.ema is None else dict(trainer.ema.module.named_parameters())
     for shard, segments in zip(layout.shards, shards, strict=True):
-        state = ShardState(shard, **segments)
+        state = ShardState(shard, segments)
         optimizer = state.existing_optimizer_state()
         for name, parameter in state.params.items():
             if not same_bits(parameter, params[name]):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.plan.validate import validate
@@ -23,13 +24,16 @@ from cerebro_hydra.recipe import (
     RunningEvaluation,
     Window,
 )
+from cerebro_hydra.shards.bound_model import BoundModel, bound_model
 from cerebro_hydra.shards.clipping import clip_coefficient, grad_norms, scale_grads
 from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
 from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.graph_tasks import GraphPredictor, GraphTasks
 from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.microbatch import Microbatch
+from cerebro_hydra.shards.module_tasks import ModuleTasks, predict_by_modules
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.state import ShardState
-from cerebro_hydra.shards.tasks import Microbatch, ShardTasks
 
 Cursor = dict[str, Any]
 Need = Callable[[int], tuple[Segments, Cursor | None]]
@@ -83,7 +87,6 @@ class Engine:
         self._steps_per_epoch = steps_per_epoch
         self._keep = mode == "keep"
         self._schedules: dict[tuple[int, bool], list[Action]] = {}
-        self._owner = {t.name: t.owner for t in (*cut_model.params, *cut_model.buffers)}
         self._shapes_seen: set[tuple[torch.Size, ...]] = set()
 
     def train(
@@ -114,12 +117,12 @@ class Engine:
             UnfitShape: a batch has a shape that the cut model can't take.
         """
         run = _SubEpoch(self._cut_model, self._layout, self._recipe, self._steps_per_epoch,
-                        self._keep, need, publish, epoch_metrics)  # fmt: skip
+                        need, publish, epoch_metrics)  # fmt: skip
         loss_sum, rows, step = 0.0, 0, start_step
-        try:
+        with run.tasks(self._keep) as tasks:
             for window, is_last in _with_last(windows):
                 batches = self._microbatches(window, step)
-                run.window(self._actions(len(window), is_last), batches, step)
+                run.window(tasks, self._actions(len(window), is_last), batches, step)
                 sums = [b.loss * batch.rows for b, batch in zip(batches, window, strict=True)]
                 for each in sums:
                     loss_sum += each
@@ -128,8 +131,6 @@ class Engine:
                 if on_step is not None:
                     on_step(step, sum(sums) / window_rows)
                 step += 1
-        finally:
-            run.let_go()
         return TrainTotals(loss_sum, rows, step - start_step)
 
     def evaluate(
@@ -148,41 +149,25 @@ class Engine:
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite.
         """
-        recipe, cut_model = self._recipe, self._cut_model
-        shards: dict[int, ShardState] = {}
-        scratch: dict[str, Tensor] = {}
+        recipe = self._recipe
         evaluation = RunningEvaluation(recipe)
-        for batch in batches:
-            features, targets = recipe.collated(batch.features, batch.labels, None)
-            inputs = recipe.inputs(features, targets)
-            self._check_shapes(inputs)
-            with torch.no_grad(), recipe.precision():
-                for k, graph in enumerate(cut_model.eval):
-                    if k not in shards:
-                        segments, _ = need(k)
-                        shards[k] = ShardState(self._layout.shards[k], **segments)
-                        for name in graph.mutates:
-                            scratch[name] = shards[self._owner[name]].buffers[name].clone()
-                outputs = self._forward(shards, scratch, inputs)
-                if on_outputs is not None:
-                    on_outputs(outputs)
-                loss = recipe.compute_loss(outputs, targets).item()
-                evaluation.add(loss, outputs, targets, batch.rows)
+        with self._predictor(need) as predict:
+            for batch in batches:
+                features, targets = recipe.collated(batch.features, batch.labels, None)
+                inputs = recipe.inputs(features, targets)
+                self._check_shapes(inputs)
+                with torch.no_grad(), recipe.precision():
+                    outputs = predict(inputs)
+                    if on_outputs is not None:
+                        on_outputs(outputs)
+                    loss = recipe.compute_loss(outputs, targets).item()
+                    evaluation.add(loss, outputs, targets, batch.rows)
         return evaluation.result()
 
-    def _forward(
-        self, shards: Mapping[int, ShardState], scratch: Mapping[str, Tensor],
-        inputs: Sequence[Tensor],
-    ) -> Any:  # fmt: skip
-        values: dict[str, Any] = {}
-        out: Sequence[Any] = ()
-        for graph in self._cut_model.eval:
-            tensors = [shards[self._owner[n]].evaluated[n] for n in graph.params]
-            tensors += [scratch.get(n, shards[self._owner[n]].buffers[n]) for n in graph.buffers]
-            live = [values[n] for n in graph.live_in]
-            out = graph.run(*tensors, *live, *(inputs[i] for i in graph.inputs))
-            values = dict(zip(graph.live_out, out, strict=False))
-        return self._cut_model.outputs(out, False)
+    def _predictor(self, need: Need) -> AbstractContextManager[Callable[[Sequence[Tensor]], Any]]:
+        if self._cut_model.graphs is None:
+            return predict_by_modules(self._cut_model, self._layout, self._recipe, need)
+        return nullcontext(GraphPredictor(self._cut_model, self._layout, need))
 
     def _microbatches(self, window: Window, step: int) -> list[Microbatch]:
         total = sum(batch.rows for batch in window)
@@ -202,7 +187,7 @@ class Engine:
         shapes = tuple(x.shape for x in inputs)
         if shapes in self._shapes_seen:
             return
-        for guards in self._cut_model.guards:
+        for guards in self._cut_model.graphs.guards if self._cut_model.graphs else ():
             if (condition := guards.violated(inputs)) is not None:
                 raise UnfitShape(
                     f"collate gave a batch of shapes {[tuple(s) for s in shapes]}, which the cut "
@@ -226,8 +211,9 @@ class _SubEpoch:
 
     def __init__(
         self, cut_model: CutModel, layout: TrialLayout, recipe: Recipe, steps_per_epoch: int,
-        keep: bool, need: Need, publish: Publish, epoch_metrics: Mapping[str, float] | None,
+        need: Need, publish: Publish, epoch_metrics: Mapping[str, float] | None,
     ) -> None:  # fmt: skip
+        self._cut_model = cut_model
         self._layout = layout
         self._recipe = recipe
         self._steps_per_epoch = steps_per_epoch
@@ -237,51 +223,87 @@ class _SubEpoch:
         self._order = [p.name for p in cut_model.params]
         self._states: dict[int, ShardState] = {}
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
-        self._tasks = ShardTasks(cut_model, self._states, recipe.precision, keep)
         self._coefficient: Tensor | None = None
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
+        self._bound: BoundModel | None = None
+        self._step = 0
 
-    def window(self, actions: Sequence[Action], batches: Sequence[Microbatch], step: int) -> None:
+    @contextmanager
+    def tasks(self, keep: bool) -> Iterator[GraphTasks | ModuleTasks]:
+        """Return what runs F and B, for the time of the sub-epoch."""
+        recipe, cut_model = self._recipe, self._cut_model
+        try:
+            if cut_model.graphs is not None:
+                yield GraphTasks(cut_model, self._states, recipe.precision, keep)
+                return
+            recipe.model.train()
+            with bound_model(recipe.model) as self._bound:
+                tasks = ModuleTasks(cut_model, recipe, self._bound, recompute=not keep)
+                with tasks.attached():
+                    yield tasks
+                self._bound.check_buffers()
+        finally:
+            self._let_go()
+
+    def window(
+        self,
+        tasks: GraphTasks | ModuleTasks,
+        actions: Sequence[Action],
+        batches: Sequence[Microbatch],
+        step: int,
+    ) -> None:
         """Carry out the actions of one optimizer step."""
         self._coefficient = None
-        for action in actions:
-            k, microbatch = action.shard, action.microbatch
-            if k not in self._states:
-                self._receive(k, step)
-            match action.kind:
-                case ActionKind.F:
-                    batch = batches[microbatch or 0]
-                    self._tasks.forward(k, batch)
-                    if k == len(self._layout.shards) - 1 and not math.isfinite(batch.loss):
-                        raise NonFiniteLoss(
-                            f"the loss is {batch.loss} at step {step}, batch {microbatch} of its "
-                            "window; try a lower learning rate or clip_grad_norm"
-                        )
-                case ActionKind.B:
-                    self._tasks.backward(k, batches[microbatch or 0])
-                case ActionKind.U:
-                    self._update(k, step)
-                case ActionKind.SEND:
-                    self._send(k, step + 1)
-                case _:
-                    raise AssertionError(f"{action} moves a shard, but this schedule moves none")
+        self._step = step
+        pending = iter(actions)
+        for number, batch in enumerate(batches):
+            tasks.run(batch, partial(self._reach, pending, number))
+        for action in pending:
+            self._move(action)
 
-    def let_go(self) -> None:
+    def _reach(
+        self, pending: Iterator[Action], microbatch: int, kind: Literal["F", "B"], k: int
+    ) -> None:
+        """Carry out the actions that come before F or B of a shard."""
+        for action in pending:
+            if action.kind in (ActionKind.F, ActionKind.B):
+                if (action.kind, action.shard, action.microbatch) != (kind, k, microbatch):
+                    raise AssertionError(f"the schedule lists {action} before {kind} of shard {k}")
+                break
+            self._move(action)
+        if k not in self._states:
+            self._receive(k)
+
+    def _move(self, action: Action) -> None:
+        match action.kind:
+            case ActionKind.U:
+                self._update(action.shard)
+            case ActionKind.SEND:
+                self._send(action.shard)
+            case _:
+                raise AssertionError(f"{action} moves a shard, but this schedule moves none")
+
+    def _let_go(self) -> None:
         """Refer to no segment any more: an optimizer and its scheduler refer to one another."""
         for optimizer, _ in self._optimizers.values():
             optimizer.state.clear()
             optimizer.param_groups.clear()
         self._states.clear()
 
-    def _receive(self, k: int, step: int) -> None:
+    def _receive(self, k: int) -> None:
         segments, cursor = self._need(k)
-        state = ShardState(self._layout.shards[k], **segments)
+        if self._bound is None:
+            state = ShardState(self._layout.shards[k], segments)
+        else:
+            state = self._bound.bind(self._layout.shards[k], segments)
         mine = {self._original[name]: p for name, p in state.params.items()}
         optimizer = clone_optimizer(self._recipe.optimizer, mine)
         scheduler = self._recipe.lr_schedule.make(optimizer, self._steps_per_epoch)
         if cursor is not None:
-            if cursor["step"] != step:
-                raise ValueError(f"shard {k} is at step {cursor['step']}, training at step {step}")
+            if cursor["step"] != self._step:
+                raise ValueError(
+                    f"shard {k} is at step {cursor['step']}, training at step {self._step}"
+                )
             restore_cursor(cursor, optimizer, scheduler)
         if self._epoch_metrics is not None:
             self._recipe.lr_schedule.begin_epoch(scheduler, self._epoch_metrics)
@@ -289,7 +311,7 @@ class _SubEpoch:
         self._states[k] = state
         self._optimizers[k] = (optimizer, scheduler)
 
-    def _update(self, k: int, step: int) -> None:
+    def _update(self, k: int) -> None:
         state = self._states[k]
         limit = self._recipe.clip_grad_norm
         if limit is not None:
@@ -306,13 +328,13 @@ class _SubEpoch:
         state.keep_optimizer(optimizer)
         self._recipe.lr_schedule.after_step(scheduler)
         if self._recipe.ema is not None:
-            state.average(self._recipe.ema, first=step == 0)
+            state.average(self._recipe.ema, first=self._step == 0)
         for parameter in state.params.values():
             parameter.grad = None
 
-    def _send(self, k: int, next_step: int) -> None:
+    def _send(self, k: int) -> None:
         optimizer, scheduler = self._optimizers[k]
-        cursor = make_cursor(next_step, optimizer, scheduler)
+        cursor = make_cursor(self._step + 1, optimizer, scheduler)
         self._publish(k, self._states[k].segments, cursor)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -24,15 +26,26 @@ class ShardState:
     copy if that segment was not 64-byte aligned, because kernels may then round otherwise.
     The frozen segment may be read-only and shared.
 
+    Args:
+        parameters: a model's own parameters, by name, which are bound to the segments' memory and
+            lose what they were bound to. Without them, new parameters are made.
+
     Raises:
         ValueError: a segment does not have this layout.
     """
 
-    def __init__(self, layout: ShardLayout, frozen: Bytes, trainable: Bytes) -> None:
+    def __init__(
+        self,
+        layout: ShardLayout,
+        segments: Segments,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        frozen, trainable = segments["frozen"], segments["trainable"]
         layout.frozen.check(frozen, "frozen")
         layout.trainable.check(trainable, "trainable")
         self.frozen = frozen
         self.trainable = _aligned(trainable)
+        self._bound = parameters
         self.params: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.ema: dict[str, Tensor] = {}
@@ -53,7 +66,11 @@ class ShardState:
     def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
         kind, _, rest = name.partition(":")
         if kind == "param":
-            self.params[rest] = nn.Parameter(view, requires_grad=not is_frozen)
+            if self._bound is None:
+                self.params[rest] = nn.Parameter(view, requires_grad=not is_frozen)
+            else:
+                self.params[rest] = self._bound[rest]
+                self.params[rest].data = view
         elif kind == "buffer":
             self.buffers[rest] = view
         elif kind == "ema":

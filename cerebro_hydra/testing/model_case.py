@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache, partial
@@ -45,9 +46,9 @@ class ModelCase(ABC):
 
     Attributes:
         columns: names of the features and targets, in the order of `batch`.
-        cuts: numbers of shards to try; of a model that can't be cut, what a user might ask for.
+        cuts: numbers of shards to try.
         rows: a full batch and the smaller last one.
-        mode: what admission must choose, "export", "layers" or "whole".
+        ways: how the model can be cut; "export" is left out where it can't be exported.
         in_processes: whether the run that is replayed has two agents in processes of their own;
             otherwise it takes place in this process, which is faster.
     """
@@ -55,7 +56,7 @@ class ModelCase(ABC):
     columns: ClassVar[Columns] = Columns(("features",), ("label",))
     cuts: ClassVar[tuple[int, ...]] = (2, 3)
     rows: ClassVar[tuple[int, int]] = (6, 4)
-    mode: ClassVar[str] = "export"
+    ways: ClassVar[tuple[str, ...]] = ("modules", "export")
     in_processes: ClassVar[bool] = True
 
     @abstractmethod
@@ -85,9 +86,10 @@ class ModelCase(ABC):
         every = self.make(1).accumulate
         return [[b[i : i + every] for i in range(0, len(b), every)] for b in batches]
 
-    def start(self, shards: Shards, mode: Mode = "keep") -> CutTrial:
+    def start(self, shards: Shards, mode: Mode = "keep", cut: str = "modules") -> CutTrial:
         """Admit the recipe on batches of both sizes."""
         recipe = self.make(shards)
+        recipe.cut = cut
         examples = [self.batch(n, seed) for seed, n in enumerate(self.rows)]
         cut_models = _cut_models_of(type(self))
         admission = admit(recipe, examples, TRIAL_SEED, cut_models)
@@ -105,21 +107,20 @@ class ModelCase(ABC):
     # ------------------------------------------------------------------ the promises
 
     def test_admission_cuts_as_asked(self) -> None:
-        """Admission chooses the mode that the case names, and as many shards as asked for."""
-        for shards in self.cuts:
-            trial = self.start(shards)
+        """Admission cuts in the way that is asked for, and into as many shards."""
+        for cut, shards in itertools.product(self.ways, self.cuts):
+            trial = self.start(shards, cut=cut)
             report = trial.admission.report
-            assert report.mode == self.mode, report.text()
-            if self.mode != "whole":
-                assert report.fallback is None, report.text()
-            assert trial.cut_model.num_shards == (1 if self.mode == "whole" else shards)
+            assert report.mode == cut, report.text()
+            assert report.fallback is None, report.text()
+            assert trial.cut_model.num_shards == shards
 
     def test_cut_equals_eager(self) -> None:
         """Losses and the whole state agree in every bit, at every cut, over hops."""
         plain = self.plain()
         sums = [plain.train(windows) for windows in self.sub_epochs()]
-        for shards in self.cuts:
-            trial = self.start(shards)
+        for cut, shards in itertools.product(self.ways, self.cuts):
+            trial = self.start(shards, cut=cut)
             totals = [trial.train(windows) for windows in self.sub_epochs()]
             assert [(t.loss_sum, t.rows) for t in totals] == sums
             different = set(trial.losses)
@@ -128,12 +129,13 @@ class ModelCase(ABC):
 
     def test_recompute_equals_keep(self) -> None:
         """Graphs that are kept and graphs that are made again give the same bytes."""
-        kept, again = (self.start(self.cuts[-1], mode) for mode in ("keep", "recompute"))
-        for windows in self.sub_epochs():
-            kept.train(windows)
-            again.train(windows)
-        assert kept.losses == again.losses
-        assert kept.shards == again.shards
+        for cut in self.ways:
+            kept, again = (self.start(self.cuts[-1], mode, cut) for mode in ("keep", "recompute"))
+            for windows in self.sub_epochs():
+                kept.train(windows)
+                again.train(windows)
+            assert kept.losses == again.losses
+            assert kept.shards == again.shards
 
     def test_hop_equals_stay(self) -> None:
         """A hop through bytes and JSON after every step changes nothing."""
@@ -150,8 +152,8 @@ class ModelCase(ABC):
         plain = self.plain()
         unseen = [self._batch(n, 100 + n) for n in self.rows]
         plain.train(self.sub_epochs()[0])
-        for shards in self.cuts:
-            trial = self.start(shards)
+        for cut, shards in itertools.product(self.ways, self.cuts):
+            trial = self.start(shards, cut=cut)
             trial.train(self.sub_epochs()[0])
             before = list(trial.shards)
             assert trial.evaluate(unseen) == plain.evaluate(unseen)

@@ -113,9 +113,9 @@ class TestT5(ModelCase):
 
     def test_the_table_is_tied_thrice_and_the_encoders_output_crosses_every_later_cut(self) -> None:
         later = ["decoder.block.0", "decoder.block.1", "decoder.final_layer_norm"]
-        trial = self.start(["encoder.block.1", *later])
+        trial = self.start(["encoder.block.1", *later], cut="export")
         assert trial.cut_model.tied == {"shared.weight": (0, 1, 4)}
-        live_in = [set(graph.live_in) for graph in trial.cut_model.train]
+        live_in = [set(graph.live_in) for graph in trial.cut_model.graphs.train]
         assert live_in[2] & live_in[3] & live_in[4]
 
 
@@ -135,7 +135,7 @@ class TestLSTM(ModelCase):
         return (sentences(rows, seed)[0],), (classes(rows, seed),)
 
     def test_the_recurrent_layer_is_in_one_shard(self) -> None:
-        assert self.start(3).admission.spec.at == ("recurrent@0", "head@0")
+        assert self.start(3, cut="export").admission.spec.at == ("recurrent@0", "head@0")
 
 
 class TestGRU(TestLSTM):
@@ -149,12 +149,10 @@ def shortened(batch: Batch, training: bool) -> Batch:
 
 
 class TestLSTMOfDynamicLength(TestLSTM):
-    """Its graph holds for one length alone, so with batches of several it is one shard, through
-    the fallback, where the modules run as they are."""
+    """Its graph holds for one length alone, so it is cut by modules only."""
 
     columns = Columns(("tokens",), ("label",))
-    cuts = (3, 1)
-    mode = "whole"
+    ways = ("modules",)
 
     def recipe(self, shards: Shards) -> Recipe:
         return replace(super().recipe(shards), collate=shortened)
@@ -163,8 +161,8 @@ class TestLSTMOfDynamicLength(TestLSTM):
         return (sentences(rows, seed, LENGTH - seed % 5)[0],), (classes(rows, seed),)
 
     def test_the_recurrent_layer_is_in_one_shard(self) -> None:
-        report = self.start(3).admission.report
-        assert len(report.shards) == 1
+        report = self.start(3, cut="export").admission.report
+        assert report.mode == "modules"
         assert "its graph holds for batches of length" in report.fallback
 
     def test_export_loads_without_its_source(self, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Trial(CutTrial):
         params = dict(self.recipe.model.named_parameters())
         buffers = dict(self.recipe.model.named_buffers())
         for layout, of_shard in zip(self.layout.shards, segments, strict=True):
-            state = ShardState(layout, **of_shard)
+            state = ShardState(layout, of_shard)
             with torch.no_grad():
                 for name, parameter in state.params.items():
                     params[name].copy_(parameter)
@@ -75,21 +75,36 @@ def start(
 
 
 def assert_equal_to_plain(
-    make: Callable[[], Recipe], sub_epochs, mode: Mode = "keep", cut: str | None = "export"
+    make: Callable[[], Recipe],
+    sub_epochs,
+    mode: Mode = "keep",
+    cut: str = "export",
+    asked: str | None = None,
 ) -> Trial:
-    """Train twice, plainly and in shards with a hop after every sub-epoch; every bit agrees."""
+    """Train plainly and in shards with a hop after every sub-epoch; every bit agrees.
+
+    The shards are cut by modules, and where `cut` is "export" also as a graph, whose trial is
+    returned. Admission chooses `cut` where it is `asked` for that, or for something else.
+    """
     reference = make()
     sums, training = plain.train(reference, sub_epochs, STEPS_PER_EPOCH)
-    trial = start(make(), [w for windows in sub_epochs for w in windows], mode)
-    if cut is not None:
-        assert trial.admission.spec.mode == cut, trial.admission.report.text()
-    totals = [trial.train(windows) for windows in sub_epochs]
-    assert [t.loss_sum for t in totals] == sums
-    assert [t.rows for t in totals] == [sum(b.rows for w in s for b in w) for s in sub_epochs]
-    assert plain.everything(trial.loaded()) == plain.everything(reference)
-    averages = {n: plain.bits(t) for n, t in trial.tensors().items() if n.startswith("ema:")}
-    expected = {n: plain.bits(t) for n, t in training.tensors().items() if n.startswith("ema:")}
-    assert averages == expected
-    groups = trial.cursor(0)["groups"]
-    assert [g["lr"] for g in groups] == [g["lr"] for g in reference.optimizer.param_groups]
-    return trial
+    trials = []
+    for way, wish in {"modules": "modules", cut: asked or cut}.items():
+        recipe = make()
+        recipe.cut = wish
+        trial = start(recipe, [w for windows in sub_epochs for w in windows], mode)
+        assert trial.admission.spec.mode == way, trial.admission.report.text()
+        totals = [trial.train(windows) for windows in sub_epochs]
+        assert [t.loss_sum for t in totals] == sums
+        assert [t.rows for t in totals] == [sum(b.rows for w in s for b in w) for s in sub_epochs]
+        assert plain.everything(trial.loaded()) == plain.everything(reference)
+        averages = {n: plain.bits(t) for n, t in trial.tensors().items() if n.startswith("ema:")}
+        expected = {n: plain.bits(t) for n, t in training.tensors().items() if n.startswith("ema:")}
+        assert averages == expected
+        groups = trial.cursor(0)["groups"]
+        assert [g["lr"] for g in groups] == [g["lr"] for g in reference.optimizer.param_groups]
+        trials.append(trial)
+    modules = trials[0]
+    if modules.recipe.shards != 1 and cut == "export":
+        assert modules.cut_model.num_shards > 1, modules.admission.report.text()
+    return trials[-1]

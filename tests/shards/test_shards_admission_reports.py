@@ -51,8 +51,8 @@ def examples(*rows):
 
 def test_the_first_operation_that_differs_is_named():
     torch.manual_seed(0)
-    admission = admit(recipe_of(Branches(), shards=3), examples(8, 5), 1)
-    assert admission.spec.mode == "whole"
+    admission = admit(recipe_of(Branches(), shards=3, cut="export"), examples(8, 5), 1)
+    assert admission.spec.mode == "modules"
     why = admission.report.fallback
     assert "the first operation whose output differs is aten.sigmoid.default in 'b'" in why
     assert "whose output is float32[8, 6], in step 0" in why
@@ -144,5 +144,5 @@ class Recurrent(nn.Module):
 def test_equal_recurrent_models_share_their_trace(kind):
     cache = CutModelCache()
     for _ in range(2):
-        admit(recipe_of(Recurrent(kind), shards=2), examples(8), 1, cache)
+        admit(recipe_of(Recurrent(kind), shards=2, cut="export"), examples(8), 1, cache)
     assert len(cache._traces) == 1

@@ -56,15 +56,22 @@ def test_a_container_stands_for_its_first_unit():
     assert trial.admission.spec.at == ("1.0@0",)
 
 
-@pytest.mark.parametrize("name", ["0", "4"])
-def test_a_name_that_is_no_place_to_cut_is_refused_with_the_places(name):
-    # 0 begins shard 0 anyway; 4 is a ReLU that writes over what came before.
-    with pytest.raises(ConfigurationError, match=rf"'{name}'.*places \['1', '2', '3', '5'"):
-        start(mlp_recipe(shards=[name])(), two_sub_epochs()[0])
+@pytest.mark.parametrize(
+    ("name", "cut", "places"),
+    [
+        ("0", "export", "'1', '2', '3', '5'"),  # 0 begins shard 0 anyway
+        ("4", "export", "'1', '2', '3', '5'"),  # a ReLU that writes over what came before
+        ("0", "modules", "'1', '2', '3', '4', '5'"),
+    ],
+)
+def test_a_name_that_is_no_place_to_cut_is_refused_with_the_places(name, cut, places):
+    with pytest.raises(ConfigurationError, match=rf"'{name}'.*places \[{places}"):
+        start(mlp_recipe(shards=[name], cut=cut)(), two_sub_epochs()[0])
 
 
-def test_more_shards_than_units_are_clamped_and_the_report_says_so():
-    trial = start(mlp_recipe(shards=50)(), two_sub_epochs()[0])
+@pytest.mark.parametrize("cut", ["modules", "export"])
+def test_more_shards_than_units_are_clamped_and_the_report_says_so(cut):
+    trial = start(mlp_recipe(shards=50, cut=cut)(), two_sub_epochs()[0])
     assert trial.cut_model.num_shards == 4, "a shard without parameters is nothing but overhead"
     assert "50 shards were asked for" in trial.admission.report.text()
 
@@ -80,7 +87,8 @@ def test_a_balanced_cut_isolates_the_heaviest_layer():
 
 
 def test_the_report_counts_what_each_shard_holds_and_receives():
-    report = start(mlp_recipe(shards=["3"])(), two_sub_epochs()[0]).admission.report
+    recipe = mlp_recipe(shards=["3"], cut="export")()
+    report = start(recipe, two_sub_epochs()[0]).admission.report
     first, second = report.shards
     assert (first.first_unit, first.last_unit) == ("0", "2")
     assert (second.first_unit, second.last_unit) == ("3", "8")
@@ -129,7 +137,7 @@ def dict_loss(outputs, labels):
 def test_values_of_inputs_alone_are_made_again_instead_of_shipped():
     make = seeded(Inputs, 4, loss=dict_loss)
     trial = assert_equal_to_plain(make, [zoo.singly(two_inputs(8, 5))] * 2, "recompute")
-    for shard_graph in trial.cut_model.train[1:]:
+    for shard_graph in trial.cut_model.graphs.train[1:]:
         assert len(shard_graph.live_in) == 1, "only the activation crosses"
     frozen = {e.name for s in trial.layout.shards for e in s.frozen.entries}
     assert frozen == {"buffer:scale"}, "what no checkpoint holds, the factory makes again"
@@ -171,14 +179,14 @@ def test_no_cut_parts_two_writers_of_one_buffer():
     assert trial.admission.spec.at == ("norm@0", "c@0")
 
 
-def test_a_model_that_writes_into_its_input_is_cut_at_its_layers():
+def test_a_model_that_writes_into_its_input_is_cut_by_modules():
     def build():
         return nn.Sequential(nn.Hardtanh(-0.5, 0.5, inplace=True), *zoo.mlp())
 
     def sub_epochs():
         return [zoo.singly(zoo.vectors(8, 5)), zoo.singly(zoo.vectors(8, seed=1))]
 
-    make = seeded(build, 3)
+    make = seeded(build, 3, cut="export")
     reference = make()
     plain.train(reference, sub_epochs())
     trial = start(make(), [w for s in sub_epochs() for w in s])
@@ -228,12 +236,14 @@ def test_two_precisions_are_clipped_together():
     assert trial.cut_model.num_shards == 3
 
 
-def test_a_model_that_cannot_be_exported_is_cut_at_its_layers():
+def test_a_sequential_that_cannot_be_exported_is_cut_by_modules():
     def build():
         return nn.Sequential(zoo.Decides(), zoo.Decides(), nn.Dropout(0.2), nn.Linear(6, 3))
 
     make = seeded(build, 3)
-    trial = assert_equal_to_plain(make, two_sub_epochs(), "recompute", cut="layers")
+    trial = assert_equal_to_plain(
+        make, two_sub_epochs(), "recompute", cut="modules", asked="export"
+    )
     assert trial.cut_model.num_shards == 3
     assert "torch.export failed" in trial.admission.report.fallback
 
@@ -243,7 +253,7 @@ def test_layers_with_batch_norm_agree_too():
         return nn.Sequential(zoo.Decides(), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3))
 
     for mode in ("keep", "recompute"):
-        assert_equal_to_plain(seeded(build, ["1", "3"]), two_sub_epochs(), mode, cut="layers")
+        assert_equal_to_plain(seeded(build, ["1", "3"]), two_sub_epochs(), mode, cut="modules")
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -255,14 +265,14 @@ def test_layers_and_whole_models_evaluate_as_plain_ones_do(shards):
     windows = zoo.singly(zoo.vectors(8, 5))
     reference = make()
     _, training = plain.train(reference, [windows])
-    trial = assert_equal_to_plain(make, [windows], cut="whole" if shards == 1 else "layers")
+    trial = assert_equal_to_plain(make, [windows], cut="modules")
     before = [content for content, _ in trial.shards]
     found = trial.evaluate(zoo.vectors(8, 7, seed=3))
     assert found == training.evaluate(zoo.vectors(8, 7, seed=3))
     assert before == [content for content, _ in trial.shards]
 
 
-def test_any_other_model_that_cannot_be_exported_stays_whole():
+def test_any_model_that_cannot_be_exported_is_cut_by_modules():
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -271,9 +281,10 @@ def test_any_other_model_that_cannot_be_exported_stays_whole():
         def forward(self, x):
             return self.last(self.body(x))
 
-    trial = assert_equal_to_plain(seeded(Wrapped, 3), two_sub_epochs(), cut="whole")
-    assert trial.cut_model.num_shards == 1
-    assert "Wrapped is no torch.nn.Sequential" in trial.admission.report.fallback
+    make = seeded(Wrapped, 3)
+    trial = assert_equal_to_plain(make, two_sub_epochs(), cut="modules", asked="export")
+    assert trial.cut_model.num_shards == 2
+    assert "torch.export failed" in trial.admission.report.fallback
 
 
 class FixedRows(nn.Module):
@@ -288,7 +299,8 @@ class FixedRows(nn.Module):
 
 
 def test_a_graph_that_is_wrong_for_another_batch_size_is_noticed():
-    trial = assert_equal_to_plain(seeded(FixedRows), two_sub_epochs(), cut="whole")
+    make = seeded(FixedRows)
+    trial = assert_equal_to_plain(make, two_sub_epochs(), cut="modules", asked="export")
     assert "training differs from the uncut model" in trial.admission.report.fallback
 
 

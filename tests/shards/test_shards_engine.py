@@ -37,7 +37,7 @@ def test_clipping_holds_every_update_back_until_the_whole_norm_is_known():
 
 
 def test_the_first_shard_runs_before_the_second_is_asked_for():
-    trial = trial_of()
+    trial = trial_of(cut="export")
     seen = []
 
     def need(k):
@@ -45,14 +45,15 @@ def test_the_first_shard_runs_before_the_second_is_asked_for():
         return trial.need(k)
 
     arrived = []
-    first, *others = trial.cut_model.train
+    first, *others = trial.cut_model.graphs.train
 
     def spy(*arguments):
         arrived.append(list(seen))
         return first.run(*arguments)
 
     spied = (dataclasses.replace(first, run=spy), *others)
-    trial.cut_model = dataclasses.replace(trial.cut_model, train=spied)
+    graphs = dataclasses.replace(trial.cut_model.graphs, train=spied)
+    trial.cut_model = dataclasses.replace(trial.cut_model, graphs=graphs)
     trial.engine().train(iter(two_sub_epochs()[0]), 0, need, trial.publish)
     assert arrived[0] == [0]
 

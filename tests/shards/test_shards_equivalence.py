@@ -34,7 +34,10 @@ def two_sub_epochs():
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 99])
 def test_any_number_of_shards_gives_the_same_bits(shards, mode):
     trial = assert_equal_to_plain(
-        mlp_recipe(shards=shards), two_sub_epochs(), mode, cut="whole" if shards == 1 else "export"
+        mlp_recipe(shards=shards),
+        two_sub_epochs(),
+        mode,
+        cut="modules" if shards == 1 else "export",
     )
     assert trial.cut_model.num_shards == (shards if shards < 99 else 4)
 
@@ -123,7 +126,7 @@ def test_batch_norm_and_long_skips(shards, mode):
     sub_epochs = [zoo.singly(zoo.images(6, 6, 4)), zoo.singly(zoo.images(6, 4, seed=1))]
     trial = assert_equal_to_plain(resnet_recipe(shards), sub_epochs, mode)
     assert trial.cut_model.num_shards == shards
-    crossing = [len(shard_graph.live_in) for shard_graph in trial.cut_model.train]
+    crossing = [len(shard_graph.live_in) for shard_graph in trial.cut_model.graphs.train]
     assert max(crossing) >= 2, "long skips pass through shards"
 
 

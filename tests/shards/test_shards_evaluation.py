@@ -69,13 +69,13 @@ def admission_of(model: nn.Module, **rules):
 
 def test_attention_of_torch_is_cut_and_evaluates_as_uncut():
     torch.manual_seed(0)
-    assert admission_of(Attention()).spec.mode == "export"
+    assert admission_of(Attention(), cut="export").spec.mode == "export"
 
 
 def test_a_cut_that_evaluates_otherwise_is_given_up():
     torch.manual_seed(0)
-    admission = admission_of(EvaluatesOtherwise())
-    assert admission.spec.mode == "whole"
+    admission = admission_of(EvaluatesOtherwise(), cut="export")
+    assert admission.spec.mode == "modules"
     assert "output 0 of the model in evaluation" in admission.report.fallback
 
 
@@ -127,8 +127,9 @@ class CountsAlways(nn.Module):
         return self.a(x).mean(1) * self.calls
 
 
-def test_evaluation_leaves_buffers_as_they_are():
-    assert admission_of(CountsAlways()).spec.mode == "export"
+@pytest.mark.parametrize("cut", ["modules", "export"])
+def test_evaluation_leaves_buffers_as_they_are(cut):
+    assert admission_of(CountsAlways(), cut=cut).spec.mode == cut
     recipe = recipe_of(CountsAlways())
     scratch: dict[str, torch.Tensor] = {}
     first, second = (recipe.call.evaluate(recipe.model, batch(4, 0)[0], scratch) for _ in range(2))

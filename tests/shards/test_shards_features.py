@@ -33,7 +33,7 @@ def test_mixed_precision(mode):
     trial = assert_equal_to_plain(make, two_sub_epochs(), mode)
     full = assert_equal_to_plain(mlp_recipe(), two_sub_epochs(), mode)
     assert trial.shards[0][0] != full.shards[0][0], "it computes in another precision"
-    (crossing,) = trial.cut_model.train[1].crossing
+    (crossing,) = trial.cut_model.graphs.train[1].crossing
     assert crossing.dtype == "bfloat16", "what crosses has half the bytes"
 
 
@@ -129,7 +129,7 @@ def test_batches_may_differ_in_length():
 
 
 def test_a_length_that_the_graph_can_not_take_is_refused():
-    recipe = mlp_recipe(collate=lambda batch, training: batch)().bind(COLUMNS)
+    recipe = mlp_recipe(collate=lambda batch, training: batch, cut="export")().bind(COLUMNS)
     trial = start(recipe, two_sub_epochs()[0])
     with pytest.raises(ConfigurationError, match=r"can't take: input.shape\[1\] == 6"):
         trial.train(zoo.singly(zoo.vectors(8, features=7)))

@@ -53,11 +53,11 @@ class Shifts(nn.Module):
 def test_a_value_written_in_place_from_inputs_alone_is_made_again(mode):
     trial = assert_equal_to_plain(seeded(lambda: Shifts(False), 4), two_sub_epochs(), mode)
     assert trial.cut_model.num_shards == 4
-    for shard_graph in trial.cut_model.train[1:]:
+    for shard_graph in trial.cut_model.graphs.train[1:]:
         assert len(shard_graph.live_in) == 1, "only the activation crosses"
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_what_training_writes_into_such_a_value_keeps_it_in_one_shard(mode):
-    trial = assert_equal_to_plain(seeded(lambda: Shifts(True), 4), two_sub_epochs(), mode, cut=None)
+    trial = assert_equal_to_plain(seeded(lambda: Shifts(True), 4), two_sub_epochs(), mode)
     assert trial.cut_model.num_shards <= 2

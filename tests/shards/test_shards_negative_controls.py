@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards import engine, shard_graph, tasks
+from cerebro_hydra.shards import engine, graph_tasks, shard_graph
 from cerebro_hydra.shards.cut_model import CutModel
 from tests.shards import plain, zoo
 from tests.shards.hopping import start
@@ -21,11 +21,15 @@ from tests.shards.test_shards_equivalence import (
 )
 
 
-def differing(make, sub_epochs, mode="keep", break_rule=lambda trial: None) -> set[str]:
+def differing(
+    make, sub_epochs, mode="keep", break_rule=lambda trial: None, cut="export"
+) -> set[str]:
     """Return the names of what differs from plain training once a rule is broken."""
     reference = make()
     plain.train(reference, sub_epochs)
-    trial = start(make(), [w for windows in sub_epochs for w in windows], mode)
+    recipe = make()
+    recipe.cut = cut
+    trial = start(recipe, [w for windows in sub_epochs for w in windows], mode)
     break_rule(trial)
     for windows in sub_epochs:
         trial.train(windows)
@@ -51,7 +55,7 @@ def test_without_the_step_in_the_key(monkeypatch):
     assert "param:0.weight" in differing(mlp_recipe(), two_sub_epochs(), break_rule=break_rule)
 
 
-class AddsTiedGradients(tasks.ShardTasks):
+class AddsTiedGradients(graph_tasks.GraphTasks):
     """Adds a tied weight's partial gradient to `.grad` instead of sending it backwards."""
 
     def backward(self, k, batch):
@@ -67,14 +71,14 @@ def test_tied_gradients_added_to_grad_are_wrong_with_accumulation(monkeypatch):
     make = language_recipe(accumulate=3)
 
     def break_rule(trial):
-        monkeypatch.setattr(engine, "ShardTasks", AddsTiedGradients)
+        monkeypatch.setattr(engine, "GraphTasks", AddsTiedGradients)
 
     assert not differing(make, windows)
     names = differing(make, windows, break_rule=break_rule)
     assert "optim:gpt.transformer.wte.weight:exp_avg" in names
 
 
-class RecomputesOnLiveBuffers(tasks.ShardTasks):
+class RecomputesOnLiveBuffers(graph_tasks.GraphTasks):
     def forward(self, k, batch):
         super().forward(k, batch)
         if k in batch.buffers_before:
@@ -85,19 +89,19 @@ def test_recomputation_on_live_buffers_moves_statistics_twice(monkeypatch):
     windows = [zoo.singly(zoo.images(6, 6))]
 
     def break_rule(trial):
-        monkeypatch.setattr(engine, "ShardTasks", RecomputesOnLiveBuffers)
+        monkeypatch.setattr(engine, "GraphTasks", RecomputesOnLiveBuffers)
 
     assert not differing(resnet_recipe(3), windows, "recompute")
     names = differing(resnet_recipe(3), windows, "recompute", break_rule)
     assert "buffer:stem.1.running_mean" in names
 
 
-class AddsPassingGradientsLater(tasks.ShardTasks):
+class AddsPassingGradientsLater(graph_tasks.GraphTasks):
     """Adds the later gradient of a value that passes through after the shard's own."""
 
     def backward(self, k, batch):
-        passing = [n for n in self._cut_model.train[k].live_in
-                   if n in self._cut_model.train[k].live_out]  # fmt: skip
+        passing = [n for n in self._graphs.train[k].live_in
+                   if n in self._graphs.train[k].live_out]  # fmt: skip
         later = {n: batch.grads.pop(n) for n in passing if n in batch.grads}
         super().backward(k, batch)
         for name, grad in later.items():
@@ -130,7 +134,7 @@ def test_a_passing_gradient_added_afterwards_is_wrong(monkeypatch):
         return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=5)
 
     def break_rule(trial):
-        monkeypatch.setattr(engine, "ShardTasks", AddsPassingGradientsLater)
+        monkeypatch.setattr(engine, "GraphTasks", AddsPassingGradientsLater)
 
     assert not differing(make, two_sub_epochs())
     assert "param:first.weight" in differing(make, two_sub_epochs(), break_rule=break_rule)

@@ -84,7 +84,7 @@ def test_parameters_are_bound_in_place_and_momentum_does_not_exist_before_its_fi
     trial = start(mlp_recipe(sgd)(), two_sub_epochs()[0])
     layout = trial.layout.shards[0]
     segments = initial_segments(trial.recipe, trial.layout)[0]
-    state = ShardState(layout, **segments)
+    state = ShardState(layout, segments)
     assert state.existing_optimizer_state() == {}
     with torch.no_grad():
         state.params["0.weight"].fill_(7.0)
@@ -98,7 +98,7 @@ def test_memory_that_is_not_aligned_is_not_trained_in():
     start_at = -raw.ctypes.data % 64 + 8
     raw[start_at : start_at + segments["trainable"].nbytes] = segments["trainable"]
     skewed = raw[start_at : start_at + segments["trainable"].nbytes]
-    state = ShardState(trial.layout.shards[0], segments["frozen"], skewed)
+    state = ShardState(trial.layout.shards[0], {**segments, "trainable": skewed})
     assert state.trainable.ctypes.data % 64 == 0
     assert state.trainable is not skewed
 
@@ -107,7 +107,7 @@ def test_a_segment_of_another_layout_is_refused():
     trial = start(mlp_recipe()(), two_sub_epochs()[0])
     a, b = initial_segments(trial.recipe, trial.layout)[:2]
     with pytest.raises(ValueError, match="belongs to another trial or cut"):
-        ShardState(trial.layout.shards[0], a["frozen"], b["trainable"])
+        ShardState(trial.layout.shards[0], {**a, "trainable": b["trainable"]})
 
 
 def test_parameters_keep_the_order_in_which_they_lie_in_memory():

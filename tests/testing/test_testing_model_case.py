@@ -8,7 +8,7 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards import engine, tasks
+from cerebro_hydra.shards import engine, graph_tasks
 from cerebro_hydra.testing import cut_trial
 from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.load_alone import run_alone
@@ -63,8 +63,8 @@ def test_a_fine_model_passes():
 
 
 class OtherRandomNumbers(Fine):
-    def start(self, shards, mode="keep"):
-        trial = super().start(shards, mode)
+    def start(self, shards, mode="keep", cut="modules"):
+        trial = super().start(shards, mode, cut)
         trial.trial_seed += 1
         return trial
 
@@ -88,8 +88,8 @@ class ForgetsMomentum(CutTrial):
 
 
 class HopsForget(Fine):
-    def start(self, shards, mode="keep"):
-        trial = super().start(shards, mode)
+    def start(self, shards, mode="keep", cut="modules"):
+        trial = super().start(shards, mode, cut)
         trial.__class__ = ForgetsMomentum
         return trial
 
@@ -107,7 +107,7 @@ def test_hops_that_forget_something_are_noticed():
     assert "test_recompute_equals_keep" not in failed
 
 
-class RecomputesOnLiveBuffers(tasks.ShardTasks):
+class RecomputesOnLiveBuffers(graph_tasks.GraphTasks):
     def forward(self, k, batch):
         super().forward(k, batch)
         if k in batch.buffers_before:
@@ -115,9 +115,9 @@ class RecomputesOnLiveBuffers(tasks.ShardTasks):
 
 
 def test_statistics_that_move_twice_are_noticed(monkeypatch):
-    trial = Fine().start(2)  # admission would refuse such an engine
-    monkeypatch.setattr(Fine, "start", lambda self, shards, mode="keep": again(trial, mode))
-    monkeypatch.setattr(engine, "ShardTasks", RecomputesOnLiveBuffers)
+    trial = Fine().start(2, cut="export")  # admission would refuse such an engine
+    monkeypatch.setattr(Fine, "start", lambda self, shards, mode="keep", cut="": again(trial, mode))
+    monkeypatch.setattr(engine, "GraphTasks", RecomputesOnLiveBuffers)
     with pytest.raises(AssertionError):
         Fine().test_recompute_equals_keep()
     Fine().test_hop_equals_stay()
@@ -162,8 +162,8 @@ class EvaluatesBeforeItsTraining(CutTrial):
 
 
 class EvaluatesOldWeights(Fine):
-    def start(self, shards, mode="keep"):
-        trial = super().start(shards, mode)
+    def start(self, shards, mode="keep", cut="modules"):
+        trial = super().start(shards, mode, cut)
         trial.__class__ = EvaluatesBeforeItsTraining
         return trial
 

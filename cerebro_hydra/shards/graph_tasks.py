@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.reseed import random_key
-from cerebro_hydra.shards.sample import Example
 from cerebro_hydra.shards.shard_graph import ShardGraph
 from cerebro_hydra.shards.state import ShardState
 
@@ -30,33 +29,20 @@ class AutogradGraph:
 
 
 @dataclass
-class Microbatch:
+class GraphPass:
     """Carries one batch through the shards: values go forward and gradients go backward."""
 
-    inputs: Sequence[Tensor]
-    loss_of: Callable[[Any], Tensor]
-    weight: float | None  # of its loss in a window of several microbatches, else None
-    key: RandomKey
+    batch: Microbatch
     values: dict[str, Any] = field(default_factory=dict)
     needs_grad: set[str] = field(default_factory=set)
     graphs: dict[int, AutogradGraph] = field(default_factory=dict)
     buffers_before: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
     tied_grads: dict[str, Tensor] = field(default_factory=dict)
-    loss: float = float("nan")
-
-    @classmethod
-    def collated(
-        cls, recipe: Recipe, example: Example, key: RandomKey, weight: float | None
-    ) -> Microbatch:
-        """Return a batch before shard 0, as `collate` leaves it."""
-        features, targets = recipe.collated(*example, key)
-        loss_of = partial(recipe.compute_loss, targets=targets)
-        return cls(recipe.inputs(features, targets), loss_of, weight, key)
 
 
-class ShardTasks:
-    """Runs F and B of one trial's shards.
+class GraphTasks:
+    """Runs F and B of one trial's shards, whose model is cut as a graph.
 
     `states[k]` must be bound before the first task of shard k. With `keep`, autograd's graph lives
     from F to B. Without it, F drops the graph and B computes it again; only the last shard keeps
@@ -70,7 +56,9 @@ class ShardTasks:
         precision: Callable[[], AbstractContextManager[Any]],
         keep: bool,
     ) -> None:
-        self._cut_model = cut_model
+        assert cut_model.graphs is not None
+        self._graphs = cut_model.graphs
+        self._tied = cut_model.tied
         self._states = states
         self._precision = precision
         self._keep = keep
@@ -78,45 +66,56 @@ class ShardTasks:
         self._param_owner = {p.name: p.owner for p in cut_model.params}
         self._buffer_owner = {b.name: b.owner for b in cut_model.buffers}
 
-    def forward(self, k: int, batch: Microbatch) -> None:
+    def run(self, batch: Microbatch, reach: Reach) -> None:
+        """Run F and B of every shard, after `reach` has allowed each of them."""
+        going = GraphPass(batch)
+        for k in range(self._last + 1):
+            reach("F", k)
+            self.forward(k, going)
+        for k in reversed(range(self._last + 1)):
+            reach("B", k)
+            self.backward(k, going)
+
+    def forward(self, k: int, going: GraphPass) -> None:
         """Run F of shard k."""
-        shard_graph = self._cut_model.train[k]
+        shard_graph = self._graphs.train[k]
         buffers = self._buffers(shard_graph)
         keep = self._keep or k == self._last
         if not keep:
             # B runs on the buffers as they are before F, so that statistics don't move twice.
-            batch.buffers_before[k] = {n: buffers[n].clone() for n in shard_graph.mutates}
-        graph = self._run(k, batch, buffers)
+            going.buffers_before[k] = {n: buffers[n].clone() for n in shard_graph.mutates}
+        graph = self._run(k, going, buffers)
         if keep:
-            batch.graphs[k] = graph
+            going.graphs[k] = graph
         for name, value in graph.outputs.items():
             if isinstance(value, Tensor):
                 if value.requires_grad:
-                    batch.needs_grad.add(name)
+                    going.needs_grad.add(name)
                 value = value.detach()
-            batch.values[name] = value
+            going.values[name] = value
         if graph.loss is not None:
-            batch.loss = graph.loss.item()
+            going.batch.finish_forward(graph.loss)
 
-    def backward(self, k: int, batch: Microbatch) -> None:
+    def backward(self, k: int, going: GraphPass) -> None:
         """Run B of shard k, after its F."""
-        graph = batch.graphs.pop(k, None)
+        graph = going.graphs.pop(k, None)
         if graph is None:
-            buffers = self._buffers(self._cut_model.train[k]) | batch.buffers_before.pop(k)
-            graph = self._run(k, batch, buffers)
+            buffers = self._buffers(self._graphs.train[k]) | going.buffers_before.pop(k)
+            graph = self._run(k, going, buffers)
         roots: list[Tensor] = []
         seeds: list[Tensor | None] = []
         if graph.loss is not None:
-            roots.append(graph.loss if batch.weight is None else graph.loss * batch.weight)
+            weight = going.batch.weight
+            roots.append(graph.loss if weight is None else graph.loss * weight)
             seeds.append(None)
         # A value that passes through is a root too: its gradient from later shards comes first.
         for name, value in graph.outputs.items():
-            grad = batch.grads.get(name)
+            grad = going.grads.get(name)
             if grad is not None and value.requires_grad:
                 roots.append(value)
                 seeds.append(grad)
-        for name, users in self._cut_model.tied.items():
-            if k in users and (grad := batch.tied_grads.pop(name, None)) is not None:
+        for name, users in self._tied.items():
+            if k in users and (grad := going.tied_grads.pop(name, None)) is not None:
                 own = self._states[k].params
                 roots.append(graph.tied[name] if name in graph.tied else own[name])
                 seeds.append(grad)
@@ -124,21 +123,21 @@ class ShardTasks:
             torch.autograd.backward(roots, seeds)
         for name in graph.outputs:
             if name not in graph.leaves:
-                batch.grads.pop(name, None)
-                batch.values.pop(name, None)
+                going.grads.pop(name, None)
+                going.values.pop(name, None)
         for name, leaf in graph.leaves.items():
             if leaf.grad is not None:
-                batch.grads[name] = leaf.grad
+                going.grads[name] = leaf.grad
             else:
-                batch.grads.pop(name, None)
-        batch.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
+                going.grads.pop(name, None)
+        going.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
 
     def _buffers(self, graph: ShardGraph) -> dict[str, Tensor]:
         owner = self._buffer_owner
         return {name: self._states[owner[name]].buffers[name] for name in graph.buffers}
 
-    def _run(self, k: int, batch: Microbatch, buffers: Mapping[str, Tensor]) -> AutogradGraph:
-        graph = self._cut_model.train[k]
+    def _run(self, k: int, going: GraphPass, buffers: Mapping[str, Tensor]) -> AutogradGraph:
+        graph = self._graphs.train[k]
         params: list[Tensor] = []
         tied: dict[str, Tensor] = {}
         for name in graph.params:
@@ -151,17 +150,55 @@ class ShardTasks:
         leaves: dict[str, Tensor] = {}
         live: list[Any] = []
         for name in graph.live_in:
-            value = batch.values[name]
-            if name in batch.needs_grad:
+            value = going.values[name]
+            if name in going.needs_grad:
                 leaves[name] = leaf = value.detach().requires_grad_()
                 value = leaf.view_as(leaf)  # not a leaf, as it is in the uncut model
             live.append(value)
-        inputs = [batch.inputs[i] for i in graph.inputs]
-        with torch.enable_grad(), self._precision(), random_key(batch.key):
+        inputs = [going.batch.inputs[i] for i in graph.inputs]
+        with torch.enable_grad(), self._precision(), random_key(going.batch.key):
             if k == 0:
-                batch.key.reseed("")
+                going.batch.key.reseed("")
             out = graph.run(*params, *(buffers[n] for n in graph.buffers), *live, *inputs)
             if k == self._last:
-                loss = batch.loss_of(self._cut_model.outputs(out, True))
+                loss = going.batch.loss_of(self._graphs.outputs(out, True))
                 return AutogradGraph(leaves, {}, tied, loss)
         return AutogradGraph(leaves, dict(zip(graph.live_out, out, strict=True)), tied)
+
+
+class GraphPredictor:
+    """Runs the evaluation graphs of all shards, on copies of buffers that they write to."""
+
+    def __init__(
+        self,
+        cut_model: CutModel,
+        layout: TrialLayout,
+        need: Callable[[int], tuple[Segments, Any]],
+    ) -> None:
+        assert cut_model.graphs is not None
+        self._graphs = cut_model.graphs
+        self._layout = layout
+        self._need = need
+        self._owner = {t.name: t.owner for t in (*cut_model.params, *cut_model.buffers)}
+        self._shards: dict[int, ShardState] = {}
+        self._scratch: dict[str, Tensor] = {}
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the model's outputs."""
+        for k, graph in enumerate(self._graphs.eval):
+            if k not in self._shards:
+                segments, _ = self._need(k)
+                self._shards[k] = ShardState(self._layout.shards[k], segments)
+                for name in graph.mutates:
+                    self._scratch[name] = self._shards[self._owner[name]].buffers[name].clone()
+        values: dict[str, Any] = {}
+        out: Sequence[Any] = ()
+        for graph in self._graphs.eval:
+            tensors = [self._shards[self._owner[n]].evaluated[n] for n in graph.params]
+            tensors += [
+                self._scratch.get(n, self._shards[self._owner[n]].buffers[n]) for n in graph.buffers
+            ]
+            live = [values[n] for n in graph.live_in]
+            out = graph.run(*tensors, *live, *(inputs[i] for i in graph.inputs))
+            values = dict(zip(graph.live_out, out, strict=False))
+        return self._graphs.outputs(out, False)

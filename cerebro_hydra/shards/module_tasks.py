@@ -1,0 +1,208 @@
+"""Runs a model's own forward and backward, and stops at the boundaries between its shards.
+
+Nothing is added to autograd's graph, so the bits are those of the uncut model. A shard begins when
+the forward enters the first of its units. In backward, autograd runs the node that was made last
+among those that are ready, so the node that made a unit's input runs after every node of that unit
+and of all later ones; a hook before it tells that their shards are done.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.bound_model import BoundModel, bound_model
+from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.microbatch import Microbatch, Reach
+
+
+class ModuleTasks:
+    """Runs microbatches of one trial whose model is cut by modules.
+
+    Args:
+        recipe: its model is run, with the tensors that its parameters are bound to.
+        bound: binds the recipe's model to the trial's shards.
+        recompute: drops the activations of all shards but the last after F, and computes them again
+            in B, unit by unit.
+    """
+
+    def __init__(
+        self, cut_model: CutModel, recipe: Recipe, bound: BoundModel, recompute: bool
+    ) -> None:
+        self._recipe = recipe
+        self._bound = bound
+        self._last = cut_model.num_shards - 1
+        self._shard_of = cut_model.shard_of_unit
+        self._overwritten = cut_model.spec.overwritten
+        self._modules = dict(recipe.model.named_modules())
+        self._recompute = recompute
+        self._batch: Microbatch
+        self._reach: Reach
+        self._unit = ""
+        self._forward_at = self._backward_at = 0
+
+    @contextmanager
+    def attached(self) -> Iterator[ModuleTasks]:
+        """Install hooks on the model for a while."""
+        with ExitStack() as stack:
+            stack.enter_context(unit_hooks(self._recipe.model, self._entered))
+            stack.enter_context(boundary_hooks(self._modules, self._shard_of, self._cross))
+            if self._recompute:
+                stack.enter_context(self._recomputed_units())
+            yield self
+
+    def run(self, batch: Microbatch, reach: Reach) -> None:
+        """Run F and B of every shard, after `reach` has allowed each of them."""
+        recipe = self._recipe
+        self._batch, self._reach = batch, reach
+        self._forward_at, self._backward_at = -1, self._last + 1
+        with torch.enable_grad(), recipe.precision():
+            self._go_forward(0)
+            outputs = recipe.call(recipe.model, batch.inputs)
+            self._go_forward(self._last)
+            loss = batch.loss_of(outputs)
+        self._bound.collect_buffers()
+        batch.finish_forward(loss)
+        self._go_backward(self._last)
+        loss = loss if batch.weight is None else loss * batch.weight
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._go_backward(0)
+
+    def _entered(self, unit: str) -> None:
+        self._unit = unit
+        self._batch.key.reseed(unit)
+
+    def _cross(self, shard: int, arguments: Iterable[Any]) -> None:
+        """Begin a shard before the forward enters one of its units for the first time."""
+        if shard <= self._forward_at:
+            return
+        for value in arguments:
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                before = functools.partial(self._go_backward, shard - 1)
+                value.grad_fn.register_prehook(lambda _, before=before: before())
+        self._go_forward(shard)
+
+    def _go_forward(self, shard: int) -> None:
+        while self._forward_at < shard:
+            self._forward_at += 1
+            self._reach("F", self._forward_at)
+
+    def _go_backward(self, shard: int) -> None:
+        while self._backward_at > shard:
+            self._backward_at -= 1
+            self._reach("B", self._backward_at)
+
+    @contextmanager
+    def _recomputed_units(self) -> Iterator[None]:
+        """Run units under a checkpoint, except in the last shard, whose B follows at once."""
+        wrapped = [
+            self._modules[name]
+            for name, shard in self._shard_of.items()
+            if shard < self._last
+            and f"{name}@0" not in self._overwritten
+            and not isinstance(self._modules[name], torch.jit.ScriptModule)
+        ]
+        before = {module: vars(module).get("forward") for module in wrapped}
+        for module in wrapped:
+            module.forward = self._checkpointed(module, module.forward)
+        try:
+            yield
+        finally:
+            for module, forward in before.items():
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+    def _checkpointed(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            unit, key = self._unit, self._batch.key
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            versions = [x._version for x in inputs]
+            # B runs on the buffers as they were before F, so that statistics don't move twice.
+            buffers = {n: b.clone() for n, b in self._bound.buffers_in(module).items()}
+            again = False
+
+            def body(*args: Any, **kwargs: Any) -> Any:
+                nonlocal again
+                if not again:
+                    again = True
+                    return forward(*args, **kwargs)
+                if versions != [x._version for x in inputs]:
+                    raise RuntimeError(
+                        f"an input of {unit!r} was overwritten after its forward, so it can't run "
+                        "again; let the model write into a copy"
+                    )
+                key.reseed(unit)
+                with self._bound.replaced_buffers({n: b.clone() for n, b in buffers.items()}):
+                    return forward(*args, **kwargs)
+
+            return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return run
+
+
+@contextmanager
+def boundary_hooks(
+    modules: Mapping[str, nn.Module],
+    shard_of: Mapping[str, int],
+    cross: Callable[[int, Iterable[Any]], None],
+) -> Iterator[None]:
+    """Call `cross` with the shard and the arguments of each unit behind shard 0 that is entered."""
+
+    def hook_of(shard: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: cross(shard, tree_leaves((args, kwargs)))
+
+    handles = [
+        modules[name].register_forward_pre_hook(hook_of(shard), with_kwargs=True, prepend=True)
+        for name, shard in shard_of.items()
+        if shard
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def predict_by_modules(
+    cut_model: CutModel,
+    layout: TrialLayout,
+    recipe: Recipe,
+    need: Callable[[int], tuple[Segments, Any]],
+) -> Iterator[Callable[[Sequence[Tensor]], Any]]:
+    """Let the recipe's model evaluate; a shard is needed when the forward first enters it."""
+    there = -1
+
+    def go_to(shard: int) -> None:
+        nonlocal there
+        while there < shard:
+            there += 1
+            segments, _ = need(there)
+            bound.bind_evaluated(layout.shards[there], segments)
+
+    def predict(inputs: Sequence[Tensor]) -> Any:
+        go_to(0)
+        outputs = recipe.call(recipe.model, inputs)
+        go_to(cut_model.num_shards - 1)  # the loss may use any parameter
+        return outputs
+
+    model = recipe.model.eval()
+    modules = dict(model.named_modules())
+    with (
+        bound_model(model) as bound,
+        boundary_hooks(modules, cut_model.shard_of_unit, lambda shard, _: go_to(shard)),
+    ):
+        yield predict

@@ -1,0 +1,151 @@
+"""Runs of several trials that are paused between shards, in any order, change no bit."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import Cancelled
+from cerebro_hydra.recipe import PlainTrainer, RandomKey, Recipe
+from cerebro_hydra.shards.bound_model import bound_model
+from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.shards.graph_tasks import GraphTasks
+from cerebro_hydra.shards.layout import TrialLayout, initial_segments
+from cerebro_hydra.shards.microbatch import Microbatch
+from cerebro_hydra.shards.module_tasks import ModuleTasks
+from cerebro_hydra.shards.paused_run import PausedRun
+from cerebro_hydra.shards.sample import Sample
+from cerebro_hydra.shards.state import ShardState
+from cerebro_hydra.shards.state_template import StateTemplate
+from tests.shards import plain, zoo
+
+AT = {"modules": ("1@0", "3@0"), "export": ("1@0", "3@0")}
+UNITS = tuple(f"{n}@0" for n in range(5))
+SHARDS = 3
+
+
+def make(seed: int) -> Recipe:
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 6), nn.Linear(6, 3)
+    )
+    return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+
+
+def interleaved(
+    runs: list[PausedRun], updates: list, choice: random.Random
+) -> list[list[tuple[str, int]]]:
+    """Take the steps of all runs in a random order, with each update right after its B."""
+    steps: list[list[tuple[str, int]]] = [[] for _ in runs]
+    waiting = {number: run.advance() for number, run in enumerate(runs)}
+    while waiting:
+        number = choice.choice(list(waiting))
+        done = waiting.pop(number)
+        assert done is not None
+        steps[number].append(done)
+        following = runs[number].advance()
+        if done[0] == "B":
+            updates[number](done[1])
+        if following is not None:
+            waiting[number] = following
+        torch.rand(3)  # what else runs in this process draws numbers, too
+    return steps
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("cut", ["modules", "export"])
+def test_interleaved_trials_have_the_bits_of_plain_training(cut: str, recompute: bool) -> None:
+    batches = zoo.vectors(8, 5, 7)
+    expected = []
+    for seed in range(3):
+        trainer = PlainTrainer(make(seed), seed, 1)
+        trainer.train([[batch] for batch in batches])
+        expected.append(plain.everything(trainer.recipe))
+
+    recipes = [make(seed) for seed in range(3)]
+    choice = random.Random(3)
+    for step, batch in enumerate(batches):
+        contexts, runs, updates, states_of = [], [], [], []
+        for seed, recipe in enumerate(recipes):
+            example = (batch.features, batch.labels)
+            sample = Sample.of(recipe, example)
+            spec = CutSpec(cut, AT[cut], UNITS if cut == "modules" else ())
+            cut_model = CutModel.build(recipe.model, spec, sample)
+            layout = TrialLayout.make(recipe, cut_model, StateTemplate({}))
+            segments = initial_segments(recipe, layout)
+            states: dict[int, ShardState] = {}
+            if cut == "modules":
+                recipe.model.train()
+                context = bound_model(recipe.model)
+                bound = context.__enter__()
+                states |= {k: bound.bind(s, segments[k]) for k, s in enumerate(layout.shards)}
+                tasks = ModuleTasks(cut_model, recipe, bound, recompute)
+                attached = tasks.attached()
+                attached.__enter__()
+                contexts += [attached, context]
+            else:
+                states |= {k: ShardState(s, segments[k]) for k, s in enumerate(layout.shards)}
+                tasks = GraphTasks(cut_model, states, recipe.precision, not recompute)
+            key = RandomKey(seed, step, 0)
+            made = Microbatch.collated(recipe, example, key, None)
+            runs.append(PausedRun(partial(tasks.run, made)))
+            states_of.append(states)
+
+            def update(k: int, states=states) -> None:
+                with torch.no_grad():
+                    for parameter in states[k].params.values():
+                        parameter.add_(parameter.grad, alpha=-0.1)  # as SGD does
+                        parameter.grad = None
+
+            updates.append(update)
+        steps = interleaved(runs, updates, choice)
+        shards = range(SHARDS)
+        assert steps == [[("F", k) for k in shards] + [("B", k) for k in reversed(shards)]] * 3
+        trained = [
+            {
+                **{n: p.detach().clone() for s in states.values() for n, p in s.params.items()},
+                **{n: b.clone() for s in states.values() for n, b in s.buffers.items()},
+            }
+            for states in states_of
+        ]
+        for context in contexts:
+            context.__exit__(None, None, None)
+        for recipe, tensors in zip(recipes, trained, strict=True):
+            recipe.model.load_state_dict(tensors)
+    for recipe, wanted in zip(recipes, expected, strict=True):
+        assert plain.everything(recipe) == wanted
+
+
+def test_what_a_step_raises_is_raised_by_its_advance() -> None:
+    def run(reach) -> None:
+        reach("F", 0)
+        raise KeyError("lost")
+
+    paused = PausedRun(run)
+    assert paused.advance() == ("F", 0)
+    with pytest.raises(KeyError, match="lost"):
+        paused.advance()
+
+
+def test_a_cancelled_run_ends_where_it_stands() -> None:
+    seen: list[object] = []
+
+    def run(reach) -> None:
+        try:
+            for k in range(3):
+                reach("F", k)
+                seen.append(k)
+        except Cancelled as error:
+            seen.append(str(error))
+            raise
+
+    paused = PausedRun(run)
+    paused.advance()
+    paused.advance()
+    paused.cancel()
+    assert seen == [0, "a run was cancelled before F of shard 1"]
