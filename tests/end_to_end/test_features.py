@@ -40,7 +40,7 @@ def test_every_training_feature_at_once(tmp_path: Path) -> None:
     visit = read_trial(folder, number).result_visit
     live = {}
     for shard in folder.read_state(number, visit)["shards"]:
-        live |= safetensors.torch.load(folder.read_object(shard["trainable"]))
+        live |= safetensors.torch.load(bytes(folder.read_object(shard["trainable"])))
     assert torch.equal(averaged["0.weight"], live["ema:0.weight"])
     assert not torch.equal(averaged["0.weight"], live["param:0.weight"])
 

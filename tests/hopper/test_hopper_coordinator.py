@@ -35,7 +35,7 @@ from tests.hopper.scripted_agents import ScriptedLauncher
 
 def manifest(partitions: int) -> Manifest:
     infos = [
-        PartitionInfo(split, index, 5, 0, partition_path(split, index))
+        PartitionInfo(split, index, 5, 0, f"attempt/{partition_path(split, index)}", digests=(7,))
         for split in ("train", "val")
         for index in range(partitions)
     ]
