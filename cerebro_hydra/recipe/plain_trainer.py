@@ -92,15 +92,17 @@ class PlainTrainer:
         losses = []
         model.zero_grad()
         for microbatch, batch in enumerate(window):
-            loss = self._loss(batch, RandomKey(self._trial_seed, self._steps, microbatch))
-            losses.append(loss.item())
-            if not math.isfinite(losses[-1]):
-                where = f"at step {self._steps}, batch {microbatch} of its window"
-                raise NonFiniteLoss(f"the loss is {losses[-1]} {where}")
-            if len(window) > 1:
-                loss = loss * (batch.rows / rows)
-            self.phase = "backward"
-            loss.backward()
+            key = RandomKey(self._trial_seed, self._steps, microbatch)
+            with unit_hooks(model, key.reseed):  # a checkpoint runs units again in backward
+                loss = self._loss(batch, key)
+                losses.append(loss.item())
+                if not math.isfinite(losses[-1]):
+                    where = f"at step {self._steps}, batch {microbatch} of its window"
+                    raise NonFiniteLoss(f"the loss is {losses[-1]} {where}")
+                if len(window) > 1:
+                    loss = loss * (batch.rows / rows)
+                self.phase = "backward"
+                loss.backward()
         if recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
         if recipe.clip_grad_value is not None:
@@ -118,7 +120,7 @@ class PlainTrainer:
         recipe = self.recipe
         self.phase = "collate"
         features, targets = recipe.collated(batch.features, batch.labels, key)
-        with unit_hooks(recipe.model, key.reseed), recipe.precision():
+        with recipe.precision():
             self.phase = "forward"
             outputs = recipe.call(recipe.model, recipe.inputs(features, targets))
             self.phase = "loss"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.seeds import seed_of
 
 FORWARD = ""
@@ -74,6 +75,14 @@ def install_unit_hooks(
 
     def announce(name: str) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, args: object) -> None:
+            if torch._C._current_graph_task_id() >= 0:  # torch.utils.checkpoint runs it again
+                if calls[name] > 1:
+                    raise ConfigurationError(
+                        f"torch.utils.checkpoint runs {name!r} again, which ran {calls[name]} times "
+                        "in one forward, so its random numbers can't be told; leave it out there"
+                    )
+                entered(f"{name}@0")
+                return
             entered(f"{name}@{calls[name]}")
             calls[name] += 1
 

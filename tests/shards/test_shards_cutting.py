@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import ConfigurationError
@@ -398,3 +399,36 @@ def test_a_model_with_something_unknown_inside_is_not_shared():
         model.secret = iter(())
     a, b = cached(*models)
     assert a is not b
+
+
+class Checkpointed(nn.Module):
+    """Drops activations of its blocks and computes them again in backward, if it is told to."""
+
+    def __init__(self, again: bool, twice: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)) for _ in range(3)
+        )
+        self.last = nn.Linear(6, 3)
+        self.again, self.twice = again, twice
+
+    def forward(self, x):
+        for block in (*self.blocks, *self.blocks[: int(self.twice)]):
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return self.last(x)
+
+
+def test_checkpoints_around_dropout_draw_the_same_numbers_again():
+    trial = assert_equal_to_plain(
+        seeded(lambda: Checkpointed(True), 3), two_sub_epochs(), cut="modules"
+    )
+    assert trial.cut_model.num_shards == 3
+    other = assert_equal_to_plain(
+        seeded(lambda: Checkpointed(False), 3), two_sub_epochs(), cut="modules"
+    )
+    assert plain.everything(trial.loaded()) == plain.everything(other.loaded())
+
+
+def test_a_checkpoint_around_a_unit_that_runs_twice_is_refused():
+    with pytest.raises(ConfigurationError, match=r"checkpoint runs 'blocks.0.0' again.* 2 times"):
+        start(seeded(lambda: Checkpointed(True, twice=True), 3)(), two_sub_epochs()[0])
