@@ -17,6 +17,7 @@ from cerebro_hydra.agent.checkpoint import write_checkpoint
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.segment_store import BUDGET_STATES, SegmentStore
 from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.task_watch import TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
@@ -61,7 +62,7 @@ class Builder:
         self._gradients = 2 * (nbytes // 3)
         self._pool = pool
         layout = SimpleNamespace(step_bytes=lambda first: self._gradients)
-        spec = SimpleNamespace(steps=(1,) * PARTITIONS)
+        spec = SimpleNamespace(steps=(1,) * PARTITIONS, accumulate=1)
         self._runtime = SimpleNamespace(num_shards=1, layout=layout, engine=self, spec=spec)
 
     def num_shards(self, trial: int) -> int:
@@ -117,7 +118,14 @@ class Agent:
         )
         builder: Any = Builder(cluster.nbytes, self.pool)
         self.trainer = Trainer(
-            name, builder, self.store, self.fetch_manager, report, lambda record: None
+            name,
+            builder,
+            self.store,
+            self.fetch_manager,
+            report,
+            lambda record: None,
+            lambda attempt: None,
+            TaskWatch(None, None, print, print),
         )
 
     def fetch(
