@@ -34,15 +34,19 @@ class BufferPool:
         self._peak = 0
 
     def lease(self, nbytes: int) -> Bytes:
-        """Return writable memory of this size, aligned as `aligned` does, with any content."""
+        """Return writable memory of this size, aligned as `aligned` does, with any content.
+
+        Raises:
+            MemoryError: the system has not so much; nothing is lent then.
+        """
         with self._lock:
             self._collect()
-            self._leased += nbytes
-            self._peak = max(self._peak, self._leased)
+            leased = self._leased + nbytes
             memory = self._take(nbytes)
-            self._shrink(self._peak)
+            self._shrink(max(self._peak, leased) - nbytes)
             if memory is None:
                 memory = aligned(nbytes)
+            self._leased, self._peak = leased, max(self._peak, leased)
         return np.asarray(_Lease(memory, self._give_back))
 
     def trim(self, nbytes: int) -> None:

@@ -97,6 +97,7 @@ class Fetch:
                     self.shard_store.put(state, shard.number, Shard(shard.segments, shard.cursor))
                     missing.remove(shard.number)
                     tries = 0
+                    del shard  # while the next one is waited for, these bytes may be spilled
             except TransferError:
                 tries += 1
                 if tries == TRIES or self._cancelled.wait(RETRY_SECONDS):
@@ -106,8 +107,8 @@ class Fetch:
         request = self.request
         assert request.incarnation is not None
         with self.connect(uri) as client:
-            self._use(client)
             try:
+                self._use(client)
                 yield from client.fetch(
                     ShardRequest(
                         request.trial, request.visit, request.incarnation, tuple(sorted(missing))

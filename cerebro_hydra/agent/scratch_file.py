@@ -23,7 +23,9 @@ class ScratchFile:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         if self._file.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
             raise OSError("half of the process's file descriptors are in use (ulimit -n)")
-        content.tofile(self._file)
+        rest = content.data
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):  # not if the folder was no good

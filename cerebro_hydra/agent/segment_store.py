@@ -156,7 +156,11 @@ class SegmentStore:
             return segment.buffer[:]
         assert segment.file is not None, "a segment without a buffer has a file"
         buffer = self.allocate(segment.nbytes)
-        segment.file.read_into(buffer)
+        try:
+            segment.file.read_into(buffer)
+        except OSError as error:
+            why = f"can't read segment {segment.digest} from scratch disk: {error}"
+            raise TransferError(why) from error
         if (found := digest_of(buffer)) != segment.digest:
             raise TransferError(f"segment {segment.digest} has digest {found} on scratch disk")
         segment.buffer = buffer[:]

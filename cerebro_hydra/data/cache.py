@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data.manifest import Manifest, PartitionInfo, stored_name
 from cerebro_hydra.data.partition_rows import checked_rows, local_partition
+from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import digest
 
@@ -45,12 +47,18 @@ class CachedPartition:
 
         Raises:
             DataError: count, row ids, types or contents of the rows are not those of the manifest.
-            StoreError: the store can't be read.
+            StoreError: the store can't be read, or the disk of `cache_dir` can't be written.
         """
         folder = Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
         columns = _checked(folder, info, manifest)
         if columns is None:
-            columns = _built(folder, info, manifest, store, cache_dir)
+            try:
+                columns = _built(folder, info, manifest, store, cache_dir)
+            except OSError as error:
+                raise StoreError(
+                    f"can't decode rows into the scratch folder {cache_dir!r}: {error}; free space "
+                    "there, or choose another disk (spark.local.dir, or TMPDIR without Spark)"
+                ) from error
         return cls(info.rows, columns)
 
 
@@ -75,21 +83,20 @@ def _built(
 
 
 def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: Path) -> None:
+    """Write the columns one after another: on a full disk a write fails, but a map is a SIGBUS."""
     paths = _paths(target, manifest)
-    maps = [
-        np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
-            path, mode="w+", dtype=np.dtype(spec.dtype), shape=(info.rows, *spec.shape)
-        )
-        for path, spec in zip(paths, manifest.columns, strict=True)
-    ]
-    start = 0
-    for rows in checked_rows(info, manifest, data_path):
-        stop = start + len(rows)
-        for values, mapped in zip(rows.columns, maps, strict=True):
-            mapped[start:stop] = values
-        start = stop
-    for mapped in maps:
-        mapped.flush()
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("wb")) for path in paths]
+        for file, spec in zip(files, manifest.columns, strict=True):
+            described = {
+                "descr": np.lib.format.dtype_to_descr(np.dtype(spec.dtype)),
+                "fortran_order": False,
+                "shape": (info.rows, *spec.shape),
+            }
+            np.lib.format.write_array_header_1_0(file, described)  # type: ignore[no-untyped-call]
+        for rows in checked_rows(info, manifest, data_path):
+            for values, file, spec in zip(rows.columns, files, manifest.columns, strict=True):
+                file.write(np.ascontiguousarray(values, spec.dtype).data)
     (target / _DIGESTS).write_text(json.dumps([_digest(path) for path in paths]))
 
 

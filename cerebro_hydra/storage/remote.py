@@ -113,7 +113,7 @@ class RemoteStore(Store):
     def local_copy(self, folder: str, below: str, scratch: str | None = None) -> Iterator[str]:
         """Yield a folder with a copy of what lies at `below`; it is deleted afterwards."""
         with tempfile.TemporaryDirectory(prefix=".copy-", dir=scratch) as copied:
-            with explained("copy", f"{folder}/{below}"):
+            with explained(f"copy '{folder}/{below}' to", copied):
                 self._copy(self._path(f"{folder}/{below}"), os.path.join(copied, below))
             yield copied
 

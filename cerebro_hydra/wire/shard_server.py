@@ -170,6 +170,8 @@ class _ShardConnection(Connection):
     async def _run(self) -> None:
         try:
             await self._converse(self)
+        except asyncio.CancelledError:
+            pass  # the task would keep it, and so the frames and the bytes that were being sent
         except Exception as error:
             self.hang_up(_words(error))
 

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -112,6 +113,14 @@ def test_memory_of_the_same_size_is_lent_again_and_no_other() -> None:
     del again
     smaller = pool.lease(4000)
     assert pool.nbytes == smaller.nbytes, "unused memory had to go, or sizes would add up"
+
+
+def test_memory_that_the_system_refuses_does_not_count_as_lent() -> None:
+    pool = BufferPool()
+    kept = pool.lease(4096)
+    with pytest.raises(MemoryError):
+        pool.lease(1 << 60)
+    assert pool.leased == pool.nbytes == pool.peak == kept.nbytes
 
 
 def test_a_lease_may_end_while_the_garbage_collector_runs_in_the_pool() -> None:

@@ -47,8 +47,14 @@ class Bench:
         return peer
 
 
-def test_a_fetch_that_ends_late_leaves_the_next_one_of_that_state_alone() -> None:
-    bench = Bench()
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.fetch_manager.close()
+
+
+def test_a_fetch_that_ends_late_leaves_the_next_one_of_that_state_alone(bench: Bench) -> None:
     lost = bench.bring("a")
     bench.fetch_manager.drop(0, 3)
     found = bench.bring("b")
@@ -61,8 +67,7 @@ def test_a_fetch_that_ends_late_leaves_the_next_one_of_that_state_alone() -> Non
     assert bench.shard_store.wait(0, 3, 0).segments["trainable"][1][0] == found.fill
 
 
-def test_a_shard_that_comes_late_is_not_taken_for_one_of_the_next_fetch() -> None:
-    bench = Bench()
+def test_a_shard_that_comes_late_is_not_taken_for_one_of_the_next_fetch(bench: Bench) -> None:
     lost = bench.bring("a")
     bench.fetch_manager.drop(0, 3)
     found = bench.bring("b")

@@ -124,6 +124,18 @@ def test_a_disk_that_changed_a_bit_is_found(tmp_path: Path) -> None:
         segment_store.get(first)
 
 
+def test_a_disk_that_fails_is_no_fault_of_the_trial(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 1)
+    first = add(segment_store, 1)
+    add(segment_store, 2)
+    scratch = segment_store._segments[first].file
+    assert scratch is not None
+    with tmp_path.joinpath("not readable").open("wb") as other:
+        os.dup2(other.fileno(), scratch._file.fileno())
+    with pytest.raises(TransferError, match=f"can't read segment {first} from scratch disk: .*Bad"):
+        segment_store.get(first)
+
+
 def test_without_room_on_disk_segments_stay_in_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

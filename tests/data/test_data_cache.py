@@ -20,6 +20,7 @@ from cerebro_hydra.data.reader import read_columns
 from cerebro_hydra.errors import DataError, StoreError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.datasets import write_dataset
+from tests.small_disk import on_small_disk
 
 ROWS = 5003
 NUMBERS = np.random.default_rng(0)
@@ -339,6 +340,30 @@ def test_processes_that_build_the_same_cache_agree(store: LocalStore, manifest: 
     seen = [json.loads(builder.communicate()[0]) for builder in builders]
     assert seen == [build(store, manifest).columns["class"].tolist()] * 2
     assert os.listdir(Path(store.prefix, "raced", manifest.fingerprint)) == ["train-00000"]
+
+
+def test_full_scratch_disk_is_named(store: LocalStore, manifest: Manifest, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    if not (around := on_small_disk(scratch, 20 << 10)):
+        pytest.skip("no disk of its own can be mounted: that needs root, or namespaces of users")
+    done = subprocess.run(
+        [*around, sys.executable, "-c", BUILDER, store.prefix, str(scratch)],
+        input=json.dumps(manifest.to_json()) + "\ngo\n",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+    )
+    assert done.returncode == 1, "it was ended by a signal"
+    assert "StoreError: can't decode rows into the scratch folder" in done.stderr
+    assert f"'{scratch}': [Errno 28] No space left on device; free space there" in done.stderr
+
+
+def test_scratch_that_can_not_be_written_is_named(store: LocalStore, manifest: Manifest) -> None:
+    scratch = file_of(store, manifest)
+    with pytest.raises(StoreError, match=rf"the scratch folder '.*{scratch.name}': .*TMPDIR"):
+        build(store, manifest, cache=str(scratch))
 
 
 def test_reading_is_silent_about_petastorms_age(store: LocalStore, manifest: Manifest) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.small_disk import on_small_disk
+
 pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-MOUNTING = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
-"""A namespace of its own, where anybody may mount."""
-
 ADMISSION = {
     "limited": "raise the limit (ulimit -f)",
     "full": "the disk is full: free space",
@@ -25,13 +24,9 @@ ADMISSION = {
 
 def run(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
     """Run each case on a disk of 6 MB; where nothing can be mounted, only what needs no mount."""
-    mount = f"mount -t tmpfs -o size=6m tmpfs '{folder}'"
-    if not subprocess.run([*MOUNTING, mount], capture_output=True, check=False).returncode:
-        around = [*MOUNTING, f'{mount} && exec "$@"', "sh"]
-    elif cases := [case for case in cases if case == "limited"]:
-        around = []
-    else:
-        pytest.skip("no disk of its own can be mounted")
+    around = on_small_disk(folder, 6 << 20)
+    if not around and not (cases := [case for case in cases if case == "limited"]):
+        pytest.skip("no disk of its own can be mounted: that needs root, or namespaces of users")
     command = [*around, sys.executable, "-m", "tests.tune.full_disk", str(folder), *cases]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
