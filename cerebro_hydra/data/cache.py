@@ -97,7 +97,8 @@ def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: Pat
         for rows in checked_rows(info, manifest, data_path):
             for values, file, spec in zip(rows.columns, files, manifest.columns, strict=True):
                 file.write(np.ascontiguousarray(values, spec.dtype).data)
-    (target / _DIGESTS).write_text(json.dumps([_digest(path) for path in paths]))
+    written = {"partition": info.to_json(), "files": [_digest(path) for path in paths]}
+    (target / _DIGESTS).write_text(json.dumps(written))
 
 
 def _checked(
@@ -107,12 +108,14 @@ def _checked(
     if not folder.is_dir():
         return None
     try:
-        digests = json.loads((folder / _DIGESTS).read_bytes())
-        for path, digest in zip(_paths(folder, manifest), digests, strict=True):
+        written = json.loads((folder / _DIGESTS).read_bytes())
+        if written["partition"] != json.loads(json.dumps(info.to_json())):
+            raise ValueError("it is that of other rows")
+        for path, digest in zip(_paths(folder, manifest), written["files"], strict=True):
             if _digest(path) != digest:
                 raise ValueError(f"{path.name} has other content than was written")
         return _mapped(folder, info, manifest)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, LookupError, ValueError, TypeError, RecursionError) as error:
         _LOGGER.warning("the cache %r is damaged (%s): it is decoded again", str(folder), error)
         shutil.rmtree(folder, ignore_errors=True)
         return None

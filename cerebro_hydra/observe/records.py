@@ -144,15 +144,13 @@ def records_of(folder: RunFolder) -> Iterator[Record]:
     limits = {**_LIMITS, **_limits_of(document)}
     yield RunStarted(document)
     first = last = 0.0
-    for segment in folder.read_segments():
-        for line in segment:
-            if "event" in line:
-                decision = Decision.from_json(line)
-                for each in (decision.event, *decision.instructions):
-                    _check(each, limits, f"record {decision.seq} of run {folder.path!r}")
-                last = decision.time
-                first = first or last
-                yield decision
+    for line in folder.read_records():
+        decision = Decision.from_json(line)
+        for each in (decision.event, *decision.instructions):
+            _check(each, limits, f"record {decision.seq} of run {folder.path!r}")
+        last = decision.time
+        first = first or last
+        yield decision
     yield RunEnded(last - first)
 
 

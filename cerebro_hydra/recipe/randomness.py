@@ -78,8 +78,8 @@ def install_unit_hooks(
             if torch._C._current_graph_task_id() >= 0:  # torch.utils.checkpoint runs it again
                 if calls[name] > 1:
                     raise ConfigurationError(
-                        f"torch.utils.checkpoint runs {name!r} again, which ran {calls[name]} times "
-                        "in one forward, so its random numbers can't be told; leave it out there"
+                        f"torch.utils.checkpoint runs {name!r} again, which ran {calls[name]} "
+                        "times in one forward, so its random numbers can't be told; leave it out there"
                     )
                 entered(f"{name}@0")
                 return

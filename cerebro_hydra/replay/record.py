@@ -48,11 +48,10 @@ def read_trial(folder: RunFolder, trial: int) -> TrialRecord:
         JournalError: the journal is damaged.
     """
     record = TrialRecord()
-    for segment in folder.read_segments():
-        for line in segment:
-            for instruction in _value(line, "instructions", list[dict[str, Any]], []):
-                if instruction.get("trial") == trial:
-                    _apply(record, instruction)
+    for line in folder.read_records():
+        for instruction in _value(line, "instructions", list[dict[str, Any]], []):
+            if instruction.get("trial") == trial:
+                _apply(record, instruction)
     return record
 
 

@@ -5,6 +5,7 @@ PyTorch's own modules never call them so, but a graph from a file may.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -93,6 +94,33 @@ def _recurrent(
     )
 
 
+def _attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> bool:
+    return key.dim() > 1 and value.dim() > 1 and key.shape[-2] == value.shape[-2]
+
+
+def _repeats(repeats: Tensor | int, **options: Any) -> bool:
+    # Counts whose sum overflows would be written to a tensor that is too small.
+    return not isinstance(repeats, Tensor) or float(repeats.sum(dtype=torch.float64)) < 2**62
+
+
+def _upsampled(output_size: Sequence[int] | None, **given: Any) -> bool:
+    # A source lies at its place divided by the scale, and must lie in the input.
+    scales = [given[name] for name in _SCALES if name in given]
+    if not scales or output_size is None:
+        return True
+    sizes = given["self"].shape[-len(scales) :]
+    return len(output_size) == len(sizes) and all(
+        scale is None or made <= size * scale < math.inf
+        for scale, made, size in zip(scales, output_size, sizes, strict=True)
+    )
+
+
+_SCALES = ("scales", "scales_d", "scales_h", "scales_w")
+_UPSAMPLING = """
+upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+"""
+
 _CHECKS: dict[str, Check] = {
     "_weight_norm": _weight_norm,
     "embedding_bag": _embedding_bag,
@@ -100,4 +128,7 @@ _CHECKS: dict[str, Check] = {
     "gru": partial(_recurrent, 3),
     "rnn_tanh": partial(_recurrent, 1),
     "rnn_relu": partial(_recurrent, 1),
+    "repeat_interleave": _repeats,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(_UPSAMPLING.split(), _upsampled),
 }

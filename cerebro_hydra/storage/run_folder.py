@@ -6,6 +6,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import chain, islice
 from typing import Any
 
 from cerebro_hydra.documents import decode
@@ -170,6 +171,21 @@ class RunFolder:
                     f"the journal of run {self.run_id!r} has a gap: segment {expected:08d}.jsonl "
                     f"is missing before {segment.name}; restore it from a copy of the run"
                 )
+
+    def read_records(self) -> Iterator[dict[str, Any]]:
+        """Yield the journal's lines after the configuration, each the record of one event.
+
+        Raises:
+            JournalError: the journal is damaged, or a record does not stand at its place.
+        """
+        lines = chain.from_iterable(self.read_segments())
+        for seq, line in enumerate(islice(lines, 1, None)):
+            if line.get("seq") != seq:
+                raise JournalError(
+                    f"the journal of run {self.run_id!r} has record {line.get('seq')!r} where "
+                    f"{seq} belongs; restore its files from a copy under their own names"
+                )
+            yield line
 
     def write_state(self, trial: int, visit: int, document: Mapping[str, Any]) -> None:
         """Write the shards and cursors of a trial's state after a visit; 0 is the initial state."""

@@ -267,12 +267,30 @@ def forget_digests(folder: Path) -> None:
     (folder / "digests.json").write_text("[]")
 
 
+def exchange_partitions(folder: Path) -> None:
+    """Put a whole cache with the digests that it was written with in the place of another."""
+    digests = json.loads((folder / "digests.json").read_text())
+    digests["partition"]["index"] += 1
+    (folder / "digests.json").write_text(json.dumps(digests))
+
+
 def nest_digests(folder: Path) -> None:
     (folder / "digests.json").write_text("[" * 100_000)
 
 
 @pytest.mark.parametrize(
-    "damage", [flip, cut, empty, lose, lose_digests, forget_digests, nest_digests, shutil.rmtree]
+    "damage",
+    [
+        flip,
+        cut,
+        empty,
+        lose,
+        lose_digests,
+        forget_digests,
+        exchange_partitions,
+        nest_digests,
+        shutil.rmtree,
+    ],
 )
 def test_cache_that_was_damaged_or_deleted_is_decoded_again(
     store: LocalStore,

@@ -211,7 +211,12 @@ class Checked(nn.Module):
             x = layer(x.unsqueeze(length))[0].squeeze(length)
         for layer in self.normed:
             x = layer(x)
-        return x
+        x = nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])
+        x = x.repeat_interleave(torch.tensor([1, 0, 2, 1, 1, 1]), 2, output_size=6)
+        x = nn.functional.interpolate(x, scale_factor=1.7, mode="linear")
+        x = nn.functional.interpolate(x[..., None], scale_factor=(0.7, 2), mode="bicubic")
+        x = nn.functional.interpolate(x, None, (0.8, 1.6), "bilinear", antialias=True)
+        return nn.functional.interpolate(x, scale_factor=(1, 1.1)).flatten(1)
 
 
 def test_operators_with_checked_arguments_run_as_ever(tmp_path):

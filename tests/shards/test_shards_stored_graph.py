@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import pytest
@@ -332,6 +333,12 @@ ONES = torch.ones(1, 3, 4)
         ("lstm.input", (ONES, [ONES, ONES], [torch.ones(3, 2)], False, 4, 0.0, False, True, False)),
         ("lstm.input", (ONES, [ONES, ONES], [], False, -1, 0.0, False, False, False)),
         ("gru.input", (ONES, ONES, [torch.ones(1, 1)] * 2, False, 1, 0.0, False, False, False)),
+        ("scaled_dot_product_attention.default", (ONES, ONES, torch.ones(1, 900, 4))),
+        ("repeat_interleave.Tensor", (torch.tensor([2**62] * 4 + [5]),)),
+        ("repeat_interleave.self_Tensor", (ONES[0, 0], torch.tensor([2**62] * 4))),
+        ("upsample_nearest1d.default", (ONES, [5], 1e-20)),
+        ("_upsample_bilinear2d_aa.default", (ONES[None], [5, 5], False, 1e-10, 1e-10)),
+        ("_upsample_bicubic2d_aa.default", (ONES[None], [5, 5], False, 2.0, math.nan)),
     ],
 )
 def test_arguments_with_which_a_kernel_would_read_beyond_a_tensor_are_refused(name, args):

@@ -77,6 +77,23 @@ def test_gap_in_the_journal_is_named_after_what_precedes_it(run: RunFolder) -> N
         next(segments)
 
 
+def test_files_of_the_journal_that_exchanged_their_names_are_seen(run: RunFolder) -> None:
+    run.write_segment(0, [{"config": {}}])
+    for n in range(3):
+        run.write_segment(n + 1, [{"seq": n}])
+    assert list(run.read_records()) == [{"seq": n} for n in range(3)]
+    first, second = (Path(run.path, "journal", f"0000000{n}.jsonl") for n in (1, 2))
+    contents = first.read_bytes(), second.read_bytes()
+    second.write_bytes(contents[0])
+    first.write_bytes(contents[1])
+    with pytest.raises(JournalError, match="has record 1 where 0 belongs"):
+        list(run.read_records())
+    first.write_bytes(contents[1])
+    Path(run.path, "journal", "00000003.jsonl").rename(second)
+    with pytest.raises(JournalError, match="has record 1 where 0 belongs"):
+        list(run.read_records())
+
+
 def test_damaged_segment_of_the_journal_is_named(run: RunFolder) -> None:
     run.write_segment(0, [{"n": 0}, {"n": 1}])
     path = Path(run.path, "journal", "00000000.jsonl")
