@@ -34,6 +34,22 @@ def feed_forward(params: dict[str, Any]) -> Recipe:
     )
 
 
+def wide(params: dict[str, Any]) -> Recipe:
+    """A net of some million parameters, so that few states fit into the least budget."""
+    width = params["width"]
+    hidden = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(5)]
+    dropout = nn.Dropout(params["dropout"])
+    model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), *hidden, dropout, nn.Linear(width, 4))
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        batch_size=32,
+        shards=2,
+    )
+
+
 class Block(nn.Module):
     """Convolution with BatchNorm and a skip connection, in place where it can be."""
 
