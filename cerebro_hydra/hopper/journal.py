@@ -35,7 +35,7 @@ class Journal:
         self._decisions = 0
         self._waiting: list[dict[str, Any]] = []
         self._merged = 0  # segments that are merged, or handed to the thread that merges
-        folder.write_segment(0, [{"config": to_json(config)}])
+        folder.write_segment(0, [{"run_id": folder.run_id, "config": to_json(config)}])
         self._segments = 1
         self._merger = ThreadPoolExecutor(1, thread_name_prefix="journal")
 

@@ -142,6 +142,7 @@ def records_of(folder: RunFolder) -> Iterator[Record]:
     """
     document = read_document(folder)
     limits = {**_LIMITS, **_limits_of(document)}
+    folder.check_journal(document)
     yield RunStarted(document)
     first = last = 0.0
     for line in folder.read_records():

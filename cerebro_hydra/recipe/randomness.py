@@ -79,7 +79,7 @@ def install_unit_hooks(
                 if calls[name] > 1:
                     raise ConfigurationError(
                         f"torch.utils.checkpoint runs {name!r} again, which ran {calls[name]} "
-                        "times in one forward, so its random numbers can't be told; leave it out there"
+                        "times in one forward, so its random numbers can't be told; leave it out"
                     )
                 entered(f"{name}@0")
                 return

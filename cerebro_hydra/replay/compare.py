@@ -65,7 +65,7 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
     problem = record.problem(len(run.training))
     if problem is None and len(record.visit_log) < visit:
         problem = f"the journal has {len(record.visit_log)} visits, the result is that of {visit}"
-    saved = read_saved(run.folder, spec.trial, visit)
+    saved = read_saved(run.folder, spec.trial, visit, run.document.run_id)
     return Expected(spec.trial_id, record.visit_log, visit, problem, record.metrics, saved)
 
 

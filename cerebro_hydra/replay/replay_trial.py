@@ -57,8 +57,9 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
             )
         spec = run.trial(trial_id)
         found = find(run.folder.path, run.document.factory, factory, trust)
+        run.folder.check_journal(run.document)
         expected = expectations(run, spec)
-        initial = read_saved(run.folder, spec.trial, 0)
+        initial = read_saved(run.folder, spec.trial, 0, run.document.run_id)
         replayed = Replayed()
         with exclusive_generator, torch.random.fork_rng(devices=[]):
             recipe = build_recipe(found, spec.params, run.seed, Columns.of(run.document))

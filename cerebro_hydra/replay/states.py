@@ -25,14 +25,15 @@ class SavedState:
     """Options of the param groups, of each shard that was trained."""
 
 
-def read_saved(folder: RunFolder, trial: int, visit: int) -> SavedState:
+def read_saved(folder: RunFolder, trial: int, visit: int, run_id: str | None = None) -> SavedState:
     """Read a trial's state after a visit; 0 is the initial one.
 
     Raises:
         StoreError: a document or an object of it is missing or damaged.
+        JournalError: it is that of another run than `run_id`.
     """
     saved = SavedState()
-    for shard in folder.read_state(trial, visit)["shards"]:
+    for shard in folder.read_state(trial, visit, run_id)["shards"]:
         for digest in (shard["frozen"], shard["trainable"]):
             content = bytes(folder.read_object(digest))
             where = f"object {digest} of {folder.path!r}"

@@ -136,6 +136,7 @@ class ShardEntry(TypedDict):
 class StateDocument(TypedDict):
     """Describes a trial's state after a visit, by the digests of its segments."""
 
+    run_id: Name
     trial: Count
     visit: Count
     shards: list[ShardEntry]

@@ -189,10 +189,19 @@ class RunFolder:
 
     def write_state(self, trial: int, visit: int, document: Mapping[str, Any]) -> None:
         """Write the shards and cursors of a trial's state after a visit; 0 is the initial state."""
-        self.store.write(self._state(trial, visit), encode_document(document))
+        named = {"run_id": self.run_id, **document}
+        self.store.write(self._state(trial, visit), encode_document(named))
 
-    def read_state(self, trial: int, visit: int) -> StateDocument:
-        """Read a trial's state; StoreError if it is absent, damaged or that of another visit."""
+    def read_state(self, trial: int, visit: int, run_id: str | None = None) -> StateDocument:
+        """Read a trial's state.
+
+        Args:
+            run_id: the run of `run.json`, if the state is to be compared with it.
+
+        Raises:
+            StoreError: the state is absent, damaged or that of another visit.
+            JournalError: it is that of another run.
+        """
         path = self._state(trial, visit)
         state: StateDocument = decode(StateDocument, self._read(path), repr(path))
         if (state["trial"], state["visit"]) != (trial, visit):
@@ -200,7 +209,18 @@ class RunFolder:
                 f"{path!r} holds the state of trial {state['trial']} after visit "
                 f"{state['visit']}; restore it from a copy"
             )
+        if run_id is not None:
+            _check_run(state, path, run_id)
         return state
+
+    def check_journal(self, document: RunDocument) -> None:
+        """Compare the run that the journal names with that of `run.json`.
+
+        Raises:
+            JournalError: the journal is damaged, or that of another run.
+        """
+        for line in islice(chain.from_iterable(self.read_segments()), 1):
+            _check_run(line, f"{self.path}/journal", document.run_id)
 
     def states(self, trial: int) -> list[int]:
         """Return the sorted visits after which the trial's state is in this run."""
@@ -263,6 +283,15 @@ class RunFolder:
             return decode_lines(path, content)
         except StoreError as error:
             raise JournalError(str(error)) from error
+
+
+def _check_run(part: Mapping[str, Any], path: str, run_id: str) -> None:
+    """Raise JournalError if files of several runs were mixed."""
+    if part.get("run_id") != run_id:
+        raise JournalError(
+            f"{path!r} is of run {part.get('run_id')!r}, and {RUN_FILE} beside it of run "
+            f"{run_id!r}; restore both from one copy"
+        )
 
 
 def read_document(folder: RunFolder) -> RunDocument:

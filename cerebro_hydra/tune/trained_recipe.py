@@ -15,6 +15,7 @@ from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.replay.states import read_saved
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_folder import read_document
 
 
 def trained_recipe(
@@ -55,7 +56,8 @@ def trained_recipe(
 
 def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
     """Return parameters and buffers of the result, as evaluation used them."""
-    tensors = read_saved(folder, trial, result_visit(folder, trial)).tensors
+    run_id = read_document(folder).run_id
+    tensors = read_saved(folder, trial, result_visit(folder, trial), run_id).tensors
     tensors |= {
         f"param:{name.removeprefix('ema:')}": t
         for name, t in tensors.items()

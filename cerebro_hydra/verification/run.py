@@ -109,6 +109,7 @@ class _Verification:
 
     def _fold(self, lines: Sequence[dict[str, Any]]) -> HopState:
         path, document = self._folder.path, self._document
+        self._folder.check_journal(document)
         config = from_json(lines[0]["config"]) if lines and "config" in lines[0] else None
         if not isinstance(config, HopConfig):
             raise JournalError(
@@ -148,8 +149,8 @@ class _Verification:
         named: set[str] = set()
         for visit in visits:
             try:
-                state = self._folder.read_state(spec.trial, visit)
-            except StoreError as error:
+                state = self._folder.read_state(spec.trial, visit, self._document.run_id)
+            except CerebroHydraError as error:
                 problems.append(str(error))
                 continue
             digests = tuple((shard["frozen"], shard["trainable"]) for shard in state["shards"])

@@ -88,7 +88,8 @@ def test_fold_of_a_run_folder_equals_the_fold_of_the_live_stream(simulate, tmp_p
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
     folder.write_json("run.json", records[0].document.to_json())
     lines = [record.to_json() for record in records[1:-1]]
-    folder.write_segment(0, [{"config": {}}, *lines[:7]])
+    first = {"run_id": records[0].document.run_id, "config": {}}
+    folder.write_segment(0, [first, *lines[:7]])
     folder.write_segment(1, lines[7:])
     live, kept = fold(records), RunView.of_run(folder)
     assert kept.trials == live.trials

@@ -19,7 +19,12 @@ import cerebro_hydra
 from cerebro_hydra.data.manifest import FORMAT, Manifest
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.documents import parse
-from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+from cerebro_hydra.errors import (
+    CerebroHydraError,
+    ConfigurationError,
+    JournalError,
+    StoreError,
+)
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.observe.trace import trace
 from cerebro_hydra.plan.codec import from_json
@@ -229,6 +234,20 @@ def test_names_of_a_run_lead_nowhere_else(forged: RunFolder, name: str, value: s
         rewrite(forged, trials=[{**forged.read_json(RUN_FILE)["trials"][0], name: value}])
     with pytest.raises(StoreError, match=r"run_id|trial"):
         SearchResult.open(forged.path)
+
+
+def test_files_of_two_runs_that_were_mixed_are_refused(forged: RunFolder) -> None:
+    state = forged.read_state(0, 2)
+    forged.write_state(0, 2, {**state, "run_id": "another"})
+    for reader in readers(forged, "state"):
+        with pytest.raises(JournalError, match="is of run 'another'"):
+            reader()
+    forged.write_state(0, 2, state)
+    rewrite(forged, run_id="another")
+    for reader in readers(forged, "refused"):
+        with pytest.raises(JournalError, match="beside it of run 'another'"):
+            reader()
+    assert "beside it of run 'another'" in str(cerebro_hydra.verify(forged.path))
 
 
 def readers(folder: RunFolder, kind: str) -> list[Callable[[], Any]]:

@@ -144,7 +144,7 @@ def test_states_of_a_trial_are_listed_by_visit(run: RunFolder) -> None:
     run.write_state(2, 5, state(2, 5))
     assert run.states(1) == [0, 3, 12]
     assert run.states(0) == []
-    assert run.read_state(1, 12) == state(1, 12)
+    assert run.read_state(1, 12) == {"run_id": run.run_id, **state(1, 12)}
     assert Path(run.path, "trials", "trial-001", "state-000012.json").is_file()
 
 
