@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cerebro_hydra.agent.heap import trim_heap
+from cerebro_hydra.agent.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
@@ -101,4 +102,6 @@ def _free_weights(recipe: Recipe) -> None:
     for parameter in recipe.model.parameters():
         freed += parameter.nbytes
         parameter.data = parameter.data.new_empty(0)
+    if freed >= LEAST_TRIMMED:
+        gc.collect()  # torch.export leaves its copy of the model in reference cycles
     trim_heap(freed)
