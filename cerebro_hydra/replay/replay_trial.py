@@ -65,8 +65,17 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
             recipe = build_recipe(found, spec.params, run.seed, Columns.of(run.document))
             load_model(recipe.model, initial)
             if expected.problem is None:
-                with with_threads(run.document.threads):
-                    replayed = train(recipe, run, spec, expected.visit_log, expected.visit)
+                try:
+                    with with_threads(run.document.threads):
+                        replayed = train(recipe, run, spec, expected.visit_log, expected.visit)
+                except CerebroHydraError:
+                    raise
+                except Exception as error:
+                    raise ReplayError(
+                        f"{trial_id} of run {run_path!r} can't be trained again "
+                        f"({type(error).__name__}: {error}); give the factory that the run was "
+                        "started with"
+                    ) from error
         return compare(recipe, replayed, expected, run)
 
 

@@ -112,6 +112,8 @@ class RunDocument:
         ids = [(spec.trial, spec.trial_id) for spec in document.trials]
         if ids != [(n, trial_name(n)) for n in range(len(ids))]:
             raise unreadable(f"{where}.trials", ids)
+        if not document.feature_columns:
+            raise unreadable(f"{where}.feature_columns", document.feature_columns)
         if document.evaluation_metric not in document.metrics:
             raise unreadable(f"{where}.evaluation_metric", document.evaluation_metric)
         return document
