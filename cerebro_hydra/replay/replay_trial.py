@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cerebro_hydra.errors import NonFiniteLoss, ReplayError
+from cerebro_hydra.errors import CerebroHydraError, NonFiniteLoss, ReplayError
 from cerebro_hydra.recipe import (
     Columns,
     PlainTrainer,
