@@ -29,6 +29,9 @@ from cerebro_hydra.storage.run_document import (
 from cerebro_hydra.storage.segment_range import SegmentRange, in_order
 from cerebro_hydra.storage.store import Store, explained
 
+READ_BYTES = 4 << 20
+"""How much of an object is read at once."""
+
 _TRIAL = re.compile(r"trial-(\d{3,})")
 _STATE = re.compile(r"state-(\d{6,})\.json")
 
@@ -103,12 +106,15 @@ class RunFolder:
         """
         path = self._object(digest)
         with self.store.open(path) as file, explained("read", path):
-            size = file.seek(0, os.SEEK_END)
+            file.seek(0, os.SEEK_END)
+            size = file.tell()
             file.seek(0)
             buffer = allocate(size)
             rest = memoryview(buffer)
-            while count := file.readinto(rest):  # type: ignore[attr-defined]
-                rest = rest[count:]
+            # Not readinto, which the files of HDFS lack.
+            while rest and (chunk := file.read(min(len(rest), READ_BYTES))):
+                rest[: len(chunk)] = chunk
+                rest = rest[len(chunk) :]
         if (found := digest_of(buffer)) != digest:
             raise StoreError(
                 f"object {digest} is damaged: the {size} bytes of {path!r} have the digest "
