@@ -14,13 +14,13 @@ from torch import nn
 
 import cerebro_hydra
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.sample import Example
 from cerebro_hydra.storage import LocalStore, RunFolder
-from cerebro_hydra.testing.model_case import ModelCase, Shards
+from cerebro_hydra.testing.model_case import Shards
 from cerebro_hydra.testing.run_in_process import run_in_process
+from tests.replay.test_replay_trial import Small
 
 
-class Dropping(ModelCase):
+class Dropping(Small):
     """A net whose every forward draws random numbers."""
 
     def recipe(self, shards: Shards) -> Recipe:
@@ -28,11 +28,6 @@ class Dropping(ModelCase):
         model = nn.Sequential(nn.Linear(2, 16), *dropouts, nn.Linear(16, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards)
-
-    def batch(self, rows: int, seed: int) -> Example:
-        g = torch.Generator().manual_seed(seed)
-        labels = torch.randint(3, (rows,), generator=g)
-        return (torch.randn(rows, 2, generator=g),), (labels,)
 
 
 def build(params: Mapping[str, Any]) -> Recipe:
