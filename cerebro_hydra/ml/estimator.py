@@ -83,7 +83,7 @@ class SparkEstimator(TrialEstimator):
         early_stopping: int | None = None,
         collate: Callable[..., Any] | None = None,
         warm_start: Mapping[str, torch.Tensor] | str | None = None,
-        cut: str = "export",
+        cut: str = "modules",
         *,
         num_epochs: int | None = None,
         store: Store | None = None,

@@ -61,8 +61,8 @@ class Recipe:
         collate: `collate(batch, training)` takes and returns a dict of column to tensor, rows
             first: padding, augmentation. Its random numbers must come from torch.
         warm_start: a state dict, or the path of a safetensors file with one, to begin with.
-        cut: "export" cuts the graph of `torch.export`, or by modules where that can't be had;
-            "modules" lets the model's own forward run and stops it between modules.
+        cut: "modules" lets the model's own forward run and stops it between modules; "export" cuts
+            the graph of `torch.export`, or by modules where that can't be had.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
@@ -86,7 +86,7 @@ class Recipe:
     early_stopping: int | None = None
     collate: Collate | None = None
     warm_start: Mapping[str, Tensor] | str | None = None
-    cut: str = "export"
+    cut: str = "modules"
     columns: Columns | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ def admit(
     """Choose a cut and compare it with plain training, two steps at every batch size.
 
     Loss, parameters, buffers and optimizer state must agree in every bit, with graphs kept and
-    recomputed, and through a hop. Where a cut fails, the model is cut by modules, then not at all.
+    recomputed, and through a hop. Where a cut fails, fewer shards are tried, then the whole model.
     The report says why. The recipe is not changed.
 
     Args:
@@ -105,12 +105,15 @@ def _candidates(
         yield choose_whole(between_units)
         return
 
-    def choose(points: CutPoints) -> CutChoice:
-        if isinstance(recipe.shards, int):
-            return choose_by_time(points, times(points), recipe.shards)
-        if isinstance(recipe.shards[0], str):
-            return choose_by_name(points, recipe.shards)
-        return choose_by_blocks(points, recipe.shards)
+    def choices(points: CutPoints) -> Iterator[CutChoice]:
+        if not isinstance(recipe.shards, int):
+            by_name = isinstance(recipe.shards[0], str)
+            yield (choose_by_name if by_name else choose_by_blocks)(points, recipe.shards)
+            return
+        seconds, number = times(points), recipe.shards
+        yield choose_by_time(points, seconds, number)
+        while (number := min(number, len(seconds)) // 2) > 1:
+            yield choose_by_time(points, seconds, number)
 
     def times(points: CutPoints) -> Sequence[float]:
         spec = points.spec(points.allowed)
@@ -128,8 +131,8 @@ def _candidates(
         try:
             traced = cache.trace(recipe.model, sample)
             allowed = traced.cut_points_with_params if by_number else traced.cut_points
-            yield choose(CutPoints("export", allowed, tuple(traced.train.markers)))
+            yield from choices(CutPoints("export", allowed, tuple(traced.train.markers)))
         except CutFailed as error:
             reasons.append(str(error))
-    yield choose(between_units)
+    yield from choices(between_units)
     yield choose_whole(between_units)
