@@ -302,7 +302,7 @@ def test_progress_names_each_structure_once_and_ends_with_the_best_first(
     searched: tuple[SearchResult, str],
 ) -> None:
     _, printed = searched
-    assert printed.count("2 shards, cut by export") == 2
+    assert printed.count("2 shards, cut by modules") == 2
     assert "trial-000: 2 shards" in printed
     assert "trial-002: 2 shards" in printed
     assert "best first by val_accuracy (higher is better)" in printed
