@@ -7,6 +7,8 @@ from cerebro_hydra.tune.random_search import RandomSearch
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.space import (
     hp_choice,
+    hp_int,
+    hp_log,
     hp_loguniform,
     hp_qloguniform,
     hp_quniform,
@@ -20,6 +22,8 @@ __all__ = [
     "SearchResult",
     "Trial",
     "hp_choice",
+    "hp_int",
+    "hp_log",
     "hp_loguniform",
     "hp_qloguniform",
     "hp_quniform",

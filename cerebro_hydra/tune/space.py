@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
-from math import isfinite
+from math import isfinite, log10
 from random import Random
 from typing import Any
 
@@ -38,14 +39,53 @@ class Uniform:
     log: bool = False
 
     def sample(self, random: Random) -> float:
-        """Draw a number."""
+        """Draw a number; an int where `quantum` is whole."""
         value = random.uniform(self.low, self.high)
         if self.log:
             value = 10.0**value
-        return value if self.quantum is None else round(value / self.quantum) * self.quantum
+        if self.quantum is None:
+            return value
+        quantum = int(self.quantum) if self.quantum.is_integer() else self.quantum
+        return round(value / quantum) * quantum
 
 
-Dimension = Choice | Uniform
+@dataclass(frozen=True)
+class LogUniform:
+    """A number between two bounds, whose logarithm is uniform."""
+
+    low: float
+    high: float
+
+    def sample(self, random: Random) -> float:
+        """Draw a number."""
+        value: float = 10.0 ** random.uniform(log10(self.low), log10(self.high))
+        return min(max(value, self.low), self.high)
+
+
+@dataclass(frozen=True)
+class Integer:
+    """A whole number of a range that includes both ends; its logarithm is uniform if `log`."""
+
+    low: int
+    high: int
+    step: int = 1
+    log: bool = False
+
+    @property
+    def options(self) -> tuple[int, ...]:
+        """Return every number that can be drawn."""
+        return tuple(range(self.low, self.high + 1, self.step))
+
+    def sample(self, random: Random) -> int:
+        """Draw a number."""
+        if not self.log:
+            return random.choice(range(self.low, self.high + 1, self.step))
+        # Half a number more on both sides, so that the ends are as likely as their share.
+        value = round(10.0 ** random.uniform(log10(self.low - 0.5), log10(self.high + 0.5)))
+        return min(max(value, self.low), self.high)
+
+
+Dimension = Choice | Uniform | LogUniform | Integer
 
 
 def hp_uniform(min: float, max: float) -> Uniform:
@@ -58,7 +98,7 @@ def hp_uniform(min: float, max: float) -> Uniform:
 
 
 def hp_quniform(min: float, max: float, q: float) -> Uniform:
-    """Draw as `hp_uniform` does, and round to a multiple of `q`.
+    """Draw as `hp_uniform` does, and round to a multiple of `q`; a whole `q` gives whole numbers.
 
     Raises:
         ConfigurationError: as `hp_uniform`, or `q` is not above 0, or not below `max - min`.
@@ -69,10 +109,66 @@ def hp_quniform(min: float, max: float, q: float) -> Uniform:
 def hp_loguniform(min: float, max: float) -> Uniform:
     """Draw 10 to the power of a number from `min` to `max`; (-4, -1) gives 0.0001 to 0.1.
 
+    The bounds are exponents, as in Cerebro. A warning says so where they look like the numbers
+    themselves, which `hp_log` takes.
+
     Raises:
         ConfigurationError: as `hp_uniform`, or 10 to that power is beyond what a float holds.
     """
-    return _checked("hp_loguniform", Uniform(min, max, log=True))
+    dimension = _checked("hp_loguniform", Uniform(min, max, log=True))
+    if 0 < dimension.low < dimension.high <= 1:
+        warnings.warn(
+            f"hp_loguniform({min!r}, {max!r}) takes exponents of 10, as Cerebro's does, and will "
+            f"draw from {10**dimension.low:.4g} to {10**dimension.high:.4g}; for values from "
+            f"{min!r} to {max!r} write hp_log({min!r}, {max!r})",
+            stacklevel=2,
+        )
+    return dimension
+
+
+def hp_log(min: float, max: float) -> LogUniform:
+    """Draw a number from `min` to `max` with a uniform logarithm, such as hp_log(1e-4, 1e-1).
+
+    Raises:
+        ConfigurationError: a bound is not a finite number above 0, or `min` is not below `max`.
+    """
+    for name, value in {"min": min, "max": max}.items():
+        if not _is_number(value) or value <= 0:
+            raise ConfigurationError(
+                f"hp_log got {name}={value!r}; give a finite number above 0, such as "
+                "hp_log(1e-4, 1e-1); hp_loguniform takes exponents"
+            )
+    if min >= max:
+        raise ConfigurationError(f"hp_log got min={min!r} and max={max!r}; min is below max")
+    return LogUniform(float(min), float(max))
+
+
+def hp_int(low: int, high: int, step: int = 1, log: bool = False) -> Integer:
+    """Draw a whole number from `low` to `high`, both included; a grid goes through all of them.
+
+    Args:
+        step: the distance of neighbours; the largest number is at most `high`.
+        log: draw numbers whose logarithm is uniform; then `step` is 1 and `low` is above 0.
+
+    Raises:
+        ConfigurationError: an argument is not a whole number, `low` is not below `high`, or `log`
+            comes with another step or a `low` that has no logarithm.
+    """
+    for name, value in {"low": low, "high": high, "step": step}.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise ConfigurationError(f"hp_int got {name}={value!r}; give a whole number")
+    if low >= high:
+        raise ConfigurationError(f"hp_int got low={low!r} and high={high!r}; low is below high")
+    if not 1 <= step <= high - low:
+        raise ConfigurationError(
+            f"hp_int got step={step!r}; it lies between 1 and {high - low}, or every draw would "
+            "be the same"
+        )
+    if log and step != 1:
+        raise ConfigurationError(f"hp_int got log=True and step={step!r}; with log the step is 1")
+    if log and low < 1:
+        raise ConfigurationError(f"hp_int got log=True and low={low!r}; with log, low is 1 or more")
+    return Integer(int(low), int(high), int(step), bool(log))
 
 
 def hp_qloguniform(min: float, max: float, q: float) -> Uniform:
@@ -90,8 +186,7 @@ def _checked(function: str, dimension: Uniform) -> Uniform:
     if dimension.quantum is not None:
         given["q"] = dimension.quantum
     for name, value in given.items():
-        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not number or not isfinite(value):
+        if not _is_number(value):
             raise ConfigurationError(f"{function} got {name}={value!r}; give a finite number")
     low, high = float(dimension.low), float(dimension.high)
     if low >= high:
@@ -116,6 +211,11 @@ def _checked(function: str, dimension: Uniform) -> Uniform:
             "draw would be the same"
         )
     return Uniform(low, high, quantum, dimension.log)
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return number and isfinite(value)
 
 
 def hp_choice(options: Iterable[Any]) -> Choice:
@@ -200,10 +300,10 @@ def grid(search_space: Mapping[str, Dimension]) -> list[dict[str, Any]]:
     names = list(search_space)
     options = []
     for name, dimension in search_space.items():
-        if not isinstance(dimension, Choice):
+        if not isinstance(dimension, Choice | Integer):
             raise ConfigurationError(
                 f"search_space[{name!r}] is {dimension!r}, which a grid can't go through; give "
-                "hp_choice([...]), or use RandomSearch"
+                "hp_choice([...]) or hp_int(low, high), or use RandomSearch"
             )
         options.append(dimension.options)
     return [dict(zip(names, values, strict=True)) for values in product(*options)]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from random import Random
 
 import numpy as np
@@ -11,6 +12,8 @@ from cerebro_hydra.tune.space import (
     draws,
     grid,
     hp_choice,
+    hp_int,
+    hp_log,
     hp_loguniform,
     hp_qloguniform,
     hp_quniform,
@@ -117,6 +120,15 @@ def test_the_same_seed_draws_the_same_and_more_draws_only_add() -> None:
         (lambda: hp_loguniform(16, 512), "min=16 and max=512; they are exponents of 10"),
         (lambda: hp_qloguniform(-400, 2, 1), "min=-400 and max=2; they are exponents of 10"),
         (lambda: hp_qloguniform(-2, 0, 1), "q=1; it lies between 0 and 1"),
+        (lambda: hp_log(0, 1), r"hp_log got min=0; .* above 0, .*hp_loguniform takes exponents"),
+        (lambda: hp_log(-4, -1), "hp_log got min=-4"),
+        (lambda: hp_log(1, 0.1), "hp_log got min=1 and max=0.1; min is below max"),
+        (lambda: hp_int(1, 2.5), "hp_int got high=2.5; give a whole number"),
+        (lambda: hp_int(True, 4), "hp_int got low=True"),
+        (lambda: hp_int(4, 4), "low=4 and high=4; low is below high"),
+        (lambda: hp_int(1, 4, step=4), "step=4; it lies between 1 and 3"),
+        (lambda: hp_int(1, 9, step=2, log=True), "log=True and step=2"),
+        (lambda: hp_int(0, 9, log=True), "log=True and low=0"),
     ],
 )
 def test_unusable_bounds_are_refused(make: object, said: str) -> None:
@@ -127,3 +139,36 @@ def test_unusable_bounds_are_refused(make: object, said: str) -> None:
 def test_a_grid_refuses_what_has_no_end_of_values() -> None:
     with pytest.raises(ConfigurationError, match=r"search_space\['lr'\].*use RandomSearch"):
         grid({"lr": hp_uniform(0, 1)})
+
+
+def test_whole_steps_give_whole_numbers() -> None:
+    space = {"a": hp_quniform(16, 128, 16), "b": hp_qloguniform(0, 3, 2.0), "c": hp_int(2, 9)}
+    for drawn in draws(space, 200, Random(6)):
+        assert [type(value) for value in drawn.values()] == [int, int, int]
+        assert drawn["a"] % 16 == 0 and 16 <= drawn["a"] <= 128
+        assert 2 <= drawn["c"] <= 9
+
+
+def test_integers_reach_both_ends_in_steps() -> None:
+    drawn = {each["n"] for each in draws({"n": hp_int(1, 10, step=3)}, 200, Random(7))}
+    assert drawn == {1, 4, 7, 10}
+    assert grid({"n": hp_int(1, 10, step=3)}) == [{"n": 1}, {"n": 4}, {"n": 7}, {"n": 10}]
+
+
+def test_logarithms_of_integers_and_numbers_are_uniform() -> None:
+    space = {"n": hp_int(1, 1000, log=True), "x": hp_log(1e-4, 1e-1)}
+    drawn = draws(space, 2000, Random(8))
+    assert {each["n"] for each in drawn} <= set(range(1, 1001))
+    assert {hp_int(1, 9, log=True).sample(Random(i)) for i in range(200)} == set(range(1, 10))
+    assert all(1e-4 <= each["x"] <= 1e-1 for each in drawn)
+    assert 850 < sum(each["n"] < 32 for each in drawn) < 1150
+    assert 900 < sum(each["x"] < 10**-2.5 for each in drawn) < 1100
+
+
+def test_bounds_that_look_like_the_numbers_themselves_are_told_to_be_exponents() -> None:
+    with pytest.warns(UserWarning, match=r"from 1\.002 to 1\.259; .* write hp_log\(0.001, 0.1\)"):
+        hp_loguniform(0.001, 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hp_loguniform(-4, -1)
+        hp_loguniform(0, 1)
