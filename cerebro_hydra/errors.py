@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class CerebroHydraError(Exception):
     """Is the base of every error that this package raises on purpose."""
@@ -45,6 +47,14 @@ class InvalidSchedule(CerebroHydraError):
 
 class AllTrialsFailed(CerebroHydraError):
     """No trial of a search finished; carries the trials with their tracebacks."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted; `result` is its `SearchResult` up to there, None before it began."""
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 class TrialFailed(CerebroHydraError):

@@ -16,7 +16,7 @@ from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
-from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, StoreError
+from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, Interrupted, StoreError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
@@ -26,6 +26,7 @@ from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
 from cerebro_hydra.tune.example_batches import ExampleBatches
+from cerebro_hydra.tune.interrupts import sigterm_interrupts
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.space import check_space
 
@@ -62,6 +63,9 @@ class Search(ABC):
         verbose: 0 prints nothing, 1 shows progress.
         observers: are given every record of the run, such as a `TensorBoardTracker`; one that
             raises is left out, and the run goes on.
+
+    Attributes:
+        result: that of the last fit, also of one that was interrupted; None before the first.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it, its value and what to
@@ -125,6 +129,7 @@ class Search(ABC):
                     "TensorBoardTracker(log_dir)"
                 )
         self.observers = tuple(observers)
+        self.result: SearchResult | None = None
 
     @abstractmethod
     def candidates(self) -> list[dict[str, Any]]:
@@ -135,8 +140,9 @@ class Search(ABC):
 
         A trial whose model can't be built, or whose training raises or gives a NaN loss, fails
         alone: its traceback is in `result.trials`. So does one that ends its agents' processes or
-        locks Python: after three agents in a row, with what became of them. Interrupting ends the
-        run and its agents, within ten seconds.
+        locks Python: after three agents in a row, with what became of them. Ctrl-C, a notebook's
+        stop button and SIGTERM end the run and its agents within ten seconds; what was reached is
+        in `result` of the error, and of this search.
 
         Raises:
             ConfigurationError: the data or the metric does not fit the arguments.
@@ -144,6 +150,7 @@ class Search(ABC):
             DataError: rows can't be used.
             StoreError: the store can't be read or written; says what to do.
             AllTrialsFailed: no trial was left; the message holds every reason.
+            Interrupted: a KeyboardInterrupt; `result` holds what was reached.
         """
         require_dataframe("fit", df)
         for name in (*self.data_spec.columns, self.data_spec.validation_column):
@@ -151,9 +158,10 @@ class Search(ABC):
                 raise ConfigurationError(
                     f"the DataFrame has no column {name!r}; its columns are {df.columns}"
                 )
-        with loading_exporter():
-            manifest = self.backend.prepare(self.store, df, self.data_spec)
-        return self._fit(manifest)
+        with sigterm_interrupts():
+            with loading_exporter():
+                manifest = self.backend.prepare(self.store, df, self.data_spec)
+            return self._fit(manifest)
 
     def fit_on_prepared_data(self, prepared: Manifest | None = None) -> SearchResult:
         """Train every candidate on data that is there already.
@@ -176,14 +184,16 @@ class Search(ABC):
             and whatever `fit` does.
         """
         if prepared is None and existing_paths(self.store) is not None:
-            return self._fit(self.backend.describe(self.store, self.data_spec))
+            with sigterm_interrupts():
+                return self._fit(self.backend.describe(self.store, self.data_spec))
         if not isinstance(prepared, Manifest | None):
             raise ConfigurationError(
                 f"fit_on_prepared_data got a {type(prepared).__name__}; give what "
                 "backend.prepare_data returned, or nothing; a DataFrame goes to fit"
             )
         workers = self.backend.num_workers
-        return self._fit(choose_prepared(self.store, workers, self.data_spec, prepared))
+        with sigterm_interrupts():
+            return self._fit(choose_prepared(self.store, workers, self.data_spec, prepared))
 
     def _fit(self, manifest: Manifest) -> SearchResult:
         folder = RunFolder(self.store, _new_run_id())
@@ -196,8 +206,14 @@ class Search(ABC):
         if not document.trials:
             raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
         estimator_factories.remember(folder.path, self.estimator_gen_fn)
-        self._run(folder, document, manifest, admitted)
-        result = SearchResult.open(folder.path)
+        try:
+            self._run(folder, document, manifest, admitted)
+        except KeyboardInterrupt:
+            result = self.result = SearchResult.open(folder.path)
+            raise Interrupted(
+                f"the run was interrupted; {result!r} is in search.result", result
+            ) from None
+        result = self.result = SearchResult.open(folder.path)
         if all(trial.status == "failed" for trial in result.trials):
             raise _all_failed(folder.path, [trial.error or "" for trial in result.trials])
         return result

@@ -55,9 +55,10 @@ def lethal(params: dict[str, Any]) -> Recipe:
 
 
 class Interrupter:
-    """Watches a run, and interrupts the driver as Ctrl-C does when a trial does its worst."""
+    """Watches a run, and sends the driver a signal when a trial does its worst."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        self._number = number
         self.pids: dict[int, int] = {}  # by worker
         self.hung: int | None = None
         self.interrupted: float | None = None
@@ -72,4 +73,4 @@ class Interrupter:
 
     def _interrupt(self) -> None:
         self.interrupted = time.monotonic()
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), self._number)

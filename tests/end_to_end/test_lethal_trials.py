@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from cerebro_hydra.errors import Interrupted
 from cerebro_hydra.hopper import coordinator
 from cerebro_hydra.observe import Record, SlowBatch
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import LocalBackend
-from cerebro_hydra.tune import GridSearch, hp_choice
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
 from cerebro_hydra.wire.control_server import ControlServer
 from tests.end_to_end.lethal_models import Interrupter, lethal
 from tests.end_to_end.test_runs import classes
@@ -136,14 +138,28 @@ def test_a_batch_that_takes_long_is_told_of_once(
     assert out.count("batch_seconds= would fail the trial") == 2
 
 
-@pytest.mark.parametrize("fault", ["hangs", pytest.param("locks Python", marks=pytest.mark.long)])
-def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most(tmp_path: Path, fault: str) -> None:
-    watcher = Interrupter()
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, [fault], pause=1.0, observers=[watcher])
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [
+        ("hangs", signal.SIGTERM),
+        pytest.param("hangs", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("locks Python", signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
+def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most(
+    tmp_path: Path, fault: str, number: int
+) -> None:
+    watcher = Interrupter(number)
+    with pytest.raises(Interrupted, match=r"SearchResult.* is in search\.result") as caught:
+        run(tmp_path, ["none", fault], pause=1.0, observers=[watcher])
     assert watcher.interrupted is not None
     assert time.monotonic() - watcher.interrupted < 10.0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert len(watcher.pids) == 2
     for pid in watcher.pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    result = caught.value.result
+    assert [trial.params["fault"] for trial in result.trials] == ["none", fault]
+    assert result.trials[1].status not in ("finished", "failed")
+    assert SearchResult.open(result.run_path).to_pandas().equals(result.to_pandas())
