@@ -20,9 +20,9 @@ from cerebro_hydra.shards.state import ShardState
 
 @dataclass
 class AutogradGraph:
-    """Keeps what a shard's B needs from its F: inputs and tied weights as leaves, and outputs."""
+    """Keeps what a shard's B needs from its F: values and tied weights received, and outputs."""
 
-    leaves: dict[str, Tensor]
+    received: dict[str, Tensor]
     outputs: dict[str, Any]
     tied: dict[str, Tensor]
     loss: Tensor | None = None
@@ -121,15 +121,12 @@ class GraphTasks:
                 seeds.append(grad)
         if roots:
             torch.autograd.backward(roots, seeds)
+        received = self._graphs.train[k].live_in
         for name in graph.outputs:
-            if name not in graph.leaves:
-                going.grads.pop(name, None)
+            going.grads.pop(name, None)
+            if name not in received:
                 going.values.pop(name, None)
-        for name, leaf in graph.leaves.items():
-            if leaf.grad is not None:
-                going.grads[name] = leaf.grad
-            else:
-                going.grads.pop(name, None)
+        going.grads |= {n: v.grad for n, v in graph.received.items() if v.grad is not None}
         going.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
 
     def _buffers(self, graph: ShardGraph) -> dict[str, Tensor]:
@@ -147,13 +144,15 @@ class GraphTasks:
                 # A shard that uses the weight but does not own it sends its gradient backwards.
                 param = tied[name] = param.detach().requires_grad_()
             params.append(param)
-        leaves: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         live: list[Any] = []
         for name in graph.live_in:
             value = going.values[name]
             if name in going.needs_grad:
-                leaves[name] = leaf = value.detach().requires_grad_()
-                value = leaf.view_as(leaf)  # not a leaf, as it is in the uncut model
+                leaf = value.detach().requires_grad_()
+                # Not a leaf, as in the uncut model; a leaf's gradient would take its strides.
+                received[name] = value = leaf.view_as(leaf)
+                value.retain_grad()
             live.append(value)
         inputs = [going.batch.inputs[i] for i in graph.inputs]
         with torch.enable_grad(), self._precision(), random_key(going.batch.key):
@@ -162,8 +161,8 @@ class GraphTasks:
             out = graph.run(*params, *(buffers[n] for n in graph.buffers), *live, *inputs)
             if k == self._last:
                 loss = going.batch.loss_of(self._graphs.outputs(out, True))
-                return AutogradGraph(leaves, {}, tied, loss)
-        return AutogradGraph(leaves, dict(zip(graph.live_out, out, strict=True)), tied)
+                return AutogradGraph(received, {}, tied, loss)
+        return AutogradGraph(received, dict(zip(graph.live_out, out, strict=True)), tied)
 
 
 class GraphPredictor:

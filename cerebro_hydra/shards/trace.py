@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
@@ -21,11 +22,13 @@ from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
 from cerebro_hydra.shards.export_program import ExportFailed, export_program
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
+from cerebro_hydra.shards.regions import inline_regions
 from cerebro_hydra.shards.reseed import MARKER
 from cerebro_hydra.shards.sample import Sample
 
 RANDOM = torch.Tag.nondeterministic_seeded
 _DROPPED = {torch.ops.aten._assert_tensor_metadata.default}
+_COPY = torch.ops.aten.copy_.default
 
 
 class CutFailed(Exception):
@@ -122,6 +125,7 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
     first_name = first_names(model.named_parameters(remove_duplicate=False))
     first_name |= first_names(model.named_buffers(remove_duplicate=False))
     persistent = set(model.state_dict(keep_vars=True))
+    inline_regions(program.graph_module)
     graph = program.graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     params: dict[fx.Node, str] = {}
@@ -147,8 +151,12 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _DROPPED and not node.users:
             graph.erase_node(node)
+        elif node.target is _COPY and _overwritten(node.args[1]) is node.args[0]:
+            # Python assigns to a module's buffer what it has written into it before.
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
         elif node.op not in ("placeholder", "call_function", "output"):
-            raise CutFailed(f"its graph has a nested region ({node.target})")
+            raise CutFailed(f"its graph has a nested graph ({node.target}), as of torch.cond")
 
     groups = AliasGroups(graph)
     for node, name in params.items():
@@ -172,6 +180,13 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
         recomputed, written, mutated,
         frozenset(u for u, n in markers.items() if groups.blocks_cut(n, recomputed)),
     )  # fmt: skip
+
+
+def _overwritten(node: fx.Node) -> fx.Node:
+    """Return the tensor that operations in place have made into this one."""
+    while isinstance(node.target, OpOverload) and node.target._schema.name.endswith("_"):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
