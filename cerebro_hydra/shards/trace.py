@@ -117,8 +117,8 @@ def dynamic_dims(tensor: Tensor, all_dims: bool) -> dict[int, Any]:
 
 
 def _takes_varargs(model: nn.Module) -> bool:
-    code = getattr(type(model).forward, "__code__", None)
-    return code is not None and code.co_argcount == 1 and bool(code.co_flags & 0x04)
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    return first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
 
 
 def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGraph:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.shards.trace import CutFailed, trace
+from tests.shards import zoo
 from tests.shards.hopping import assert_equal_to_plain
 from tests.shards.test_shards_cutting import owned, seeded
 from tests.shards.test_shards_equivalence import two_sub_epochs
@@ -100,3 +105,37 @@ class Reads(nn.Module):
 def test_a_value_without_gradient_is_read_by_several_shards(mode):
     trial = assert_equal_to_plain(seeded(Reads, 6), two_sub_epochs(), mode)
     assert sum(len(graph.live_in) == 2 for graph in trial.cut_model.graphs.train) > 1
+
+
+class Misfit(nn.Module):
+    def forward(self, x):
+        return x @ x
+
+
+def test_a_failed_export_names_the_line_and_logs_no_traceback(caplog, capfd):
+    with pytest.raises(CutFailed) as failed:
+        trace(Misfit(), zoo.sample(zoo.vectors(4)[0]))
+    assert re.search(r"test_shards_graph_cut\.py:\d+: return x @ x", str(failed.value))
+    assert not [each for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+    assert not capfd.readouterr().err
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(zoo.Decides):
+    @decorated
+    def forward(self, x):
+        return self.drop(self.a(x))
+
+
+def test_a_decorated_forward_is_traced_by_its_own_arguments():
+    assert trace(Decorated(), zoo.sample(zoo.vectors(4)[0])).train.markers.keys() == {
+        "a@0",
+        "drop@0",
+    }
