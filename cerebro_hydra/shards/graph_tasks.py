@@ -78,7 +78,7 @@ class GraphTasks:
 
     def forward(self, k: int, going: GraphPass) -> None:
         """Run F of shard k."""
-        shard_graph = self._graphs.train[k]
+        shard_graph = self._graph(k, going)
         buffers = self._buffers(shard_graph)
         keep = self._keep or k == self._last
         if not keep:
@@ -100,7 +100,7 @@ class GraphTasks:
         """Run B of shard k, after its F."""
         graph = going.graphs.pop(k, None)
         if graph is None:
-            buffers = self._buffers(self._graphs.train[k]) | going.buffers_before.pop(k)
+            buffers = self._buffers(self._graph(k, going)) | going.buffers_before.pop(k)
             graph = self._run(k, going, buffers)
         roots: list[Tensor] = []
         seeds: list[Tensor | None] = []
@@ -121,7 +121,7 @@ class GraphTasks:
                 seeds.append(grad)
         if roots:
             torch.autograd.backward(roots, seeds)
-        received = self._graphs.train[k].live_in
+        received = self._graph(k, going).live_in
         for name in graph.outputs:
             going.grads.pop(name, None)
             if name not in received:
@@ -129,12 +129,15 @@ class GraphTasks:
         going.grads |= {n: v.grad for n, v in graph.received.items() if v.grad is not None}
         going.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
 
+    def _graph(self, k: int, going: GraphPass) -> ShardGraph:
+        return self._graphs.of(going.batch.inputs).train[k]
+
     def _buffers(self, graph: ShardGraph) -> dict[str, Tensor]:
         owner = self._buffer_owner
         return {name: self._states[owner[name]].buffers[name] for name in graph.buffers}
 
     def _run(self, k: int, going: GraphPass, buffers: Mapping[str, Tensor]) -> AutogradGraph:
-        graph = self._graphs.train[k]
+        graph = self._graph(k, going)
         params: list[Tensor] = []
         tied: dict[str, Tensor] = {}
         for name in graph.params:
@@ -160,7 +163,8 @@ class GraphTasks:
                 going.batch.key.reseed("")
             out = graph.run(*params, *(buffers[n] for n in graph.buffers), *live, *inputs)
             if k == self._last:
-                loss = going.batch.loss_of(self._graphs.outputs(out, True))
+                outputs = self._graphs.of(going.batch.inputs).outputs(out, True)
+                loss = going.batch.loss_of(outputs)
                 return AutogradGraph(received, {}, tied, loss)
         return AutogradGraph(received, dict(zip(graph.live_out, out, strict=True)), tied)
 
@@ -184,7 +188,8 @@ class GraphPredictor:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Return the model's outputs."""
-        for k, graph in enumerate(self._graphs.eval):
+        graphs = self._graphs.of(inputs)
+        for k, graph in enumerate(graphs.eval):
             if k not in self._shards:
                 segments, _ = self._need(k)
                 self._shards[k] = ShardState(self._layout.shards[k], segments)
@@ -192,7 +197,7 @@ class GraphPredictor:
                     self._scratch[name] = self._shards[self._owner[name]].buffers[name].clone()
         values: dict[str, Any] = {}
         out: Sequence[Any] = ()
-        for graph in self._graphs.eval:
+        for graph in graphs.eval:
             tensors = [self._shards[self._owner[n]].evaluated[n] for n in graph.params]
             tensors += [
                 self._scratch.get(n, self._shards[self._owner[n]].buffers[n]) for n in graph.buffers
@@ -200,4 +205,4 @@ class GraphPredictor:
             live = [values[n] for n in graph.live_in]
             out = graph.run(*tensors, *live, *(inputs[i] for i in graph.inputs))
             values = dict(zip(graph.live_out, out, strict=False))
-        return self._graphs.outputs(out, False)
+        return graphs.outputs(out, False)

@@ -62,32 +62,42 @@ class TracedModel:
     cut_points: tuple[str, ...]
     cut_points_with_params: tuple[str, ...]  # those that leave no shard without parameters
 
+    @property
+    def any_rows(self) -> bool:
+        """Return whether the graphs hold for every number of rows, and not for the sample's."""
+        shapes = self.train.guards.shapes + self.eval.guards.shapes
+        return all(shape[0] is None for shape in shapes if shape)
 
-def trace(model: nn.Module, sample: Sample) -> TracedModel:
+
+def trace(model: nn.Module, sample: Sample, rows: int | None = None) -> TracedModel:
     """Export a copy of the model in both modes.
 
     Args:
-        sample: one batch. Other numbers of rows run on the same graph, and so do other shapes that
-            meet its guards if the sample has dynamic shapes.
+        sample: one batch. Other shapes that meet the graph's guards run on it too if the sample
+            has dynamic shapes.
+        rows: the one number of rows that runs on the graph. Without it all do, if the model allows
+            that.
 
     Raises:
         CutFailed: the model can't be exported, or its forward does something that no cut keeps.
     """
     copied = copy.deepcopy(model)
-    train = _flatten(copied, sample, train=True)
-    evaluation = _flatten(copied, sample, train=False)
+    if rows is not None:
+        sample = sample.of_rows(rows)
+    train = _flatten(copied, sample, rows is None, train=True)
+    evaluation = _flatten(copied, sample, rows is None, train=False)
     points = _cut_points(train, evaluation)
     return TracedModel(train, evaluation, points, _with_params_between(train, points))
 
 
-def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
+def _flatten(model: nn.Module, sample: Sample, any_rows: bool, train: bool) -> FlatGraph:
     model.train(train)
     # The input is a clone, because torch.export would also demand the shape of a view's base.
     inputs = tuple(x.clone() for x in sample.inputs)
-    if all(x.dim() and x.shape[0] == 1 for x in inputs):
+    if any_rows and all(x.dim() and x.shape[0] == 1 for x in inputs):
         inputs = tuple(torch.cat([x, x]) for x in inputs)  # torch.export would fix one row
     args, kwargs = sample.call.arguments(inputs)
-    shapes: Any = [dynamic_dims(x, sample.dynamic_shapes) for x in inputs]
+    shapes: Any = [dynamic_dims(x, sample.dynamic_shapes, any_rows) for x in inputs]
     if kwargs:
         parameters = [*inspect.signature(model.forward).parameters]
         names = sample.call.names or parameters[: len(args)]
@@ -107,13 +117,14 @@ def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
     return _read(model, program, guards)
 
 
-def dynamic_dims(tensor: Tensor, all_dims: bool) -> dict[int, Any]:
+def dynamic_dims(tensor: Tensor, all_dims: bool, any_rows: bool = True) -> dict[int, Any]:
     """Return the dimensions that may differ between batches, as `torch.export` takes them.
 
     Args:
-        all_dims: whether all dimensions may differ, as far as the model allows, or only the rows.
+        all_dims: whether all dimensions but the rows may differ, as far as the model allows.
+        any_rows: whether the rows may.
     """
-    return {dim: Dim.AUTO for dim in range(tensor.dim()) if dim == 0 or all_dims}
+    return {dim: Dim.AUTO for dim in range(tensor.dim()) if (all_dims if dim else any_rows)}
 
 
 def _takes_varargs(model: nn.Module) -> bool:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.trace import CutFailed, trace
 from tests.shards import zoo
 from tests.shards.hopping import assert_equal_to_plain
@@ -105,6 +107,41 @@ class Reads(nn.Module):
 def test_a_value_without_gradient_is_read_by_several_shards(mode):
     trial = assert_equal_to_plain(seeded(Reads, 6), two_sub_epochs(), mode)
     assert sum(len(graph.live_in) == 2 for graph in trial.cut_model.graphs.train) > 1
+
+
+class FixedRows(nn.Module):
+    """Counts rows in Python, so an exported graph is right for one number of rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x) * float(sum(1 for _ in range(x.shape[0]))))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_fixes_the_number_of_rows_has_a_graph_for_each(mode):
+    sub_epochs = [zoo.singly(zoo.vectors(8, 5)), zoo.singly(zoo.vectors(1, 8, seed=1))]
+    trial = assert_equal_to_plain(seeded(FixedRows), sub_epochs, mode)
+    assert trial.admission.spec == CutSpec("export", ("b@0",), rows=(8, 5, 1))
+    assert trial.evaluate(zoo.vectors(5)).sums["loss"][1] == 5
+    with pytest.raises(ConfigurationError, match="has 7 rows, and the model was cut for"):
+        trial.evaluate(zoo.vectors(7))
+
+
+class AssumesRows(FixedRows):
+    """Takes another number of rows for the one that it was traced with, unnoticed by torch."""
+
+    def forward(self, x):
+        rows = x.shape[0]
+        return self.b(self.a(x) * (8 if isinstance(rows, torch.SymInt) else rows))
+
+
+def test_a_graph_that_is_wrong_for_another_batch_size_is_noticed():
+    make = seeded(AssumesRows)
+    trial = assert_equal_to_plain(make, two_sub_epochs(), cut="modules", asked="export")
+    assert "training differs from the uncut model" in trial.admission.report.fallback
 
 
 class Misfit(nn.Module):
