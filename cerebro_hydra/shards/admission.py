@@ -129,10 +129,27 @@ def _candidates(
 
     if recipe.cut == "export":
         try:
-            traced = cache.trace(recipe.model, sample)
-            allowed = traced.cut_points_with_params if by_number else traced.cut_points
-            yield from choices(CutPoints("export", allowed, tuple(traced.train.markers)))
+            yield from choices(_between_markers(recipe, sample, check.rows, cache))
         except CutFailed as error:
             reasons.append(str(error))
     yield from choices(between_units)
     yield choose_whole(between_units)
+
+
+def _between_markers(
+    recipe: Recipe, sample: Sample, rows: tuple[int, ...], cache: CutModelCache
+) -> CutPoints:
+    """Return where the model's graph can be cut, or its graphs for each of these numbers of rows.
+
+    Raises:
+        CutFailed: `torch.export` can't take the model.
+    """
+    traced = [cache.trace(recipe.model, sample)]
+    if traced[0].any_rows:
+        rows = ()
+    else:
+        traced = [cache.trace(recipe.model, sample, each) for each in rows]
+    first = traced[0]
+    allowed = first.cut_points_with_params if isinstance(recipe.shards, int) else first.cut_points
+    in_all = tuple(unit for unit in allowed if all(unit in each.cut_points for each in traced))
+    return CutPoints("export", in_all, tuple(first.train.markers), rows=rows)

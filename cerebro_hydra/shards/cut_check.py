@@ -103,6 +103,12 @@ class CutCheck:
         finite = tuple(each for each in evaluated if each is not None)
         return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer, profile, written)
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Return the numbers of rows of the examples, the largest first."""
+        counts = {features[0].shape[0] for (features, _), _ in self.windows}
+        return tuple(sorted(counts, reverse=True))
+
     def difference(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
         """Return what differs when the same steps are taken in shards, or None if no bit does."""
         shards = _Shards(self, cut_model, layout)

@@ -20,6 +20,7 @@ class CutPoints:
         units: every unit call of the model, in order.
         overwritten: the units whose input the forward overwrites.
         written: the buffers to which training writes.
+        rows: the numbers of rows for each of which a graph is exported, if one does not do.
     """
 
     mode: CutMode
@@ -27,11 +28,12 @@ class CutPoints:
     units: tuple[str, ...]
     overwritten: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
+    rows: tuple[int, ...] = ()
 
     def spec(self, at: tuple[str, ...]) -> CutSpec:
         """Return the spec of a cut at some of these places."""
         if self.mode == "export":
-            return CutSpec("export", at)
+            return CutSpec("export", at, rows=self.rows)
         return CutSpec("modules", at, self.units, self.overwritten, self.written)
 
 

@@ -5,14 +5,15 @@ Trials whose models have equal structure share one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import units
 from cerebro_hydra.shards.cut_spec import CutSpec, module_of
 from cerebro_hydra.shards.guards import Guards
@@ -46,6 +47,24 @@ class GraphCut:
     """Turns the last shard's outputs into the model's own output; the flag says if in training."""
     guards: tuple[Guards, ...]
     """The conditions on batches whose shape is not the sample's."""
+    of_rows: Mapping[int, GraphCut] = field(default_factory=dict)
+    """The graphs for each number of rows, where none holds for several."""
+
+    def of(self, inputs: Sequence[Tensor]) -> GraphCut:
+        """Return the graphs that hold for a batch.
+
+        Raises:
+            ConfigurationError: none holds for its number of rows.
+        """
+        if not self.of_rows:
+            return self
+        rows = inputs[0].shape[0]
+        if rows not in self.of_rows:
+            raise ConfigurationError(
+                f"a batch has {rows} rows, and the model was cut for {sorted(self.of_rows)} rows "
+                "alone; set cut='modules'"
+            )
+        return self.of_rows[rows]
 
 
 @dataclass(frozen=True)
@@ -87,7 +106,8 @@ class CutModel:
             CutFailed: the model can't be cut that way.
         """
         if spec.mode == "export":
-            return cls.by_graph(model, spec, trace(model, sample))
+            rows = spec.rows or (None,)
+            return cls.by_graph(model, spec, [trace(model, sample, each) for each in rows])
         return cls.by_modules(model, spec)
 
     @classmethod
@@ -137,12 +157,24 @@ class CutModel:
         )
 
     @classmethod
-    def by_graph(cls, model: nn.Module, spec: CutSpec, traced: TracedModel) -> CutModel:
-        """Cut a model that was traced before.
+    def by_graph(cls, model: nn.Module, spec: CutSpec, traced: Sequence[TracedModel]) -> CutModel:
+        """Cut a model that was traced before, for each of the spec's numbers of rows, if any.
 
         Raises:
             CutFailed: the spec names a place where the model can't be cut.
         """
+        first, *others = (cls._by_one_graph(model, spec, each) for each in traced)
+        for other in others:
+            if (other.params, other.buffers, other.tied) != (
+                first.params, first.buffers, first.tied,
+            ):  # fmt: skip
+                raise CutFailed("its graphs for several numbers of rows use other weights")
+        graphs = [each.graphs for each in (first, *others) if each.graphs is not None]
+        of_rows = dict(zip(spec.rows, graphs, strict=bool(spec.rows)))
+        return replace(first, graphs=replace(graphs[0], of_rows=of_rows))
+
+    @classmethod
+    def _by_one_graph(cls, model: nn.Module, spec: CutSpec, traced: TracedModel) -> CutModel:
         for unit in spec.at:
             if unit not in traced.cut_points:
                 raise CutFailed(
@@ -216,21 +248,23 @@ class CutModelCache:
 
         def build() -> CutModel:
             if spec.mode == "export":
-                return CutModel.by_graph(model, spec, self.trace(model, sample))
+                rows = spec.rows or (None,)
+                traced = [self.trace(model, sample, each) for each in rows]
+                return CutModel.by_graph(model, spec, traced)
             return CutModel.build(model, spec, sample)
 
         return _once(self._cut_models, model_key(model, sample), spec, build)
 
-    def trace(self, model: nn.Module, sample: Sample) -> TracedModel:
+    def trace(self, model: nn.Module, sample: Sample, rows: int | None = None) -> TracedModel:
         """Return the graphs of a model, exported at the first call; see `trace.trace`."""
 
         def attempt() -> TracedModel | CutFailed:
             try:
-                return trace(model, sample)
+                return trace(model, sample, rows)
             except CutFailed as error:
                 return error
 
-        traced = _once(self._traces, model_key(model, sample), None, attempt)
+        traced = _once(self._traces, model_key(model, sample), rows, attempt)
         if isinstance(traced, CutFailed):
             raise traced
         return traced
@@ -250,9 +284,9 @@ class CutModelCache:
 
 
 def _once(
-    made: dict[Hashable, T], key: Hashable | None, spec: CutSpec | None, make: Callable[[], T]
+    made: dict[Hashable, T], key: Hashable | None, spec: CutSpec | int | None, make: Callable[[], T]
 ) -> T:
-    """Return what was made for this key and spec before, or make it; None is no key."""
+    """Return what was made for this key and spec or rows before, or make it; None is no key."""
     if key is None:
         return make()
     if (key, spec) not in made:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 CutMode = Literal["export", "modules"]
 
-_LISTS = ("at", "units", "overwritten", "written")
+_LISTS = ("at", "units", "overwritten", "written", "rows")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class CutSpec:
         units: the first call of each unit in the order in which they come, where mode is "modules".
         overwritten: those of them whose input the forward overwrites; they are never run again.
         written: the buffers to which training writes.
+        rows: the numbers of rows for each of which a graph is exported. Without any, one graph
+            holds for every number.
     """
 
     mode: CutMode
@@ -30,6 +32,7 @@ class CutSpec:
     units: tuple[str, ...] = ()
     overwritten: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
+    rows: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {"mode": self.mode} | {name: list(getattr(self, name)) for name in _LISTS}

@@ -187,7 +187,8 @@ class Engine:
         shapes = tuple(x.shape for x in inputs)
         if shapes in self._shapes_seen:
             return
-        for guards in self._cut_model.graphs.guards if self._cut_model.graphs else ():
+        graphs = self._cut_model.graphs
+        for guards in graphs.of(inputs).guards if graphs else ():
             if (condition := guards.violated(inputs)) is not None:
                 raise UnfitShape(
                     f"collate gave a batch of shapes {[tuple(s) for s in shapes]}, which the cut "

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import functools
+import logging
+import sysconfig
+import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+_NOT_USERS = ("<", str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], __file__)
+"""What the files of torch, of Python and of this module begin with, and code without a file."""
+
 
 class ExportFailed(Exception):
-    """A module can't be exported; holds the name and the first line of torch's error."""
+    """A module can't be exported; says torch's error in one line, and the line that raised it."""
 
 
 def export_program(
@@ -25,14 +33,45 @@ def export_program(
         ExportFailed: `torch.export` or the module's forward raised an error.
     """
     try:
-        with _printing_no_graph(module):
+        with _logged_unless_failed(), _printing_no_graph(module):
             return torch.export.export(
                 module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
             )
     except ExportFailed:
         raise
     except Exception as error:
-        raise ExportFailed(first_line(error)) from error
+        raise ExportFailed(_told(error)) from error
+
+
+@contextmanager
+def _logged_unless_failed() -> Iterator[None]:
+    """Let torch's warnings and errors of this thread wait, and drop them if the body fails.
+
+    They hold tracebacks and parts of the graph. Lower levels are only logged if a user asks.
+    """
+    waiting: list[logging.LogRecord] = []
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        if record.thread != thread or record.levelno < logging.WARNING:
+            return True
+        waiting.append(record)
+        return False
+
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addFilter(passes)
+    try:
+        yield
+    except BaseException:
+        waiting.clear()
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeFilter(passes)
+        for record in waiting:
+            logging.getLogger(record.name).handle(record)
 
 
 @contextmanager
@@ -50,7 +89,7 @@ def _printing_no_graph(module: nn.Module) -> Iterator[None]:
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
-            raise ExportFailed(first_line(error)) from error
+            raise ExportFailed(_told(error)) from error
 
     module.forward = guarded
     try:
@@ -60,6 +99,15 @@ def _printing_no_graph(module: nn.Module) -> Iterator[None]:
             del module.forward
         else:
             module.forward = own
+
+
+def _told(error: Exception) -> str:
+    """Return an error in one line, with the last line outside of torch that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+    if not own:
+        return first_line(error)
+    return f"{first_line(error)}, at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
 
 
 def first_line(error: Exception) -> str:

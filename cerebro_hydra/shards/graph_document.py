@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from cerebro_hydra.shards.operators import name_of
+from cerebro_hydra.shards.regions import inline_regions, regions_of
 from cerebro_hydra.shards.stored_graph import DEVICE, InvalidGraph, dense_strides
 
 _DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)  # what it asserts, the sizes say
-_GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 @dataclass
@@ -47,9 +45,9 @@ class GraphDocument:
             InvalidGraph: the program has something that a document can't say.
         """
         document = cls(list(_features(program)), frozenset(program.state_dict), prefix)
-        features = [{"feature": i} for i in range(len(document.features))]
         module = program.module(check_guards=False)
-        document.outputs = document._write(module, features, autocast)
+        inline_regions(module)
+        document._write(module, autocast)
         return document
 
     def fields(self) -> dict[str, Any]:
@@ -61,20 +59,18 @@ class GraphDocument:
             "outputs": self.outputs,
         }
 
-    def _write(self, module: Any, inputs: Sequence[Any], autocast: str | None) -> Any:
-        """Write the calls of a graph and of the graphs nested in it, and return its outputs."""
-        values: dict[fx.Node, Any] = {}
-        given = iter(inputs)
+    def _write(self, module: Any, autocast: str | None) -> None:
+        """Write the calls of a graph, and its outputs."""
+        features = module.graph.find_nodes(op="placeholder")
+        values: dict[fx.Node, Any] = {node: {"feature": i} for i, node in enumerate(features)}
         for node in module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "get_attr":
+            if node.op == "get_attr":
                 values[node] = self._attribute(module, node.target)
             elif node.op == "call_function":
-                values[node] = self._call(node, values, autocast)
-            elif node.op != "output":
+                values[node] = self._call(node, values, _autocast_of(node, autocast))
+            elif node.op not in ("placeholder", "output"):
                 raise InvalidGraph(f"its graph calls the module {node.target}")
-        return _encoded(module.graph.output_node().args[0], values)
+        self.outputs = _encoded(module.graph.output_node().args[0], values)
 
     def _attribute(self, module: nn.Module, target: str) -> Any:
         found: Any = module
@@ -107,18 +103,6 @@ class GraphDocument:
 
     def _call(self, node: fx.Node, values: dict[fx.Node, Any], autocast: str | None) -> Any:
         target: Any = node.target
-        args: tuple[Any, ...] = node.args
-        if target is _GRAD_MODE:  # evaluation records no gradients anyway
-            inputs = [_encoded(x, values) for x in args[2:]]
-            return self._write(values[args[1]], inputs, autocast)
-        if target is _AUTOCAST:
-            device, dtype, enabled, _, module = args[:5]
-            if device == "cpu":  # where it is exported; no other device is autocast there
-                autocast = _name(dtype) if enabled else None
-            inputs = [_encoded(x, values) for x in args[5:]]
-            return self._write(values[module], inputs, autocast)
-        if target is operator.getitem and isinstance(values[args[0]], list):
-            return values[args[0]][args[1]]
         if target in _DROPPED:
             return None
         name = name_of(target)
@@ -130,12 +114,22 @@ class GraphDocument:
         self.regions[-1]["calls"].append(
             {
                 "operator": name,
-                "args": [_encoded(x, values) for x in args],
+                "args": [_encoded(x, values) for x in node.args],
                 "kwargs": {key: _encoded(x, values) for key, x in node.kwargs.items()},
             }
         )
         self.calls += 1
         return {"call": self.calls - 1}
+
+
+def _autocast_of(node: fx.Node, autocast: str | None) -> str | None:
+    """Return the precision in which a node runs; evaluation records no gradients in any region."""
+    for region in regions_of(node):
+        if region.autocast is not None:
+            device, dtype, enabled = region.autocast
+            if device == "cpu":  # where it is exported; no other device is autocast there
+                autocast = _name(dtype) if enabled else None
+    return autocast
 
 
 def _encoded(value: Any, values: dict[fx.Node, Any]) -> Any:

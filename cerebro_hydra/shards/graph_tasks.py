@@ -20,9 +20,9 @@ from cerebro_hydra.shards.state import ShardState
 
 @dataclass
 class AutogradGraph:
-    """Keeps what a shard's B needs from its F: inputs and tied weights as leaves, and outputs."""
+    """Keeps what a shard's B needs from its F: values and tied weights received, and outputs."""
 
-    leaves: dict[str, Tensor]
+    received: dict[str, Tensor]
     outputs: dict[str, Any]
     tied: dict[str, Tensor]
     loss: Tensor | None = None
@@ -78,7 +78,7 @@ class GraphTasks:
 
     def forward(self, k: int, going: GraphPass) -> None:
         """Run F of shard k."""
-        shard_graph = self._graphs.train[k]
+        shard_graph = self._graph(k, going)
         buffers = self._buffers(shard_graph)
         keep = self._keep or k == self._last
         if not keep:
@@ -100,7 +100,7 @@ class GraphTasks:
         """Run B of shard k, after its F."""
         graph = going.graphs.pop(k, None)
         if graph is None:
-            buffers = self._buffers(self._graphs.train[k]) | going.buffers_before.pop(k)
+            buffers = self._buffers(self._graph(k, going)) | going.buffers_before.pop(k)
             graph = self._run(k, going, buffers)
         roots: list[Tensor] = []
         seeds: list[Tensor | None] = []
@@ -121,23 +121,23 @@ class GraphTasks:
                 seeds.append(grad)
         if roots:
             torch.autograd.backward(roots, seeds)
+        received = self._graph(k, going).live_in
         for name in graph.outputs:
-            if name not in graph.leaves:
-                going.grads.pop(name, None)
+            going.grads.pop(name, None)
+            if name not in received:
                 going.values.pop(name, None)
-        for name, leaf in graph.leaves.items():
-            if leaf.grad is not None:
-                going.grads[name] = leaf.grad
-            else:
-                going.grads.pop(name, None)
+        going.grads |= {n: v.grad for n, v in graph.received.items() if v.grad is not None}
         going.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
+
+    def _graph(self, k: int, going: GraphPass) -> ShardGraph:
+        return self._graphs.of(going.batch.inputs).train[k]
 
     def _buffers(self, graph: ShardGraph) -> dict[str, Tensor]:
         owner = self._buffer_owner
         return {name: self._states[owner[name]].buffers[name] for name in graph.buffers}
 
     def _run(self, k: int, going: GraphPass, buffers: Mapping[str, Tensor]) -> AutogradGraph:
-        graph = self._graphs.train[k]
+        graph = self._graph(k, going)
         params: list[Tensor] = []
         tied: dict[str, Tensor] = {}
         for name in graph.params:
@@ -147,13 +147,15 @@ class GraphTasks:
                 # A shard that uses the weight but does not own it sends its gradient backwards.
                 param = tied[name] = param.detach().requires_grad_()
             params.append(param)
-        leaves: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         live: list[Any] = []
         for name in graph.live_in:
             value = going.values[name]
             if name in going.needs_grad:
-                leaves[name] = leaf = value.detach().requires_grad_()
-                value = leaf.view_as(leaf)  # not a leaf, as it is in the uncut model
+                leaf = value.detach().requires_grad_()
+                # Not a leaf, as in the uncut model; a leaf's gradient would take its strides.
+                received[name] = value = leaf.view_as(leaf)
+                value.retain_grad()
             live.append(value)
         inputs = [going.batch.inputs[i] for i in graph.inputs]
         with torch.enable_grad(), self._precision(), random_key(going.batch.key):
@@ -161,9 +163,10 @@ class GraphTasks:
                 going.batch.key.reseed("")
             out = graph.run(*params, *(buffers[n] for n in graph.buffers), *live, *inputs)
             if k == self._last:
-                loss = going.batch.loss_of(self._graphs.outputs(out, True))
-                return AutogradGraph(leaves, {}, tied, loss)
-        return AutogradGraph(leaves, dict(zip(graph.live_out, out, strict=True)), tied)
+                outputs = self._graphs.of(going.batch.inputs).outputs(out, True)
+                loss = going.batch.loss_of(outputs)
+                return AutogradGraph(received, {}, tied, loss)
+        return AutogradGraph(received, dict(zip(graph.live_out, out, strict=True)), tied)
 
 
 class GraphPredictor:
@@ -185,7 +188,8 @@ class GraphPredictor:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Return the model's outputs."""
-        for k, graph in enumerate(self._graphs.eval):
+        graphs = self._graphs.of(inputs)
+        for k, graph in enumerate(graphs.eval):
             if k not in self._shards:
                 segments, _ = self._need(k)
                 self._shards[k] = ShardState(self._layout.shards[k], segments)
@@ -193,7 +197,7 @@ class GraphPredictor:
                     self._scratch[name] = self._shards[self._owner[name]].buffers[name].clone()
         values: dict[str, Any] = {}
         out: Sequence[Any] = ()
-        for graph in self._graphs.eval:
+        for graph in graphs.eval:
             tensors = [self._shards[self._owner[n]].evaluated[n] for n in graph.params]
             tensors += [
                 self._scratch.get(n, self._shards[self._owner[n]].buffers[n]) for n in graph.buffers
@@ -201,4 +205,4 @@ class GraphPredictor:
             live = [values[n] for n in graph.live_in]
             out = graph.run(*tensors, *live, *(inputs[i] for i in graph.inputs))
             values = dict(zip(graph.live_out, out, strict=False))
-        return self._graphs.outputs(out, False)
+        return graphs.outputs(out, False)

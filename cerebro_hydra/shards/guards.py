@@ -37,7 +37,7 @@ class Guards:
         """Return the conditions under which an exported program equals its model."""
         placeholders = program.graph.find_nodes(op="placeholder")
         shapes = tuple(
-            tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape)
+            tuple(map(_fixed, node.meta["val"].shape))
             for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True)
             if spec.kind is InputKind.USER_INPUT and isinstance(node.meta["val"], Tensor)
         )
@@ -59,6 +59,11 @@ class Guards:
             if not eval(condition, names):
                 return _SIZE.sub(r"\1.shape[\2]", condition)
         return None
+
+
+def _fixed(size: int | torch.SymInt) -> int | None:
+    """Return a size if it is one number, which torch.export may have found out later."""
+    return int(size) if isinstance(size, int) or size.node.expr.is_number else None
 
 
 def length_held_fixed(model: nn.Module, sample: Sample, guards: Guards) -> int | None:

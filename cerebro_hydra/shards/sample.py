@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from cerebro_hydra.recipe import ForwardCall, RandomKey, Recipe
@@ -47,6 +48,11 @@ class Sample:
             recipe.precision,
             recipe.collate is not None,
         )
+
+    def of_rows(self, rows: int) -> Self:
+        """Return a sample with this number of rows, made of this one's."""
+        inputs = tuple(x[torch.arange(rows) % len(x)] if x.dim() else x for x in self.inputs)
+        return replace(self, inputs=inputs)
 
 
 def copy_example(example: Example) -> Example:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from cerebro_hydra.shards.regions import InRegions, Region, regions_of
 from cerebro_hydra.shards.reseed import MARKER, enter_unit
 from cerebro_hydra.shards.trace import RANDOM, FlatGraph
 
@@ -121,6 +122,7 @@ def _shard_graph(
 ) -> ShardGraph:  # fmt: skip
     graph = fx.Graph()
     root = nn.Module()
+    regions = graph.placeholder("regions")
     needed = _inputs_of(flat, body, results)
     params = [n for n in flat.params if n in needed]
     buffers = [n for n in flat.buffers if n in needed]
@@ -139,18 +141,20 @@ def _shard_graph(
         return copies[node]
 
     # Recomputed values come first and in order, because some of them write into others.
-    for node in flat.graph.nodes:
-        if node in needed and node in flat.recomputed:
-            copied(node)
-    for node in body:
+    operations = [n for n in flat.graph.nodes if n in needed and n in flat.recomputed] + body
+    paths: list[tuple[Region, ...]] = [()]
+    for node in operations:
         if node.target is MARKER:
             graph.call_function(enter_unit, (node.args[0],))
-        else:
-            copied(node)
+            continue
+        if (path := regions_of(node)) != paths[-1]:
+            graph.call_method("enter", (regions, len(paths)))
+            paths.append(path)
+        copied(node)
     graph.output(tuple(fx.node.map_arg(value, copied) for value in results))
     mutated = {flat.buffers[n] for n in buffers} & flat.mutated_buffers
     return ShardGraph(
-        run=fx.GraphModule(root, graph).forward,
+        run=InRegions(fx.GraphModule(root, graph).forward, tuple(paths)),
         params=tuple(flat.params[n] for n in params),
         buffers=tuple(flat.buffers[n] for n in buffers),
         mutates=frozenset(mutated),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
@@ -21,11 +22,13 @@ from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
 from cerebro_hydra.shards.export_program import ExportFailed, export_program
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
+from cerebro_hydra.shards.regions import inline_regions
 from cerebro_hydra.shards.reseed import MARKER
 from cerebro_hydra.shards.sample import Sample
 
 RANDOM = torch.Tag.nondeterministic_seeded
 _DROPPED = {torch.ops.aten._assert_tensor_metadata.default}
+_COPY = torch.ops.aten.copy_.default
 
 
 class CutFailed(Exception):
@@ -59,32 +62,42 @@ class TracedModel:
     cut_points: tuple[str, ...]
     cut_points_with_params: tuple[str, ...]  # those that leave no shard without parameters
 
+    @property
+    def any_rows(self) -> bool:
+        """Return whether the graphs hold for every number of rows, and not for the sample's."""
+        shapes = self.train.guards.shapes + self.eval.guards.shapes
+        return all(shape[0] is None for shape in shapes if shape)
 
-def trace(model: nn.Module, sample: Sample) -> TracedModel:
+
+def trace(model: nn.Module, sample: Sample, rows: int | None = None) -> TracedModel:
     """Export a copy of the model in both modes.
 
     Args:
-        sample: one batch. Other numbers of rows run on the same graph, and so do other shapes that
-            meet its guards if the sample has dynamic shapes.
+        sample: one batch. Other shapes that meet the graph's guards run on it too if the sample
+            has dynamic shapes.
+        rows: the one number of rows that runs on the graph. Without it all do, if the model allows
+            that.
 
     Raises:
         CutFailed: the model can't be exported, or its forward does something that no cut keeps.
     """
     copied = copy.deepcopy(model)
-    train = _flatten(copied, sample, train=True)
-    evaluation = _flatten(copied, sample, train=False)
+    if rows is not None:
+        sample = sample.of_rows(rows)
+    train = _flatten(copied, sample, rows is None, train=True)
+    evaluation = _flatten(copied, sample, rows is None, train=False)
     points = _cut_points(train, evaluation)
     return TracedModel(train, evaluation, points, _with_params_between(train, points))
 
 
-def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
+def _flatten(model: nn.Module, sample: Sample, any_rows: bool, train: bool) -> FlatGraph:
     model.train(train)
     # The input is a clone, because torch.export would also demand the shape of a view's base.
     inputs = tuple(x.clone() for x in sample.inputs)
-    if all(x.dim() and x.shape[0] == 1 for x in inputs):
+    if any_rows and all(x.dim() and x.shape[0] == 1 for x in inputs):
         inputs = tuple(torch.cat([x, x]) for x in inputs)  # torch.export would fix one row
     args, kwargs = sample.call.arguments(inputs)
-    shapes: Any = [dynamic_dims(x, sample.dynamic_shapes) for x in inputs]
+    shapes: Any = [dynamic_dims(x, sample.dynamic_shapes, any_rows) for x in inputs]
     if kwargs:
         parameters = [*inspect.signature(model.forward).parameters]
         names = sample.call.names or parameters[: len(args)]
@@ -104,24 +117,26 @@ def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
     return _read(model, program, guards)
 
 
-def dynamic_dims(tensor: Tensor, all_dims: bool) -> dict[int, Any]:
+def dynamic_dims(tensor: Tensor, all_dims: bool, any_rows: bool = True) -> dict[int, Any]:
     """Return the dimensions that may differ between batches, as `torch.export` takes them.
 
     Args:
-        all_dims: whether all dimensions may differ, as far as the model allows, or only the rows.
+        all_dims: whether all dimensions but the rows may differ, as far as the model allows.
+        any_rows: whether the rows may.
     """
-    return {dim: Dim.AUTO for dim in range(tensor.dim()) if dim == 0 or all_dims}
+    return {dim: Dim.AUTO for dim in range(tensor.dim()) if (all_dims if dim else any_rows)}
 
 
 def _takes_varargs(model: nn.Module) -> bool:
-    code = getattr(type(model).forward, "__code__", None)
-    return code is not None and code.co_argcount == 1 and bool(code.co_flags & 0x04)
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    return first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
 
 
 def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGraph:
     first_name = first_names(model.named_parameters(remove_duplicate=False))
     first_name |= first_names(model.named_buffers(remove_duplicate=False))
     persistent = set(model.state_dict(keep_vars=True))
+    inline_regions(program.graph_module)
     graph = program.graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     params: dict[fx.Node, str] = {}
@@ -147,8 +162,12 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _DROPPED and not node.users:
             graph.erase_node(node)
+        elif node.target is _COPY and _overwritten(node.args[1]) is node.args[0]:
+            # Python assigns to a module's buffer what it has written into it before.
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
         elif node.op not in ("placeholder", "call_function", "output"):
-            raise CutFailed(f"its graph has a nested region ({node.target})")
+            raise CutFailed(f"its graph has a nested graph ({node.target}), as of torch.cond")
 
     groups = AliasGroups(graph)
     for node, name in params.items():
@@ -172,6 +191,13 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
         recomputed, written, mutated,
         frozenset(u for u, n in markers.items() if groups.blocks_cut(n, recomputed)),
     )  # fmt: skip
+
+
+def _overwritten(node: fx.Node) -> fx.Node:
+    """Return the tensor that operations in place have made into this one."""
+    while isinstance(node.target, OpOverload) and node.target._schema.name.endswith("_"):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

@@ -288,23 +288,6 @@ def test_any_model_that_cannot_be_exported_is_cut_by_modules():
     assert "torch.export failed" in trial.admission.report.fallback
 
 
-class FixedRows(nn.Module):
-    """It counts rows in Python, so its exported graph is right for one batch size only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.b(self.a(x) * float(sum(1 for _ in range(x.shape[0]))))
-
-
-def test_a_graph_that_is_wrong_for_another_batch_size_is_noticed():
-    make = seeded(FixedRows)
-    trial = assert_equal_to_plain(make, two_sub_epochs(), cut="modules", asked="export")
-    assert "training differs from the uncut model" in trial.admission.report.fallback
-
-
 def test_a_forward_that_does_not_fit_is_the_users_error_with_shapes():
     batch = zoo.vectors(8, features=7)
     with pytest.raises(ConfigurationError, match=r"forward failed.*float32\[8, 7\].*int64\[8\]"):
