@@ -6,7 +6,6 @@ directly before a marker, but nowhere that it would part an in-place operation.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from cerebro_hydra.recipe import copy_model
 from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
 from cerebro_hydra.shards.export_program import ExportFailed, export_program
@@ -70,7 +70,7 @@ def trace(model: nn.Module, sample: Sample) -> TracedModel:
     Raises:
         CutFailed: the model can't be exported, or its forward does something that no cut keeps.
     """
-    copied = copy.deepcopy(model)
+    copied = copy_model(model)
     train = _flatten(copied, sample, train=True)
     evaluation = _flatten(copied, sample, train=False)
     points = _cut_points(train, evaluation)
