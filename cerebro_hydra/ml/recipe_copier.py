@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe import Recipe, copy_model
 
 GRID_OPTIONS = (
     "batch_size",
@@ -44,8 +44,10 @@ class RecipeCopier:
 
     def __call__(self, params: Mapping[str, Any]) -> Recipe:
         """Copy all instances; `params` are `GRID_OPTIONS`, or numbers of the optimizer."""
-        # Both together, so that the optimizer's parameters stay the model's.
-        recipe, attributes = copy.deepcopy((self._recipe, self._attributes))
+        # All with one memo, so that the optimizer's parameters stay the model's.
+        memo: dict[int, Any] = {}
+        copy_model(self._recipe.model, memo)
+        recipe, attributes = copy.deepcopy((self._recipe, self._attributes), memo)
         vars(recipe.optimizer).update(attributes)
         options = {name: value for name, value in params.items() if name in GRID_OPTIONS}
         for group in (recipe.optimizer.defaults, *recipe.optimizer.param_groups):

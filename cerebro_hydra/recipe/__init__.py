@@ -17,6 +17,7 @@ from cerebro_hydra.recipe.evaluation import (
     merge_evaluations,
 )
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
+from cerebro_hydra.recipe.model_copy import copy_model
 from cerebro_hydra.recipe.plain_trainer import BatchTensors, PlainTrainer, Window, state_tensors
 from cerebro_hydra.recipe.randomness import RandomKey, numeric_fingerprint, trial_seed, units
 from cerebro_hydra.recipe.recipe import Recipe
@@ -37,6 +38,7 @@ __all__ = [
     "Window",
     "build_keeping_random_state",
     "build_recipe",
+    "copy_model",
     "exclusive_generator",
     "load_warm_start",
     "mean",

@@ -45,17 +45,18 @@ def checked_shards(given: Any, model: nn.Module) -> int | Blocks:
 
 
 def _name(block: Any, model: nn.Module) -> str:
-    modules = dict(model.named_modules())
+    first_names = {module: name for name, module in model.named_modules()}
     if isinstance(block, nn.Module):
-        for name, module in modules.items():
-            if module is block:
-                return name
-        raise ConfigurationError(
-            f"shards holds a {type(block).__name__} that is no module of the model"
-        )
+        if block not in first_names:
+            raise ConfigurationError(
+                f"shards holds a {type(block).__name__} that is no module of the model; give "
+                "modules of this model, or their names"
+            )
+        return first_names[block]
+    modules = dict(model.named_modules(remove_duplicate=False))
     if block not in modules:
         raise ConfigurationError(
             f"shards names {block!r}, which is no module of the model; "
             f"its modules are {[m for m in modules if m][:20]}"
         )
-    return str(block)
+    return first_names[modules[block]]

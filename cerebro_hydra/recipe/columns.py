@@ -97,10 +97,15 @@ class ForwardCall:
             for name, p in parameters.items()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
-        if [p.kind for p in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
-            return cls((*columns.features, *(columns.labels if takes_labels else ())), constants)
+        kinds = {p.kind for p in parameters.values()}
+        takes_others = inspect.Parameter.VAR_KEYWORD in kinds
         if not takes_labels:
-            if all(name in named for name in columns.features):
+            # What position has no place for goes into **kwargs.
+            too_many = len(columns.features) > sum(
+                p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()
+            )
+            others = takes_others and too_many and inspect.Parameter.VAR_POSITIONAL not in kinds
+            if others or all(name in named for name in columns.features):
                 return cls(columns.features, constants)
             for place, name in enumerate(columns.features):
                 if name in named and named.index(name) != place:
@@ -114,7 +119,7 @@ class ForwardCall:
         if len(labels) == 1 and labels[0] not in named and "labels" in named:
             labels = ("labels",)
         for name in (*columns.features, *labels):
-            if name not in named:
+            if name not in named and not takes_others:
                 raise ConfigurationError(
                     f"loss is 'model', so columns are passed to {type(model).__name__}.forward by "
                     f"name, and it has no argument {name!r}; its arguments are {named}: rename "

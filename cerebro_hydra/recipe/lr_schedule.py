@@ -33,6 +33,13 @@ class LRSchedule:
                 f"lr_scheduler is {make!r}; give a function of the optimizer that makes one, such "
                 "as lambda optimizer: StepLR(optimizer, 1)"
             )
+        is_torchs = isinstance(make, type) and make.__module__.startswith("torch.")
+        if make is not None and is_torchs and (missing := _required(make)[1:]):
+            asked = ", ".join(f"{name}=..." for name in missing)
+            raise ConfigurationError(
+                f"lr_scheduler is the class {make.__name__}, which needs more than an optimizer; "
+                f"give lambda optimizer: {make.__name__}(optimizer, {asked})"
+            )
         if interval not in INTERVALS:
             raise ConfigurationError(f"lr_interval is {interval!r}; it is one of {INTERVALS}")
         self._make = make
@@ -93,7 +100,7 @@ def _called(make: Callable[..., Any], optimizer: Any, steps_per_epoch: int) -> A
     if any(p.name == "steps_per_epoch" and p.kind is not p.POSITIONAL_ONLY for p in others):
         return make(optimizer, steps_per_epoch=steps_per_epoch)
     # With a default, it is an option of the scheduler that was wrapped or captured.
-    return make(optimizer, steps_per_epoch) if _required(make) > 1 else make(optimizer)
+    return make(optimizer, steps_per_epoch) if len(_required(make)) > 1 else make(optimizer)
 
 
 def _takes_metric(scheduler: Any) -> bool:
@@ -103,12 +110,13 @@ def _takes_metric(scheduler: Any) -> bool:
 @cache
 def _step_asks_for_a_value(kind: type[Any]) -> bool:
     """Tell whether `step` needs a value, as that of ReduceLROnPlateau does."""
-    return _required(kind.step) > 1  # beside self
+    return len(_required(kind.step)) > 1  # beside self
 
 
-def _required(function: Callable[..., Any]) -> int:
-    """Count the positional parameters that have no default."""
-    return sum(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the positional parameters that have no default."""
+    return [
+        p.name
         for p in inspect.signature(function).parameters.values()
-    )
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]

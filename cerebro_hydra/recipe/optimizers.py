@@ -1,4 +1,4 @@
-"""Refuses optimizers and parameters that can't be cut into shards."""
+"""Refuses optimizers that can't be cut into shards."""
 
 from __future__ import annotations
 
@@ -44,21 +44,3 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
                     f"{tuple(parameter.shape)} that is not the model's; build the optimizer "
                     "from this model's own parameters"
                 )
-
-
-def check_parameters(model: nn.Module) -> None:
-    """Refuse hooks on gradients, which belong to one tensor object and hop with no bytes.
-
-    Raises:
-        ConfigurationError: a parameter has one; the message names it.
-    """
-    for name, parameter in model.named_parameters():
-        # torch offers no public way to ask.
-        if getattr(parameter, "_backward_hooks", None) or getattr(
-            parameter, "_post_accumulate_grad_hooks", None
-        ):
-            raise ConfigurationError(
-                f"parameter {name!r} has a gradient hook (Tensor.register_hook), which would not "
-                "hop with it; scale gradients with param groups, clip_grad_norm or clip_grad_value "
-                "instead"
-            )

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.recipe.evaluation import Evaluation, RunningEvaluation, SumOverRows
+from cerebro_hydra.recipe.model_copy import copy_model
 from cerebro_hydra.recipe.randomness import RandomKey, unit_hooks
 from cerebro_hydra.recipe.recipe import Recipe
 
@@ -58,8 +59,9 @@ class PlainTrainer:
         self._scheduler = recipe.lr_schedule.make(recipe.optimizer, steps_per_epoch)
         self.ema: AveragedModel | None = None
         if recipe.ema is not None:
-            average = get_ema_multi_avg_fn(recipe.ema)
-            self.ema = AveragedModel(recipe.model, multi_avg_fn=average)
+            # It would deep-copy the model itself, which leaves hooks on the original.
+            self.ema = AveragedModel(nn.Module(), multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
+            self.ema.module = copy_model(recipe.model)
 
     def train(
         self, windows: Iterable[Window], epoch_metrics: Mapping[str, float] | None = None

@@ -22,9 +22,11 @@ def units(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules that no cut splits and where random numbers restart.
 
     Children of a `Sequential` or `ModuleList` are units unless they are such containers themselves;
-    outside of containers, modules without children are.
+    outside of containers, modules without children are. A module with several names goes by its
+    first, and is no unit if that lies inside of another one.
     """
-    return tuple(_walk(model, ""))
+    first_names = {name for name, _ in model.named_modules()}
+    return tuple(name for name in _walk(model, "") if name in first_names)
 
 
 def _walk(module: nn.Module, name: str) -> Iterator[str]:
@@ -78,8 +80,9 @@ def install_unit_hooks(
             if torch._C._current_graph_task_id() >= 0:  # torch.utils.checkpoint runs it again
                 if calls[name] > 1:
                     raise ConfigurationError(
-                        f"torch.utils.checkpoint runs {name!r} again, which ran {calls[name]} "
-                        "times in one forward, so its random numbers can't be told; leave it out"
+                        f"backward runs {name!r} again, which ran {calls[name]} times in one "
+                        "forward, so its random numbers can't be told; leave out "
+                        "torch.utils.checkpoint, or the reversible layer"
                     )
                 entered(f"{name}@0")
                 return

@@ -21,8 +21,9 @@ from cerebro_hydra.recipe.collating import Collate, collate_batch
 from cerebro_hydra.recipe.columns import Columns, ForwardCall, predictions
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, as_json, resolve_metrics
+from cerebro_hydra.recipe.models import checked_model
 from cerebro_hydra.recipe.objective import Objective
-from cerebro_hydra.recipe.optimizers import check_optimizer, check_parameters
+from cerebro_hydra.recipe.optimizers import check_optimizer
 from cerebro_hydra.recipe.randomness import RandomKey
 
 CUTS = ("export", "modules")
@@ -90,12 +91,8 @@ class Recipe:
     columns: Columns | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise ConfigurationError(
-                f"model is a {type(self.model).__name__}; give a torch.nn.Module"
-            )
+        self.model = checked_model(self.model)
         check_optimizer(self.optimizer, self.model)
-        check_parameters(self.model)
         self._objective = Objective(self.loss, self.loss_weights)
         self.metric_list = resolve_metrics(self.metrics)
         self.lr_schedule = LRSchedule(self.lr_scheduler, self.lr_interval, self.lr_metric)
@@ -105,6 +102,8 @@ class Recipe:
                 "batch is a dict of column to tensor"
             )
         self.shards = checked_shards(self.shards, self.model)
+        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        self._in_double = kinds == {torch.float64}
         self._check_numbers()
         self.call = ForwardCall.of(self.model, None, takes_labels=False)
 
@@ -165,25 +164,41 @@ class Recipe:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Apply `collate` to a batch, seeded by the key; None is for evaluation.
 
+        Columns come in the precision of the model.
+
         Raises:
             ConfigurationError: it lost a column or changed the number of rows.
         """
-        return collate_batch(self.collate, self.columns, features, targets, key)
+        made = collate_batch(self.collate, self.columns, features, targets, key)
+        return self.cast(made[0]), self.cast(made[1])
+
+    def cast(self, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return columns as a model takes them whose parameters are all in double precision."""
+        if not self._in_double:
+            return columns
+        return tuple(c.double() if c.is_floating_point() else c for c in columns)
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """Run forward and loss as `autocast` says, and without attention's fast path.
+        """Run forward and loss as `autocast` says, without attention's fast path and any cache.
 
-        Its fused kernels of evaluation are in no exported graph, and round otherwise.
+        The fast path's kernels of evaluation are in no exported graph, and round otherwise. A cache
+        of keys and values serves generation alone; models look for the wish in their `config`.
         """
         fast = torch.backends.mha.get_fastpath_enabled()
+        configs: list[Any] = [vars(module).get("config") for module in self.model.modules()]
+        caching = [c for c in configs if getattr(c, "use_cache", None) is True]
         torch.backends.mha.set_fastpath_enabled(False)
+        for config in caching:
+            config.use_cache = False
         try:
             device = next((p.device.type for p in self.model.parameters()), "cpu")
             with autocasting(self.autocast, device):
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
+            for config in caching:
+                config.use_cache = True
 
     def compute_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
         """Return the mean loss of one batch, a scalar with its graph."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe import Recipe, copy_model
 from cerebro_hydra.shards.cut_check import CutCheck, largest_example
 from cerebro_hydra.shards.cut_choice import (
     CutChoice,
@@ -17,8 +19,9 @@ from cerebro_hydra.shards.cut_choice import (
     choose_whole,
 )
 from cerebro_hydra.shards.cut_model import CutModelCache
-from cerebro_hydra.shards.cut_report import CutReport
+from cerebro_hydra.shards.cut_report import CutReport, FailedAttempt
 from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.engine import UnfitShape
 from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.sample import Example, Sample
@@ -65,36 +68,76 @@ def admit(
     largest = largest_example(examples)
     sample = Sample.of(recipe, largest)
 
-    reasons: list[str] = []
-    for choice in _candidates(recipe, sample, largest, check, template, cache, reasons):
+    attempts: list[FailedAttempt] = []
+    for choice in _candidates(recipe, sample, largest, check, template, cache, attempts):
         try:
             cut_model = cache.get(recipe.model, choice.spec, sample)
             layout = TrialLayout.make(recipe, cut_model, template)
             difference = check.difference(cut_model, layout)
+            reason = f"training differs from the uncut model: {difference}"
         except UnfitShape as error:
-            difference = str(error)
+            difference = reason = str(error)
         except ConfigurationError:
             raise
         except Exception as error:
-            difference = f"{type(error).__name__}: {error}"
+            difference = reason = _raised(error)
         if difference is None:
-            notes = [*reasons, *([choice.note] if choice.note else [])]
-            report = CutReport.of(cut_model, layout, choice.why, "; ".join(notes) or None)
+            report = CutReport.of(cut_model, layout, choice.why, choice.note, attempts)
             return AdmittedCut(choice.spec, report, template, layout)
-        mode = choice.spec.mode
-        reasons.append(f"cut by {mode}, training differs from the uncut model: {difference}")
-    raise ConfigurationError(
-        "the model can't be trained reproducibly: " + "; ".join(reasons) + ". Look for random "
-        "numbers from outside of torch's CPU generator or in evaluation, state outside of "
-        "parameters and buffers, or torch.utils.checkpoint"
+        shards = len(choice.spec.at) + 1
+        way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"
+        attempts.append(FailedAttempt(way, reason))
+    raise _refusal(recipe, sample, attempts)
+
+
+def _raised(error: Exception) -> str:
+    return f"a step failed: {type(error).__name__}: {error}"
+
+
+def _refusal(
+    recipe: Recipe, sample: Sample, attempts: Sequence[FailedAttempt]
+) -> ConfigurationError:
+    """Return the error of a model that differs even as one shard, with the attempts as notes."""
+    difference = attempts[-1].reason.partition("; ")[0]
+    refusal = ConfigurationError(
+        _parameter_misused(recipe, sample)
+        or f"the model can't be trained reproducibly, as {difference}; look for random numbers "
+        "from outside of torch's CPU generator or in evaluation, and for state outside of "
+        "parameters and buffers"
     )
+    for attempt in attempts:
+        refusal.add_note(str(attempt))
+    return refusal
+
+
+def _parameter_misused(recipe: Recipe, sample: Sample) -> str | None:
+    """Return what a forward does to a parameter that it must not do, and the remedy, or None."""
+    model = copy_model(recipe.model)
+    places = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with torch.no_grad(), recipe.precision():
+        recipe.call.evaluate(model.eval(), sample.inputs, {})
+        for name, before in recipe.model.named_parameters():
+            if not same_bits(model.get_parameter(name), before):
+                return (
+                    f"the forward writes to parameter {name!r} in evaluation, which must not "
+                    "change a trial; write to it only if self.training, or use another tensor, "
+                    "such as weight * mask"
+                )
+        recipe.call.evaluate(model.train(), sample.inputs, {})
+    for name, parameter in model.named_parameters():
+        if parameter.data_ptr() != places[name]:
+            return (
+                f"the forward gives parameter {name!r} other memory, which would not hop; write "
+                "into the memory that it has, such as weight.data.mul_(mask)"
+            )
+    return None
 
 
 def _candidates(
     recipe: Recipe, sample: Sample, example: Example, check: CutCheck, template: StateTemplate,
-    cache: CutModelCache, reasons: list[str],
+    cache: CutModelCache, attempts: list[FailedAttempt],
 ) -> Iterator[CutChoice]:  # fmt: skip
-    """Yield the cuts to try, the finest first, and add to `reasons` why one can't be tried."""
+    """Yield the cuts to try, the finest first, and add to `attempts` why one can't be tried."""
     by_number = isinstance(recipe.shards, int)
     profile = check.profile
     starts = profile.starts(recipe.model, by_number)
@@ -131,7 +174,11 @@ def _candidates(
         try:
             yield from choices(_between_markers(recipe, sample, check.rows, cache))
         except CutFailed as error:
-            reasons.append(str(error))
+            attempts.append(FailedAttempt("by export", str(error)))
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            attempts.append(FailedAttempt("by export", _raised(error)))
     yield from choices(between_units)
     yield choose_whole(between_units)
 

@@ -15,6 +15,8 @@ _REMEDIES = {
     "forward": "; give the model inputs of that shape, or reshape the columns with collate",
     "loss": "; give the model outputs that fit these labels, or a loss that fits both",
 }
+_OF_TYPE = "; cast the columns there, or with collate"
+_OF_CODE = "; correct it, and try it on such a batch alone"
 
 
 @contextmanager
@@ -38,8 +40,16 @@ def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
         raise ConfigurationError(
             f"the {trainer.phase} failed on a batch with features ({_forms(example[0], features)}) "
             f"and labels ({_forms(example[1], labels)}): {type(error).__name__}: {error}"
-            f"{_REMEDIES.get(trainer.phase, '')}"
+            f"{_remedy(trainer.phase, error)}"
         ) from error
+
+
+def _remedy(phase: str, error: Exception) -> str:
+    # torch raises these for what a batch holds; any other is about the code that raised it.
+    if phase not in _REMEDIES or not isinstance(error, RuntimeError | ValueError | IndexError):
+        return _OF_CODE
+    about_type = "dtype" in str(error) or "scalar type" in str(error)
+    return _OF_TYPE if about_type else _REMEDIES[phase]
 
 
 def _forms(tensors: Sequence[Tensor], names: Sequence[str] | None) -> str:

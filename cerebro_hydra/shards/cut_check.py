@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import NonFiniteLoss
-from cerebro_hydra.recipe import Evaluation, PlainTrainer, RandomKey, Recipe, SumOverRows
+from cerebro_hydra.recipe import (
+    Evaluation,
+    PlainTrainer,
+    RandomKey,
+    Recipe,
+    SumOverRows,
+    copy_model,
+)
 from cerebro_hydra.recipe.randomness import unit_hooks
 from cerebro_hydra.shards.batch_errors import told_with_batch
 from cerebro_hydra.shards.cut_model import CutModel
@@ -216,7 +223,7 @@ def largest_example(examples: Sequence[Example]) -> Example:
 
 def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
     """Train copies of the recipe's model and optimizer, so that the recipe stays as it is."""
-    twin = _twin(recipe, copy.deepcopy(recipe.model).train())
+    twin = _twin(recipe, copy_model(recipe.model).train())
     return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
 
 
@@ -225,7 +232,7 @@ def _without_weights(recipe: Recipe) -> Recipe:
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.data.new_empty(0), p.requires_grad) for p in recipe.model.parameters()
     }
-    return _twin(recipe, copy.deepcopy(recipe.model, memo))
+    return _twin(recipe, copy_model(recipe.model, memo))
 
 
 def _twin(recipe: Recipe, model: nn.Module) -> Recipe:

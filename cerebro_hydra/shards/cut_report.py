@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,34 @@ class ShardReport:
 
 
 @dataclass(frozen=True)
+class FailedAttempt:
+    """Tells in which way a model was to be cut, such as "by export", and why it is not."""
+
+    way: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.way}: {self.reason}"
+
+    @property
+    def summary(self) -> str:
+        """Return the attempt in one clause, without what the reason quotes."""
+        return f"it is not cut {self.way}, because {re.split(r' [(]|: ', self.reason)[0]}"
+
+
+@dataclass(frozen=True)
 class CutReport:
-    """Reports a cut; `fallback` says why the model is not cut as was asked, or is None."""
+    """Reports a cut.
+
+    Args:
+        fallback: says in a sentence why the model is not cut as was asked, or is None.
+        attempts: the details: what was tried before.
+    """
 
     mode: str
     shards: tuple[ShardReport, ...]
     fallback: str | None = None
+    attempts: tuple[FailedAttempt, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -44,6 +67,7 @@ class CutReport:
         lines = [f"{count} shard{'s' * (count != 1)}, cut by {self.mode}"]
         if self.fallback:
             lines.append(f"  note: {self.fallback}")
+            lines += [f"    {attempt}" for attempt in self.attempts]
         for number, shard in enumerate(self.shards):
             crossing = ", ".join(
                 f"{v.name} {v.dtype}[{_shown(v.shape)}] {v.nbytes:,} B" for v in shard.receives
@@ -63,7 +87,8 @@ class CutReport:
         cut_model: CutModel,
         layout: TrialLayout,
         why: Sequence[str],
-        fallback: str | None,
+        note: str | None,
+        attempts: Sequence[FailedAttempt],
     ) -> CutReport:
         """Return the report of a cut model, with the reason for the start of each shard."""
         shards = []
@@ -81,7 +106,8 @@ class CutReport:
                     receives=graphs.train[k].crossing if graphs else (),
                 )
             )
-        return cls(cut_model.spec.mode, tuple(shards), fallback)
+        notes = [attempt.summary for attempt in attempts[:1]] + ([note] if note else [])
+        return cls(cut_model.spec.mode, tuple(shards), "; ".join(notes) or None, tuple(attempts))
 
 
 def _shown(shape: Sequence[int | None]) -> str:

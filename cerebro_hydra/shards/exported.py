@@ -49,11 +49,12 @@ class _EvaluationModule(nn.Module):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.model = recipe.model
+        self._cast = recipe.cast
         self._call = recipe.call
         self._predictions = recipe.predictions
 
     def forward(self, *features: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self._predictions(self._call(self.model, features)))
+        return tuple(self._predictions(self._call(self.model, self._cast(features))))
 
 
 def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path) -> None:

@@ -108,9 +108,7 @@ class ModuleTasks:
         wrapped = [
             self._modules[name]
             for name, shard in self._shard_of.items()
-            if shard < self._last
-            and f"{name}@0" not in self._overwritten
-            and not isinstance(self._modules[name], torch.jit.ScriptModule)
+            if shard < self._last and f"{name}@0" not in self._overwritten
         ]
         before = {module: vars(module).get("forward") for module in wrapped}
         for module in wrapped:
@@ -125,7 +123,8 @@ class ModuleTasks:
 
     def _checkpointed(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            # A checkpoint can't run under torch.vmap and torch.func.grad.
+            if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 return forward(*args, **kwargs)
             unit, key = self._unit, self._batch.key
             # Autograd itself refuses inputs that were overwritten since.

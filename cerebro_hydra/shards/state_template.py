@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -49,38 +50,34 @@ class StateTemplate:
     def learn(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateTemplate:
         """Learn the template from an optimizer that has stepped.
 
-        A trainable parameter that got no gradient is given the form of another one's state.
+        For a trainable parameter without a gradient so far, a copy of the optimizer takes a step.
 
         Raises:
             ConfigurationError: the optimizer's state has a value that is no tensor and not None.
         """
         names = {id(p): name for name, p in model.named_parameters()}
         entries: dict[str, tuple[StateEntry, ...]] = {}
-        example: tuple[Tensor, tuple[StateEntry, ...]] | None = None
-        for parameter, state in optimizer.state.items():
-            if not parameter.requires_grad:
-                continue  # Adagrad makes state for frozen parameters too
-            name = names[id(parameter)]
-            entries[name] = tuple(
-                _entry(optimizer, name, key, value)
-                for key, value in state.items()
-                if value is not None
-            )
-            example = example or (parameter, entries[name])
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue  # Adagrad makes state for frozen parameters too
                 name = names[id(parameter)]
-                if parameter.requires_grad and name not in entries and example is not None:
-                    like, found = example
-                    entries[name] = tuple(
-                        (
-                            key,
-                            dtype,
-                            tuple(parameter.shape) if shape == tuple(like.shape) else shape,
-                        )
-                        for key, dtype, shape in found
-                    )
+                state = optimizer.state.get(parameter) or _state_after_a_step(optimizer, parameter)
+                entries[name] = tuple(
+                    _entry(optimizer, name, key, value)
+                    for key, value in state.items()
+                    if value is not None
+                )
         return cls({name: entries[name] for name in names.values() if entries.get(name)})
+
+
+def _state_after_a_step(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return the state that an optimizer makes for a parameter with its first gradient."""
+    stand_in = nn.Parameter(torch.zeros_like(parameter))
+    stand_in.grad = torch.zeros_like(parameter)
+    clone = clone_optimizer(optimizer, {id(parameter): stand_in})
+    clone.step()
+    return dict(clone.state[stand_in])
 
 
 def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) -> StateEntry:

@@ -6,7 +6,6 @@ directly before a marker, but nowhere that it would part an in-place operation.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from cerebro_hydra.recipe import copy_model
 from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
 from cerebro_hydra.shards.export_program import ExportFailed, export_program
@@ -81,7 +81,7 @@ def trace(model: nn.Module, sample: Sample, rows: int | None = None) -> TracedMo
     Raises:
         CutFailed: the model can't be exported, or its forward does something that no cut keeps.
     """
-    copied = copy.deepcopy(model)
+    copied = copy_model(model)
     if rows is not None:
         sample = sample.of_rows(rows)
     train = _flatten(copied, sample, rows is None, train=True)

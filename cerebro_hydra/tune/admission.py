@@ -70,6 +70,12 @@ def loading_exporter() -> Iterator[None]:
 class _Refused(Exception):
     """A trial's own code failed; the message is its traceback."""
 
+    @property
+    def reason(self) -> str:
+        """Return the last line of the error, without the details that it has as notes."""
+        message, *_ = traceback.format_exception_only(self.__cause__)
+        return message.strip().rsplit("\n", 1)[-1]
+
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
@@ -114,13 +120,13 @@ class Admission:
                 different directions, or measure different ones.
         """
         admitted = Admitted()
-        refused: list[tuple[Mapping[str, Any], str]] = []
+        refused: list[tuple[Mapping[str, Any], str, str]] = []
         for params in candidates:
             try:
                 with exclusive_generator:
                     spec, recipe = self._admit(len(admitted.specs), params)
             except _Refused as refusal:
-                refused.append((params, str(refusal)))
+                refused.append((params, str(refusal), refusal.reason))
                 continue
             metrics: dict[str, str] = {"loss": "min"}
             metrics |= {m.name: m.direction for m in recipe.metric_list}
@@ -138,10 +144,9 @@ class Admission:
             admitted.metrics = metrics
             admitted.state_metrics.append(recipe.state_metrics)
             admitted.specs.append(spec)
-        for number, (params, error) in enumerate(refused, start=len(admitted.specs)):
+        for number, (params, error, reason) in enumerate(refused, start=len(admitted.specs)):
             trial_id = f"trial-{number:03d}"
             admitted.refused.append({"trial_id": trial_id, "params": dict(params), "error": error})
-            reason = error.strip().rsplit("\n", 1)[-1]
             self._report(f"{trial_id}: {dict(params)} failed before training: {reason}")
         return admitted
 

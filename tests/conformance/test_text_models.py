@@ -163,7 +163,7 @@ class TestLSTMOfDynamicLength(TestLSTM):
     def test_the_recurrent_layer_is_in_one_shard(self) -> None:
         report = self.start(3, cut="export").admission.report
         assert report.mode == "modules"
-        assert "its graph holds for batches of length" in report.fallback
+        assert "its graph holds for batches of length" in report.text()
 
     def test_export_loads_without_its_source(self, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"shape \(4, 11\), .* shape\[1\] of 12"):

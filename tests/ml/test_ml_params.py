@@ -288,3 +288,11 @@ def test_equal_settings_become_one_run_in_the_order_of_the_maps(kinds: list[int]
     assert [{kinds[i] for i in group} for group in groups] == [
         {kind} for kind in dict.fromkeys(kinds)
     ]
+
+
+def test_hooks_of_a_copied_model_store_on_the_copy() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, args, output: model.register_buffer("o", output))
+    recipe = RecipeCopier(Recipe(model, torch.optim.SGD(model.parameters()), nn.MSELoss()))({})
+    recipe.model(torch.ones(1, 2))
+    assert "o" in recipe.model._buffers and "o" not in model._buffers

@@ -55,8 +55,22 @@ def test_partial_plateau_and_one_cycle():
     [
         (lambda optimizer: 5, "lr_scheduler gave a int"),
         (lambda optimizer: lrs.StepLR(optimizer), "lr_scheduler failed .*step_size"),
+        (lrs.StepLR, r"class StepLR, .* lambda optimizer: StepLR\(optimizer, step_size=\.{3}\)$"),
+        (lrs.OneCycleLR, r"give lambda optimizer: OneCycleLR\(optimizer, max_lr=\.{3}\)$"),
     ],
 )
 def test_what_gives_no_scheduler_is_refused(make, message):
     with pytest.raises(ConfigurationError, match=message):
         made(make)
+
+
+class Halving(lrs.LambdaLR):
+    """A class of the user may take the steps of an epoch second, as a function may."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        super().__init__(optimizer, lambda step: 0.5 ** (step // steps))
+
+
+@pytest.mark.parametrize("make", [lrs.ReduceLROnPlateau, lrs.LinearLR, Halving])
+def test_classes_that_need_the_optimizer_alone_and_classes_of_the_user(make):
+    assert isinstance(made(make), make)

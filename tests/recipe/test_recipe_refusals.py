@@ -108,3 +108,56 @@ def test_a_forward_of_keywords_gets_every_column_by_name():
     assert recipe.call(recipe.model, [torch.zeros(2, 3)]).shape == (2, 1)
     own = recipe_of(Keywords(), loss="model").bind(Columns(("x",), ("y",)))
     assert own.call.names == ("x", "y")
+
+
+class Precomputed(nn.Module):
+    """It keeps what it computed from its weight when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.turned = self.layer.weight.t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.turned
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: torch.jit.script(nn.Linear(3, 1)), "the model is a ScriptModule.* before torch.j"),
+        (
+            lambda: nn.Sequential(torch.jit.trace(nn.Linear(3, 1), torch.zeros(2, 3))),
+            "module '0' is a ScriptModule",
+        ),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), "module '0' is a LazyLinear without a size"),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False)),
+            "module '1' is a LazyBatchNorm1d without a size",
+        ),
+        (Precomputed, "attribute 'turned' of the model was computed from parameters"),
+        (dict, "model is a dict; give a torch.nn.Module"),
+    ],
+)
+def test_models_that_no_worker_could_train(model, message):
+    optimizer = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=message):
+        Recipe(model(), optimizer, nn.MSELoss())
+
+
+class Extras(nn.Module):
+    """It takes a column of its own and gives the others to a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * others.get("scale", 1.0)
+
+
+def test_columns_without_an_argument_go_into_keywords():
+    assert recipe_of(Extras()).bind(Columns(("x", "scale"), ("y",))).call.names == ("x", "scale")
+    own = recipe_of(Extras(), loss="model").bind(Columns(("x",), ("labels",)))
+    assert own.call.names == ("x", "labels")
+    assert recipe_of(Extras()).bind(Columns(("values",), ("y",))).call.names is None

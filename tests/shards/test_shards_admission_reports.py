@@ -53,7 +53,7 @@ def test_the_first_operation_that_differs_is_named():
     torch.manual_seed(0)
     admission = admit(recipe_of(Branches(), shards=3, cut="export"), examples(8, 5), 1)
     assert admission.spec.mode == "modules"
-    why = admission.report.fallback
+    why = admission.report.text()
     assert "the first operation whose output differs is aten.sigmoid.default in 'b'" in why
     assert "whose output is float32[8, 6], in step 0" in why
 

@@ -294,11 +294,16 @@ def test_a_forward_that_does_not_fit_is_the_users_error_with_shapes():
         start(mlp_recipe()(), [batch])
 
 
+def test_a_column_of_another_type_is_told_to_be_cast():
+    with pytest.raises(ConfigurationError, match=r"float32\[8, 6\].*BFloat16; cast the columns"):
+        start(mlp_recipe(model=lambda: zoo.mlp().bfloat16())(), two_sub_epochs()[0])
+
+
 def test_a_loss_that_fails_is_the_users_error_with_its_message():
     def loss(outputs, labels):
         raise KeyError("no such label")
 
-    with pytest.raises(ConfigurationError, match=r"the loss failed.*no such label"):
+    with pytest.raises(ConfigurationError, match=r"the loss failed.*no such label'; correct it"):
         start(seeded(zoo.mlp, loss=loss)(), two_sub_epochs()[0])
 
 
@@ -413,5 +418,5 @@ def test_checkpoints_around_dropout_draw_the_same_numbers_again():
 
 
 def test_a_checkpoint_around_a_unit_that_runs_twice_is_refused():
-    with pytest.raises(ConfigurationError, match=r"checkpoint runs 'blocks.0.0' again.* 2 times"):
+    with pytest.raises(ConfigurationError, match=r"backward runs 'blocks.0.0' again.* 2 times"):
         start(seeded(lambda: Checkpointed(True, twice=True), 3)(), two_sub_epochs()[0])

@@ -76,7 +76,7 @@ def test_a_cut_that_evaluates_otherwise_is_given_up():
     torch.manual_seed(0)
     admission = admission_of(EvaluatesOtherwise(), cut="export")
     assert admission.spec.mode == "modules"
-    assert "output 0 of the model in evaluation" in admission.report.fallback
+    assert "output 0 of the model in evaluation" in admission.report.text()
 
 
 def test_random_numbers_in_evaluation_are_refused():

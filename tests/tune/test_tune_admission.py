@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, build_keeping_random_state
+from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.datasets import write_dataset
@@ -107,6 +108,31 @@ def test_refused_trials_come_last_with_their_tracebacks(tmp_path: Path) -> None:
     ]
     assert "ValueError: no layer is -2 wide" in admitted.refused[1]["error"]
     assert "trial-002" in told[-1] and told[-1].endswith("ValueError: no layer is -2 wide")
+
+
+class Counts(nn.Module):
+    """It counts its steps where no hop carries them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(16, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        return self.layer(x) * self.steps
+
+
+def test_a_refusal_is_told_without_its_details(tmp_path: Path) -> None:
+    def factory(params: dict[str, Any]) -> Recipe:
+        model = Counts()
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+
+    told: list[str] = []
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    admission = Admission(factory, COLUMNS, examples(tmp_path, 70), folder, 3, told.append)
+    admitted = admission.admit([{}])
+    assert told[0].endswith("state outside of parameters and buffers")
+    assert "\nas one shard: " in admitted.refused[0]["error"]
 
 
 def test_report_is_told_once_per_structure(tmp_path: Path) -> None:
