@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import NonFiniteLoss
@@ -26,8 +27,11 @@ from cerebro_hydra.shards.differences import (
 from cerebro_hydra.shards.engine import Engine, Mode
 from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
+from cerebro_hydra.shards.parameter_values import ParameterValues
 from cerebro_hydra.shards.sample import Example, copy_example
+from cerebro_hydra.shards.side_effects import SideEffects, refused_random_numbers
 from cerebro_hydra.shards.unit_profile import UnitProfile
+from cerebro_hydra.shards.written_tensors import WrittenTensors
 
 STEPS_PER_BATCH_SIZE = 2
 STEPS_PER_EPOCH = 1000
@@ -62,11 +66,13 @@ class CutCheck:
     evaluated: tuple[Evaluated, ...]
     """Every example after these steps, but those whose loss is not finite any more."""
     trainer: PlainTrainer
-    """The plain model after these steps: a copy of the recipe's."""
+    """The plain trainer: its model is a copy of the recipe's over the same parameters."""
+    trained: Mapping[str, Tensor]
+    """The plain model's state after these steps, named as a checkpoint names it."""
     profile: UnitProfile
     """What its forwards on the largest example showed of each unit."""
-    written_buffers: tuple[str, ...]
-    """The buffers to which it wrote in these steps."""
+    written: tuple[str, ...]
+    """The buffers and frozen parameters to which it wrote in these steps."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -76,32 +82,33 @@ class CutCheck:
             ConfigurationError: model, loss or optimizer don't work on the batches.
         """
         trainer = _plain_trainer(recipe, trial_seed)
+        values = ParameterValues.initial(recipe.model)
         microbatches = min(recipe.accumulate, 2)
         windows = tuple(
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
         )
         losses = []
-        before = {name: (b, b._version) for name, b in trainer.recipe.model.named_buffers()}
         profile = UnitProfile()
         largest = largest_example(examples)
-        for example, times in windows:
-            measured = profile.measured(trainer.recipe.model)
-            with (
-                told_with_batch(trainer, example),
-                measured if example is largest else nullcontext(),
-            ):
-                losses.append(trainer.train([_window(example, times)]))
-        initial = dict(recipe.model.named_buffers())
-        written = tuple(
-            name
-            for name, buffer in trainer.recipe.model.named_buffers()
-            if name not in before
-            or (buffer is not before[name][0] or buffer._version != before[name][1])
-            or not same_bits(buffer, initial[name])
-        )
-        evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
+        writes = WrittenTensors(trainer.recipe.model)
+        effects = SideEffects(recipe, trainer)
+        with values.in_use(), refused_random_numbers():
+            for example, times in windows:
+                measured = profile.measured(trainer.recipe.model)
+                with (
+                    told_with_batch(trainer, example),
+                    measured if example is largest else nullcontext(),
+                ):
+                    losses.append(trainer.train([_window(example, times)]))
+                effects.after_step()
+            trained = trainer.tensors()
+            evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
+            effects.check(partial(_twin, recipe), examples[0], RandomKey(trial_seed, 0, 0))
         finite = tuple(each for each in evaluated if each is not None)
-        return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer, profile, written)
+        written = writes.names(recipe.model, trained)
+        return cls(
+            recipe, trial_seed, windows, tuple(losses), finite, trainer, trained, profile, written
+        )
 
     def difference(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
         """Return what differs when the same steps are taken in shards, or None if no bit does."""
@@ -117,7 +124,7 @@ class CutCheck:
             loss = shards.step(step)
             if loss != expected:
                 return f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
-        return first_difference(layout, shards.segments, self.trainer)
+        return first_difference(layout, shards.segments, self.trained)
 
     def _difference_in_evaluation(self, shards: _Shards) -> str | None:
         for expected in self.evaluated:
@@ -143,6 +150,7 @@ class CutCheck:
     def _where(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
         """Take the steps again on both sides, and compare operation by operation."""
         plain = _plain_trainer(self.recipe, self.trial_seed)
+        values = ParameterValues.initial(self.recipe.model)
         shards = _Shards(self, cut_model, layout, modes=("keep",))
         for step, window in enumerate(self.windows):
             uncut, cut = Recorder(), Recorder()
@@ -150,7 +158,7 @@ class CutCheck:
             def entered(unit: str, uncut: Recorder = uncut) -> None:
                 uncut.unit = unit
 
-            with uncut, unit_hooks(plain.recipe.model, entered):
+            with values.in_use(), uncut, unit_hooks(plain.recipe.model, entered):
                 plain.train([_window(*window)])
             with cut:
                 shards.step(step)
@@ -175,6 +183,7 @@ class _Shards:
         self._cut_model = cut_model
         self._layout = layout
         self._modes = modes
+        self._absent = ParameterValues.absent(check.recipe.model)
 
     def step(self, number: int) -> float:
         """Train one step; return the sum of its loss over rows."""
@@ -185,16 +194,18 @@ class _Shards:
 
         window = _window(*self._check.windows[number])
         engine = self._engine(self._modes[number % len(self._modes)])
-        return engine.train([window], number, self._need, publish).loss_sum
+        with self._absent.in_use():
+            return engine.train([window], number, self._need, publish).loss_sum
 
     def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
         """Measure one example."""
-        return self._engine("keep").evaluate(_window(example, 1), self._need, on_outputs)
+        with self._absent.in_use():
+            return self._engine("keep").evaluate(_window(example, 1), self._need, on_outputs)
 
     def _engine(self, mode: Mode) -> Engine:
         check = self._check
         # A model that runs as it is may keep a state to itself, which would not hop.
-        recipe = check.recipe if self._cut_model.graphs else _without_weights(check.recipe)
+        recipe = check.recipe if self._cut_model.graphs else _twin(check.recipe)
         return Engine(
             self._cut_model, self._layout, recipe, check.trial_seed, STEPS_PER_EPOCH, mode
         )
@@ -210,25 +221,15 @@ def largest_example(examples: Sequence[Example]) -> Example:
 
 def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
     """Train copies of the recipe's model and optimizer, so that the recipe stays as it is."""
-    twin = _twin(recipe, copy.deepcopy(recipe.model).train())
-    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
+    return PlainTrainer(_twin(recipe), trial_seed, STEPS_PER_EPOCH)
 
 
-def _without_weights(recipe: Recipe) -> Recipe:
-    """Copy a recipe whose parameters have no memory, as on a worker before shards come."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.data.new_empty(0), p.requires_grad) for p in recipe.model.parameters()
-    }
-    return _twin(recipe, copy.deepcopy(recipe.model, memo))
-
-
-def _twin(recipe: Recipe, model: nn.Module) -> Recipe:
-    """Return the recipe over a copy of its model, with a copy of its optimizer."""
+def _twin(recipe: Recipe) -> Recipe:
+    """Return the recipe over copies of its model and its optimizer, and over its own parameters."""
     twin = copy.copy(recipe)
-    twin.model = model
-    pairs = zip(recipe.model.parameters(), model.parameters(), strict=True)
-    copies = {id(parameter): copied for parameter, copied in pairs}
-    twin.optimizer = clone_optimizer(recipe.optimizer, copies)
+    own = {id(parameter): parameter for parameter in recipe.model.parameters()}
+    twin.model = copy.deepcopy(recipe.model, dict(own)).train()
+    twin.optimizer = clone_optimizer(recipe.optimizer, own)
     return twin
 
 

@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
+from cerebro_hydra.shards.backward_watch import BackwardWatch
 from cerebro_hydra.shards.export_program import ExportFailed, export_program
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
 from cerebro_hydra.shards.reseed import MARKER
@@ -92,10 +93,17 @@ def _flatten(model: nn.Module, sample: Sample, train: bool) -> FlatGraph:
     elif _takes_varargs(model):
         shapes = (tuple(shapes),)
     try:
-        with unit_hooks(model, MARKER), torch.set_grad_enabled(train), sample.precision():
+        with (
+            unit_hooks(model, MARKER),
+            BackwardWatch(model) as watch,
+            torch.set_grad_enabled(train),
+            sample.precision(),
+        ):
             program = export_program(model, args, kwargs, shapes)
     except ExportFailed as error:
         raise CutFailed(f"torch.export failed ({error})") from error
+    if watch.found is not None:
+        raise CutFailed(f"its graph does not hold {watch.found}")
     guards = Guards.of(model, sample.call, program)
     if sample.dynamic_shapes and (size := length_held_fixed(model, sample, guards)) is not None:
         raise CutFailed(
