@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import NonFiniteLoss
-from cerebro_hydra.recipe import Evaluation, PlainTrainer, RandomKey, Recipe, SumOverRows
+from cerebro_hydra.recipe import (
+    Evaluation,
+    PlainTrainer,
+    RandomKey,
+    Recipe,
+    SumOverRows,
+    state_tensors,
+)
 from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.attribute_values import AttributeValues
 from cerebro_hydra.shards.batch_errors import told_with_batch
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.differences import (
@@ -66,7 +73,7 @@ class CutCheck:
     evaluated: tuple[Evaluated, ...]
     """Every example after these steps, but those whose loss is not finite any more."""
     trainer: PlainTrainer
-    """The plain trainer: its model is a copy of the recipe's over the same parameters."""
+    """The plain trainer: its model is the recipe's, which has its own values again."""
     trained: Mapping[str, Tensor]
     """The plain model's state after these steps, named as a checkpoint names it."""
     profile: UnitProfile
@@ -81,31 +88,29 @@ class CutCheck:
         Raises:
             ConfigurationError: model, loss or optimizer don't work on the batches.
         """
-        trainer = _plain_trainer(recipe, trial_seed)
-        values = ParameterValues.initial(recipe.model)
+        model = recipe.model
         microbatches = min(recipe.accumulate, 2)
         windows = tuple(
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
         )
         losses = []
-        profile = UnitProfile()
+        profile, effects = UnitProfile(), SideEffects(recipe)
         largest = largest_example(examples)
-        writes = WrittenTensors(trainer.recipe.model)
-        effects = SideEffects(recipe, trainer)
-        with values.in_use(), refused_random_numbers():
+        initial = state_tensors(recipe)
+        parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
+        with parameters.in_use(), attributes.in_use(), refused_random_numbers():
+            trainer = _plain_trainer(recipe, trial_seed)
+            writes = WrittenTensors(model, initial)
             for example, times in windows:
-                measured = profile.measured(trainer.recipe.model)
-                with (
-                    told_with_batch(trainer, example),
-                    measured if example is largest else nullcontext(),
-                ):
+                measured = profile.measured(model) if example is largest else nullcontext()
+                with told_with_batch(trainer, example), measured:
                     losses.append(trainer.train([_window(example, times)]))
                 effects.after_step()
-            trained = trainer.tensors()
+            trained, written = trainer.tensors(), writes.names()
             evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
-            effects.check(partial(_twin, recipe), examples[0], RandomKey(trial_seed, 0, 0))
+        with told_with_batch(trainer, examples[0]):
+            effects.check(trained, attributes, examples[0], RandomKey(trial_seed, 0, 0))
         finite = tuple(each for each in evaluated if each is not None)
-        written = writes.names(recipe.model, trained)
         return cls(
             recipe, trial_seed, windows, tuple(losses), finite, trainer, trained, profile, written
         )
@@ -121,7 +126,13 @@ class CutCheck:
 
     def _difference_in_training(self, shards: _Shards, layout: TrialLayout) -> str | None:
         for step, (expected, rows) in enumerate(self.losses):
-            loss = shards.step(step)
+            try:
+                loss = shards.step(step)
+            except NonFiniteLoss:  # plainly it is finite
+                return (
+                    f"the loss of step {step} is NaN, because forward or loss reads parameters "
+                    "of a shard that has not come"
+                )
             if loss != expected:
                 return f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
         return first_difference(layout, shards.segments, self.trained)
@@ -151,6 +162,7 @@ class CutCheck:
         """Take the steps again on both sides, and compare operation by operation."""
         plain = _plain_trainer(self.recipe, self.trial_seed)
         values = ParameterValues.initial(self.recipe.model)
+        attributes = AttributeValues(self.recipe.model)
         shards = _Shards(self, cut_model, layout, modes=("keep",))
         for step, window in enumerate(self.windows):
             uncut, cut = Recorder(), Recorder()
@@ -158,9 +170,10 @@ class CutCheck:
             def entered(unit: str, uncut: Recorder = uncut) -> None:
                 uncut.unit = unit
 
-            with values.in_use(), uncut, unit_hooks(plain.recipe.model, entered):
+            hooked = unit_hooks(self.recipe.model, entered)
+            with values.in_use(), attributes.in_use(), uncut, hooked:
                 plain.train([_window(*window)])
-            with cut:
+            with cut, suppress(NonFiniteLoss):
                 shards.step(step)
             if (operation := first_operation(uncut, cut)) is not None:
                 return f"the first operation whose output differs is {operation}, in step {step}"
@@ -194,20 +207,25 @@ class _Shards:
 
         window = _window(*self._check.windows[number])
         engine = self._engine(self._modes[number % len(self._modes)])
-        with self._absent.in_use():
+        with self._elsewhere():
             return engine.train([window], number, self._need, publish).loss_sum
 
     def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
         """Measure one example."""
-        with self._absent.in_use():
+        with self._elsewhere():
             return self._engine("keep").evaluate(_window(example, 1), self._need, on_outputs)
+
+    @contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """Let the model be as another worker builds it, so that it has no state to itself."""
+        model = self._check.recipe.model
+        with self._absent.in_use(), AttributeValues(model).in_use():
+            yield
 
     def _engine(self, mode: Mode) -> Engine:
         check = self._check
-        # A model that runs as it is may keep a state to itself, which would not hop.
-        recipe = check.recipe if self._cut_model.graphs else _twin(check.recipe)
         return Engine(
-            self._cut_model, self._layout, recipe, check.trial_seed, STEPS_PER_EPOCH, mode
+            self._cut_model, self._layout, check.recipe, check.trial_seed, STEPS_PER_EPOCH, mode
         )
 
     def _need(self, k: int) -> tuple[Segments, dict[str, Any] | None]:
@@ -220,17 +238,11 @@ def largest_example(examples: Sequence[Example]) -> Example:
 
 
 def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
-    """Train copies of the recipe's model and optimizer, so that the recipe stays as it is."""
-    return PlainTrainer(_twin(recipe), trial_seed, STEPS_PER_EPOCH)
-
-
-def _twin(recipe: Recipe) -> Recipe:
-    """Return the recipe over copies of its model and its optimizer, and over its own parameters."""
+    """Train the recipe's own model with a copy of its optimizer."""
     twin = copy.copy(recipe)
     own = {id(parameter): parameter for parameter in recipe.model.parameters()}
-    twin.model = copy.deepcopy(recipe.model, dict(own)).train()
     twin.optimizer = clone_optimizer(recipe.optimizer, own)
-    return twin
+    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
 
 
 def _evaluated(trainer: PlainTrainer, example: Example, trial_seed: int) -> Evaluated | None:

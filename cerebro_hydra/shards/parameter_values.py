@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -16,46 +16,40 @@ def absent_value(parameter: nn.Parameter) -> Tensor:
 
 
 class ParameterValues:
-    """Holds values for the parameters of a recipe's model, which all of its copies share.
+    """Holds values for the parameters of a model, which has them while they are used.
 
-    A loss, or a function that the model holds, may refer to the parameters of the recipe's model.
-    It sees what trains only if the copies that admission trains have these very parameters.
+    Args:
+        value: returns the value of each parameter by its name.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._values = list(values)
+    def __init__(self, model: nn.Module, value: Callable[[str, nn.Parameter], Tensor]) -> None:
+        self._values = {p: value(name, p) for name, p in model.named_parameters()}
 
     @classmethod
     def initial(cls, model: nn.Module) -> ParameterValues:
         """Return copies of the present values."""
-        parameters = list(model.parameters())
-        return cls(parameters, [p.detach().clone() for p in parameters])
+        return cls(model, lambda _, parameter: parameter.detach().clone())
 
     @classmethod
     def absent(cls, model: nn.Module) -> ParameterValues:
         """Return the values of a worker before shards come."""
-        parameters = list(model.parameters())
-        return cls(parameters, [absent_value(p) for p in parameters])
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the values, as they are after the last use, in the order of the parameters."""
-        return tuple(self._values)
+        return cls(model, lambda _, parameter: absent_value(parameter))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Give the parameters these values, and afterwards their own, without gradients."""
-        own = [p.data for p in self._parameters]
-        self._assign(self._values)
+        own = self._exchanged(self._values)
         try:
             yield
         finally:
-            self._values = [p.data for p in self._parameters]
-            self._assign(own)
-            for parameter in self._parameters:
+            self._values = self._exchanged(own)
+            for parameter in own:
                 parameter.grad = None
 
-    def _assign(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
+    @staticmethod
+    def _exchanged(values: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Give parameters other values, and return those that they had."""
+        before = {parameter: parameter.data for parameter in values}
+        for parameter, value in values.items():
             parameter.data = value
+        return before

@@ -6,7 +6,6 @@ directly before a marker, but nowhere that it would part an in-place operation.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
+from cerebro_hydra.shards.attribute_values import AttributeValues
 from cerebro_hydra.shards.backward_watch import BackwardWatch
 from cerebro_hydra.shards.export_program import ExportFailed, export_program
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
+from cerebro_hydra.shards.parameter_values import ParameterValues
 from cerebro_hydra.shards.reseed import MARKER
 from cerebro_hydra.shards.sample import Sample
 
@@ -62,7 +63,7 @@ class TracedModel:
 
 
 def trace(model: nn.Module, sample: Sample) -> TracedModel:
-    """Export a copy of the model in both modes.
+    """Export the model in both modes, which leaves it as it was.
 
     Args:
         sample: one batch. Other numbers of rows run on the same graph, and so do other shapes that
@@ -71,9 +72,9 @@ def trace(model: nn.Module, sample: Sample) -> TracedModel:
     Raises:
         CutFailed: the model can't be exported, or its forward does something that no cut keeps.
     """
-    copied = copy.deepcopy(model)
-    train = _flatten(copied, sample, train=True)
-    evaluation = _flatten(copied, sample, train=False)
+    with ParameterValues.initial(model).in_use(), AttributeValues(model).in_use():
+        train = _flatten(model, sample, train=True)
+        evaluation = _flatten(model, sample, train=False)
     points = _cut_points(train, evaluation)
     return TracedModel(train, evaluation, points, _with_params_between(train, points))
 

@@ -10,33 +10,30 @@ from cerebro_hydra.shards.differences import same_bits
 
 
 class WrittenTensors:
-    """Remembers the tensors of a model that no optimizer changes, before the model trains."""
+    """Watches the tensors of a model that no optimizer changes.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        initial: the state before training, named as a checkpoint names it, in memory of its own.
+    """
+
+    def __init__(self, model: nn.Module, initial: Mapping[str, Tensor]) -> None:
         self._model = model
-        self._before = {name: (t, t._version) for name, t in _unoptimized(model)}
+        self._initial = initial
+        self._before = {name: (t, t._version) for name, t in _unoptimized(model).items()}
 
-    def names(self, initial: nn.Module, trained: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """Return what training has written to, whether in place, by `.data` or by another tensor.
+    def names(self) -> tuple[str, ...]:
+        """Return what has been written since, in place, by `.data` or by another tensor."""
+        now = _unoptimized(self._model)
+        return tuple(name.partition(":")[2] for name, t in now.items() if self._is_written(name, t))
 
-        Args:
-            initial: an equal model that has not trained.
-            trained: the state after training, named as a checkpoint names it.
-        """
-        values = dict(_unoptimized(initial))
-
-        def is_written(name: str, tensor: Tensor) -> bool:
-            if name not in self._before or name not in values:
-                return True
-            before, version = self._before[name]
-            if tensor is not before or tensor._version != version:
-                return True
-            now = trained.get(f"param:{name}", tensor)
-            return not same_bits(now, values[name])
-
-        return tuple(name for name, tensor in _unoptimized(self._model) if is_written(name, tensor))
+    def _is_written(self, name: str, tensor: Tensor) -> bool:
+        before, version = self._before.get(name, (None, 0))
+        if tensor is not before or tensor._version != version:
+            return True
+        return not same_bits(tensor, self._initial[name])
 
 
-def _unoptimized(model: nn.Module) -> list[tuple[str, Tensor]]:
-    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    return [*model.named_buffers(), *frozen]
+def _unoptimized(model: nn.Module) -> dict[str, Tensor]:
+    found = {f"buffer:{name}": buffer for name, buffer in model.named_buffers()}
+    frozen = {f"param:{n}": p for n, p in model.named_parameters() if not p.requires_grad}
+    return found | frozen

@@ -6,7 +6,7 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,26 +23,23 @@ _LONGEST = 1000
 """Of a longer collection, the length alone is read."""
 
 
-def read_attributes(
-    models: Sequence[nn.Module], functions: Mapping[str, Any]
-) -> dict[tuple[int, str], Any]:
-    """Return what models and functions hold, in tuples, dicts and sets of plain values.
+def read_attributes(model: nn.Module, functions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model and functions hold, in tuples, dicts and sets of plain values.
 
-    Each value goes by the number of its model, and by a description of the attribute. Objects are
-    read if their class is from a package of the models'; somebody else's logger is not.
+    Each value goes by a description of its attribute. Objects are read if their class is from a
+    package of the model's; somebody else's logger is not.
 
     Args:
         functions: the recipe's functions by their names.
     """
-    reader = _Reader(models)
+    reader = _Reader(model)
     found = {
-        (number, f"attribute {name!r} of {_described(module_name, module)}"): reader.read(value)
-        for number, model in enumerate(models)
+        f"attribute {name!r} of {_described(module_name, module)}": reader.read(value)
         for module_name, module in model.named_modules()
         for name, value in vars(module).items()
         if name not in _REGISTERED
     }
-    return found | {(-1, f"a value of the {name}"): reader.read(f) for name, f in functions.items()}
+    return found | {f"a value of the {name}": reader.read(f) for name, f in functions.items()}
 
 
 def _described(name: str, module: nn.Module) -> str:
@@ -50,10 +47,10 @@ def _described(name: str, module: nn.Module) -> str:
 
 
 class _Reader:
-    """Reads values beside the models' own modules, parameters and buffers."""
+    """Reads values beside the model's own modules, parameters and buffers."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = [module for model in models for module in model.modules()]
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
         registered = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
         self._known = {id(each) for each in (*modules, *registered)}
         self._packages = {_package(type(module)) for module in modules} - {"torch"}
