@@ -15,6 +15,7 @@ from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.layout import TrialLayout
+from cerebro_hydra.shards.parameter_values import absent_value
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.state_template import StateTemplate
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -101,7 +102,7 @@ def _free_weights(recipe: Recipe) -> None:
     freed = 0
     for parameter in recipe.model.parameters():
         freed += parameter.nbytes
-        parameter.data = parameter.data.new_empty(0)
+        parameter.data = absent_value(parameter)
     if freed >= LEAST_TRIMMED:
         gc.collect()  # torch.export leaves its copy of the model in reference cycles
     trim_heap(freed)

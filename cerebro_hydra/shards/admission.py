@@ -142,7 +142,7 @@ def _candidates(
     profile = check.profile
     starts = profile.starts(recipe.model, by_number)
     between_units = CutPoints(
-        "modules", starts, profile.order, tuple(sorted(profile.overwritten)), check.written_buffers
+        "modules", starts, profile.order, tuple(sorted(profile.overwritten)), check.written
     )
     if recipe.shards == 1 or recipe.shards == [] or recipe.shards == [[]]:
         yield choose_whole(between_units)

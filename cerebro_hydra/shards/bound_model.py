@@ -44,15 +44,27 @@ class BoundModel:
             self._places.setdefault(original, []).append((modules[owner], leaf))
             self._own[original] = buffer
         self._versions = {name: buffer._version for name, buffer in self._own.items()}
+        self._bound: dict[str, Tensor] = {}  # the memory of each parameter that trains
+        self._frozen: dict[str, tuple[int, int]] = {}  # the memory and version of the others
 
     def bind(self, layout: ShardLayout, segments: Segments) -> ShardState:
         """Let the model train on a shard's segments; the returned state has its parameters."""
+        for entry in (*layout.frozen.entries, *layout.trainable.entries):
+            kind, _, name = entry.name.partition(":")
+            if kind == "param" and self._params[name].data_ptr() != self._data[name].data_ptr():
+                raise RuntimeError(
+                    f"the forward assigned to parameter {name!r} before it entered its module"
+                )
         state = ShardState(layout, segments, parameters=self._params)
-        for parameter in state.params.values():
+        frozen = {entry.name.partition(":")[2] for entry in layout.frozen.entries}
+        for name, parameter in state.params.items():
             parameter.grad = None
-        frozen = {entry.name.removeprefix("buffer:") for entry in layout.frozen.entries}
+            if name in frozen:
+                self._frozen[name] = parameter.data_ptr(), parameter._version
+            else:
+                self._bound[name] = parameter.data
         # Other trials share the frozen bytes, so a forward that writes to them gets a copy.
-        self._lend({n: b.clone() if n in frozen else b for n, b in state.buffers.items()})
+        self.lend_buffers({n: b.clone() if n in frozen else b for n, b in state.buffers.items()})
         self._unwritten |= {n: b for n, b in state.buffers.items() if n in frozen}
         return state
 
@@ -61,30 +73,40 @@ class BoundModel:
         state = ShardState(layout, segments)
         for name, tensor in state.evaluated.items():
             self._params[name].data = tensor.detach()
-        self._lend({name: buffer.clone() for name, buffer in state.buffers.items()})
+        self.lend_buffers({name: buffer.clone() for name, buffer in state.buffers.items()})
 
     def restore(self) -> None:
         """Give the model its own parameters and buffers back, without gradients."""
         for name, parameter in self._params.items():
             parameter.data = self._data[name]
             parameter.grad = None
+        self._bound.clear()
         self._put({name: self._own[name] for name in self._lent})
         self._lent.clear()
 
-    def collect_buffers(self) -> None:
-        """Copy buffers that the forward assigned anew into the tensors that were lent."""
+    def collect_written(self) -> None:
+        """Copy what the forward assigned anew into the memory that was lent."""
+        for name, memory in self._bound.items():
+            parameter = self._params[name]
+            if parameter.data_ptr() != memory.data_ptr():
+                memory.copy_(parameter.data)
+                parameter.data = memory
         for name, lent in self._lent.items():
             found = self._current(name)
             if found is not lent:
                 lent.copy_(found.detach())
                 self._put({name: lent})
 
-    def check_buffers(self) -> None:
-        """Check that training wrote only to buffers that it wrote to in the first steps, too.
+    def check_unwritten(self) -> None:
+        """Check that training wrote to no tensor that it did not write to in the first steps.
 
         Raises:
-            ConfigurationError: it wrote to another one, which would not hop.
+            ConfigurationError: it wrote to a buffer or frozen parameter, which would not hop.
         """
+        for name, (memory, version) in self._frozen.items():
+            parameter = self._params[name]
+            if (parameter.data_ptr(), parameter._version) != (memory, version):
+                raise _written_late("frozen parameter", name)
         for name, own in self._own.items():
             if name in self._unwritten:
                 unchanged = same_bits(self._current(name), self._unwritten[name])
@@ -93,10 +115,7 @@ class BoundModel:
             else:
                 unchanged = self._current(name) is own and own._version == self._versions[name]
             if not unchanged:
-                raise ConfigurationError(
-                    f"the forward wrote to buffer {name!r}, as it did not in the trial's first "
-                    "steps; let it write to that buffer in every forward, or never"
-                )
+                raise _written_late("buffer", name)
 
     def _current(self, name: str) -> Tensor:
         ((module, leaf), *_) = self._places[name]
@@ -122,7 +141,8 @@ class BoundModel:
         finally:
             self._put({name: self._lent[name] for name in tensors})
 
-    def _lend(self, tensors: Mapping[str, Tensor]) -> None:
+    def lend_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let the model use other tensors as buffers until it is restored."""
         self._lent |= tensors
         self._put(tensors)
 
@@ -130,3 +150,10 @@ class BoundModel:
         for name, tensor in tensors.items():
             for module, leaf in self._places[name]:
                 module._buffers[leaf] = tensor
+
+
+def _written_late(kind: str, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the forward wrote to {kind} {name!r}, as it did not in the trial's first steps; let it "
+        f"write to that {kind} in every forward, or never"
+    )

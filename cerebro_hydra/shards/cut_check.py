@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import NonFiniteLoss
@@ -19,9 +19,10 @@ from cerebro_hydra.recipe import (
     RandomKey,
     Recipe,
     SumOverRows,
-    copy_model,
+    state_tensors,
 )
 from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.attribute_values import AttributeValues
 from cerebro_hydra.shards.batch_errors import told_with_batch
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.differences import (
@@ -33,8 +34,11 @@ from cerebro_hydra.shards.differences import (
 from cerebro_hydra.shards.engine import Engine, Mode
 from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
+from cerebro_hydra.shards.parameter_values import ParameterValues
 from cerebro_hydra.shards.sample import Example, copy_example
+from cerebro_hydra.shards.side_effects import SideEffects, refused_random_numbers
 from cerebro_hydra.shards.unit_profile import UnitProfile
+from cerebro_hydra.shards.written_tensors import WrittenTensors
 
 STEPS_PER_BATCH_SIZE = 2
 STEPS_PER_EPOCH = 1000
@@ -69,11 +73,13 @@ class CutCheck:
     evaluated: tuple[Evaluated, ...]
     """Every example after these steps, but those whose loss is not finite any more."""
     trainer: PlainTrainer
-    """The plain model after these steps: a copy of the recipe's."""
+    """The plain trainer: its model is the recipe's, which has its own values again."""
+    trained: Mapping[str, Tensor]
+    """The plain model's state after these steps, named as a checkpoint names it."""
     profile: UnitProfile
     """What its forwards on the largest example showed of each unit."""
-    written_buffers: tuple[str, ...]
-    """The buffers to which it wrote in these steps."""
+    written: tuple[str, ...]
+    """The buffers and frozen parameters to which it wrote in these steps."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -82,33 +88,32 @@ class CutCheck:
         Raises:
             ConfigurationError: model, loss or optimizer don't work on the batches.
         """
-        trainer = _plain_trainer(recipe, trial_seed)
+        model = recipe.model
         microbatches = min(recipe.accumulate, 2)
         windows = tuple(
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
         )
         losses = []
-        before = {name: (b, b._version) for name, b in trainer.recipe.model.named_buffers()}
-        profile = UnitProfile()
+        profile, effects = UnitProfile(), SideEffects(recipe)
         largest = largest_example(examples)
-        for example, times in windows:
-            measured = profile.measured(trainer.recipe.model)
-            with (
-                told_with_batch(trainer, example),
-                measured if example is largest else nullcontext(),
-            ):
-                losses.append(trainer.train([_window(example, times)]))
-        initial = dict(recipe.model.named_buffers())
-        written = tuple(
-            name
-            for name, buffer in trainer.recipe.model.named_buffers()
-            if name not in before
-            or (buffer is not before[name][0] or buffer._version != before[name][1])
-            or not same_bits(buffer, initial[name])
-        )
-        evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
+        initial = state_tensors(recipe)
+        parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
+        with parameters.in_use(), attributes.in_use(), refused_random_numbers():
+            trainer = _plain_trainer(recipe, trial_seed)
+            writes = WrittenTensors(model, initial)
+            for example, times in windows:
+                measured = profile.measured(model) if example is largest else nullcontext()
+                with told_with_batch(trainer, example), measured:
+                    losses.append(trainer.train([_window(example, times)]))
+                effects.after_step()
+            trained, written = trainer.tensors(), writes.names()
+            evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
+        with told_with_batch(trainer, examples[0]):
+            effects.check(trained, attributes, examples[0], RandomKey(trial_seed, 0, 0))
         finite = tuple(each for each in evaluated if each is not None)
-        return cls(recipe, trial_seed, windows, tuple(losses), finite, trainer, profile, written)
+        return cls(
+            recipe, trial_seed, windows, tuple(losses), finite, trainer, trained, profile, written
+        )
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -127,10 +132,16 @@ class CutCheck:
 
     def _difference_in_training(self, shards: _Shards, layout: TrialLayout) -> str | None:
         for step, (expected, rows) in enumerate(self.losses):
-            loss = shards.step(step)
+            try:
+                loss = shards.step(step)
+            except NonFiniteLoss:  # plainly it is finite
+                return (
+                    f"the loss of step {step} is NaN, because forward or loss reads parameters "
+                    "of a shard that has not come"
+                )
             if loss != expected:
                 return f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
-        return first_difference(layout, shards.segments, self.trainer)
+        return first_difference(layout, shards.segments, self.trained)
 
     def _difference_in_evaluation(self, shards: _Shards) -> str | None:
         for expected in self.evaluated:
@@ -156,6 +167,8 @@ class CutCheck:
     def _where(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
         """Take the steps again on both sides, and compare operation by operation."""
         plain = _plain_trainer(self.recipe, self.trial_seed)
+        values = ParameterValues.initial(self.recipe.model)
+        attributes = AttributeValues(self.recipe.model)
         shards = _Shards(self, cut_model, layout, modes=("keep",))
         for step, window in enumerate(self.windows):
             uncut, cut = Recorder(), Recorder()
@@ -163,9 +176,10 @@ class CutCheck:
             def entered(unit: str, uncut: Recorder = uncut) -> None:
                 uncut.unit = unit
 
-            with uncut, unit_hooks(plain.recipe.model, entered):
+            hooked = unit_hooks(self.recipe.model, entered)
+            with values.in_use(), attributes.in_use(), uncut, hooked:
                 plain.train([_window(*window)])
-            with cut:
+            with cut, suppress(NonFiniteLoss):
                 shards.step(step)
             if (operation := first_operation(uncut, cut)) is not None:
                 return f"the first operation whose output differs is {operation}, in step {step}"
@@ -188,6 +202,7 @@ class _Shards:
         self._cut_model = cut_model
         self._layout = layout
         self._modes = modes
+        self._absent = ParameterValues.absent(check.recipe.model)
 
     def step(self, number: int) -> float:
         """Train one step; return the sum of its loss over rows."""
@@ -198,18 +213,25 @@ class _Shards:
 
         window = _window(*self._check.windows[number])
         engine = self._engine(self._modes[number % len(self._modes)])
-        return engine.train([window], number, self._need, publish).loss_sum
+        with self._elsewhere():
+            return engine.train([window], number, self._need, publish).loss_sum
 
     def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
         """Measure one example."""
-        return self._engine("keep").evaluate(_window(example, 1), self._need, on_outputs)
+        with self._elsewhere():
+            return self._engine("keep").evaluate(_window(example, 1), self._need, on_outputs)
+
+    @contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """Let the model be as another worker builds it, so that it has no state to itself."""
+        model = self._check.recipe.model
+        with self._absent.in_use(), AttributeValues(model).in_use():
+            yield
 
     def _engine(self, mode: Mode) -> Engine:
         check = self._check
-        # A model that runs as it is may keep a state to itself, which would not hop.
-        recipe = check.recipe if self._cut_model.graphs else _without_weights(check.recipe)
         return Engine(
-            self._cut_model, self._layout, recipe, check.trial_seed, STEPS_PER_EPOCH, mode
+            self._cut_model, self._layout, check.recipe, check.trial_seed, STEPS_PER_EPOCH, mode
         )
 
     def _need(self, k: int) -> tuple[Segments, dict[str, Any] | None]:
@@ -222,27 +244,11 @@ def largest_example(examples: Sequence[Example]) -> Example:
 
 
 def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
-    """Train copies of the recipe's model and optimizer, so that the recipe stays as it is."""
-    twin = _twin(recipe, copy_model(recipe.model).train())
-    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
-
-
-def _without_weights(recipe: Recipe) -> Recipe:
-    """Copy a recipe whose parameters have no memory, as on a worker before shards come."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.data.new_empty(0), p.requires_grad) for p in recipe.model.parameters()
-    }
-    return _twin(recipe, copy_model(recipe.model, memo))
-
-
-def _twin(recipe: Recipe, model: nn.Module) -> Recipe:
-    """Return the recipe over a copy of its model, with a copy of its optimizer."""
+    """Train the recipe's own model with a copy of its optimizer."""
     twin = copy.copy(recipe)
-    twin.model = model
-    pairs = zip(recipe.model.parameters(), model.parameters(), strict=True)
-    copies = {id(parameter): copied for parameter, copied in pairs}
-    twin.optimizer = clone_optimizer(recipe.optimizer, copies)
-    return twin
+    own = {id(parameter): parameter for parameter in recipe.model.parameters()}
+    twin.optimizer = clone_optimizer(recipe.optimizer, own)
+    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
 
 
 def _evaluated(trainer: PlainTrainer, example: Example, trial_seed: int) -> Evaluated | None:

@@ -19,7 +19,7 @@ class CutPoints:
         allowed: the unit calls at which a shard may begin, in order.
         units: every unit call of the model, in order.
         overwritten: the units whose input the forward overwrites.
-        written: the buffers to which training writes.
+        written: the buffers and frozen parameters to which training writes.
         rows: the numbers of rows for each of which a graph is exported, if one does not do.
     """
 

@@ -34,7 +34,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     owner: int
-    frozen: bool  # a parameter without gradient, or a buffer that training does not write to
+    frozen: bool  # a parameter without gradient or a buffer, and training does not write to it
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,10 @@ class CutModel:
         persistent = set(model.state_dict(keep_vars=True))
         params = first_names(model.named_parameters(remove_duplicate=False))
         buffers = first_names(model.named_buffers(remove_duplicate=False))
-        users: dict[str, set[int]] = {}
+        # The forward may write to frozen parameters before it enters their unit.
+        users: dict[str, set[int]] = {
+            name: {0} for name, _ in model.named_parameters() if name in spec.written
+        }
         for name in units(model):
             # A unit that never runs may hold weights that the forward reads, as in DeBERTa.
             shard = shard_of.get(name, 0)
@@ -140,7 +143,12 @@ class CutModel:
             spec,
             tuple(map(tuple, shards)),
             tuple(
-                _info(name, p, min(users.get(name, {0})), not p.requires_grad)
+                _info(
+                    name,
+                    p,
+                    min(users.get(name, {0})),
+                    not p.requires_grad and name not in spec.written,
+                )
                 for name, p in model.named_parameters()
             ),
             tuple(

@@ -22,7 +22,7 @@ class CutSpec:
             is one shard.
         units: the first call of each unit in the order in which they come, where mode is "modules".
         overwritten: those of them whose input the forward overwrites; they are never run again.
-        written: the buffers to which training writes.
+        written: the buffers and frozen parameters to which training writes.
         rows: the numbers of rows for each of which a graph is exported. Without any, one graph
             holds for every number.
     """

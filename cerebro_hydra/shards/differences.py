@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,38 +11,42 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.state import ShardState
 
 
 def first_difference(
-    layout: TrialLayout, shards: Sequence[Segments], trainer: PlainTrainer
+    layout: TrialLayout, shards: Sequence[Segments], trained: Mapping[str, Tensor]
 ) -> str | None:
-    """Return the first tensor of a state whose bits are not those of plain training, or None."""
-    model, optimizer_state = trainer.recipe.model, trainer.recipe.optimizer.state
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    averages = {} if trainer.ema is None else dict(trainer.ema.module.named_parameters())
+    """Return the first tensor of a state whose bits are not those of plain training, or None.
+
+    Args:
+        trained: the state of plain training, named as a checkpoint names it.
+    """
+    optimizer_state: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for full_name, tensor in trained.items():
+        kind, _, rest = full_name.partition(":")
+        if kind == "optim":
+            name, _, key = rest.rpartition(":")
+            optimizer_state[name][key] = tensor
     for shard, segments in zip(layout.shards, shards, strict=True):
         state = ShardState(shard, segments)
         optimizer = state.existing_optimizer_state()
         for name, parameter in state.params.items():
-            if not same_bits(parameter, params[name]):
+            if not same_bits(parameter, trained[f"param:{name}"]):
                 return f"parameter {name!r}"
-            there = optimizer_state.get(params[name], {})
-            there = {key: value for key, value in there.items() if value is not None}
-            here = optimizer.get(name, {})
-            if params[name].requires_grad and here.keys() != there.keys():
+            here, there = optimizer.get(name, {}), optimizer_state[name]
+            if here.keys() != there.keys():
                 return f"optimizer state of {name!r}: {sorted(here)}, not {sorted(there)}"
             for key, value in here.items():
                 if not same_bits(value, there[key]):
                     return f"optimizer state {key!r} of {name!r}"
         for name, tensor in state.buffers.items():
-            if not same_bits(tensor, buffers[name]):
+            if not same_bits(tensor, trained[f"buffer:{name}"]):
                 return f"buffer {name!r}"
         for name, tensor in state.ema.items():
-            if not same_bits(tensor, averages[name]):
+            if not same_bits(tensor, trained[f"ema:{name}"]):
                 return f"moving average of {name!r}"
     return None
 

@@ -242,7 +242,7 @@ class _SubEpoch:
                 tasks = ModuleTasks(cut_model, recipe, self._bound, recompute=not keep)
                 with tasks.attached():
                     yield tasks
-                self._bound.check_buffers()
+                self._bound.check_unwritten()
         finally:
             self._let_go()
 

@@ -71,7 +71,7 @@ class ModuleTasks:
             outputs = recipe.call(recipe.model, batch.inputs)
             self._go_forward(self._last)
             loss = batch.loss_of(outputs)
-        self._bound.collect_buffers()
+        self._bound.collect_written()
         batch.finish_forward(loss)
         self._go_backward(self._last)
         loss = loss if batch.weight is None else loss * batch.weight

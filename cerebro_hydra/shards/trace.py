@@ -17,11 +17,13 @@ from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from cerebro_hydra.recipe import copy_model
 from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
+from cerebro_hydra.shards.attribute_values import AttributeValues
+from cerebro_hydra.shards.backward_watch import BackwardWatch
 from cerebro_hydra.shards.export_program import ExportFailed, export_program
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
+from cerebro_hydra.shards.parameter_values import ParameterValues
 from cerebro_hydra.shards.regions import inline_regions
 from cerebro_hydra.shards.reseed import MARKER
 from cerebro_hydra.shards.sample import Sample
@@ -70,7 +72,7 @@ class TracedModel:
 
 
 def trace(model: nn.Module, sample: Sample, rows: int | None = None) -> TracedModel:
-    """Export a copy of the model in both modes.
+    """Export the model in both modes, which leaves it as it was.
 
     Args:
         sample: one batch. Other shapes that meet the graph's guards run on it too if the sample
@@ -81,11 +83,11 @@ def trace(model: nn.Module, sample: Sample, rows: int | None = None) -> TracedMo
     Raises:
         CutFailed: the model can't be exported, or its forward does something that no cut keeps.
     """
-    copied = copy_model(model)
     if rows is not None:
         sample = sample.of_rows(rows)
-    train = _flatten(copied, sample, rows is None, train=True)
-    evaluation = _flatten(copied, sample, rows is None, train=False)
+    with ParameterValues.initial(model).in_use(), AttributeValues(model).in_use():
+        train = _flatten(model, sample, rows is None, train=True)
+        evaluation = _flatten(model, sample, rows is None, train=False)
     points = _cut_points(train, evaluation)
     return TracedModel(train, evaluation, points, _with_params_between(train, points))
 
@@ -105,10 +107,17 @@ def _flatten(model: nn.Module, sample: Sample, any_rows: bool, train: bool) -> F
     elif _takes_varargs(model):
         shapes = (tuple(shapes),)
     try:
-        with unit_hooks(model, MARKER), torch.set_grad_enabled(train), sample.precision():
+        with (
+            unit_hooks(model, MARKER),
+            BackwardWatch(model) as watch,
+            torch.set_grad_enabled(train),
+            sample.precision(),
+        ):
             program = export_program(model, args, kwargs, shapes)
     except ExportFailed as error:
         raise CutFailed(f"torch.export failed ({error})") from error
+    if watch.found is not None:
+        raise CutFailed(f"its graph does not hold {watch.found}")
     guards = Guards.of(model, sample.call, program)
     if sample.dynamic_shapes and (size := length_held_fixed(model, sample, guards)) is not None:
         raise CutFailed(

@@ -1,0 +1,86 @@
+"""Lets a model's own modules have other attributes and buffers for a while."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+class AttributeValues:
+    """Holds attributes and buffers for the modules of a model, which has them while they are used.
+
+    The model runs as another worker would build it, but it is the same object. So functions that
+    refer to it, such as a hook, a lambda or a loss, refer to the model that runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy what the modules have now."""
+        self._modules = list(model.modules())
+        memo: dict[int, Any] = {id(each): each for each in self._modules}
+        memo |= {id(parameter): parameter for parameter in model.parameters()}
+        memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+        self._values = [
+            {name: _copied(value, memo) for name, value in vars(module).items()}
+            for module in self._modules
+        ]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Give the modules these attributes, and afterwards their own."""
+        own = [dict(vars(module)) for module in self._modules]
+        for module, values, before in zip(self._modules, self._values, own, strict=True):
+            for name, value in values.items():
+                if not _swapped(before.get(name), value):
+                    vars(module)[name] = value
+            for name in before.keys() - values.keys():
+                del vars(module)[name]
+        try:
+            yield
+        finally:
+            for number, (module, before) in enumerate(zip(self._modules, own, strict=True)):
+                self._values[number] = _taken_back(vars(module), before, self._values[number])
+
+
+def _taken_back(now: dict[str, Any], own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Bring the attributes of a module back to its own; return what they were."""
+    taken = dict(now)
+    for name, value in own.items():
+        if name in given and _swapped(value, given[name]) and taken.get(name) is value:
+            taken[name] = given[name]
+        now[name] = value
+    for name in taken.keys() - own.keys():
+        del now[name]
+    return taken
+
+
+def _swapped(one: Any, other: Any) -> bool:
+    """Swap the contents of two containers, and tell whether the values are such."""
+    if one is other or type(one) is not type(other):
+        return False
+    if isinstance(one, dict | set):
+        one_before = one.copy()
+        one.clear()
+        one.update(other)
+        other.clear()
+        other.update(one_before)
+        return True
+    if isinstance(one, list | deque):
+        contents = list(one)
+        one.clear()
+        one.extend(other)
+        other.clear()
+        other.extend(contents)
+        return True
+    return False
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # such as a lock, or a tensor with a graph
+        return value

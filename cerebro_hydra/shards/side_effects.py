@@ -1,0 +1,124 @@
+"""Refuses training that changes what hops with no shard: attributes, and other random numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.attribute_reader import extends, read_attributes
+from cerebro_hydra.shards.attribute_values import AttributeValues
+from cerebro_hydra.shards.bound_model import bound_model
+from cerebro_hydra.shards.microbatch import Microbatch
+from cerebro_hydra.shards.parameter_values import ParameterValues
+from cerebro_hydra.shards.sample import Example, copy_example
+
+_Attributes = dict[str, Any]
+
+
+@contextmanager
+def refused_random_numbers() -> Iterator[None]:
+    """Refuse what draws from the generators of Python or NumPy, even if it has no effect yet.
+
+    Raises:
+        ConfigurationError: one of them has moved.
+    """
+    before = _global_generators()
+    yield
+    for name, state in _global_generators().items():
+        if state != before[name]:
+            raise ConfigurationError(
+                f"forward, loss, metrics or collate draw random numbers from {name}, which don't "
+                "restart at a shard's key; draw them from torch, as by torch.rand(())"
+            )
+
+
+def _global_generators() -> dict[str, Any]:
+    numpy = np.random.get_state(legacy=False)["state"]
+    return {
+        "Python's random": random.getstate(),
+        "numpy.random": (numpy["key"].tobytes(), numpy["pos"]),
+    }
+
+
+class SideEffects:
+    """Watches the attributes of a model in training, and what the functions of its recipe hold.
+
+    What a step leaves there is gone after a hop. That is no harm if each forward sets it anew, so
+    it must be the same after a step of a model with a history and of one without.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._seen: list[_Attributes] = []
+
+    def after_step(self) -> None:
+        """Look at the attributes after one of the first two steps, both on the same example."""
+        if len(self._seen) < 2:
+            self._seen.append(self._read())
+
+    def check(
+        self,
+        trained: Mapping[str, Tensor],
+        history: AttributeValues,
+        example: Example,
+        key: RandomKey,
+    ) -> None:
+        """Take a step with a history and one without, if these steps left different values.
+
+        Args:
+            trained: the state to take them from, named as a checkpoint names it.
+            history: the attributes that training has left; the model has its own.
+            example: the batch of the first two steps.
+
+        Raises:
+            ConfigurationError: an attribute depends on the history; the message names it.
+        """
+        first, second = self._seen
+        changed = [where for where in second if first.get(where) != second[where]]
+        if not changed:
+            return
+        fresh = AttributeValues(self._recipe.model)
+        # Twice with a history, because what comes back every other step is the same once.
+        states = [self._after_pass(trained, a, example, key) for a in (fresh, history, history)]
+        for where in changed:
+            without, *with_history = (state.get(where) for state in states)
+            if not all(extends(state, without) for state in with_history):
+                raise ConfigurationError(
+                    f"each step changes {where}, which is no part of the state that hops; "
+                    "register it as a buffer, or let every forward set it anew"
+                )
+
+    def _after_pass(
+        self,
+        trained: Mapping[str, Tensor],
+        attributes: AttributeValues,
+        example: Example,
+        key: RandomKey,
+    ) -> _Attributes:
+        """Return the attributes after a forward and a backward, which change nothing else."""
+        recipe, model = self._recipe, self._recipe.model
+        with (
+            ParameterValues(model, lambda name, _: trained[f"param:{name}"].clone()).in_use(),
+            attributes.in_use(),
+            bound_model(model.train()) as bound,
+            unit_hooks(model, key.reseed),
+        ):
+            buffers = model.named_buffers()
+            bound.lend_buffers({name: trained[f"buffer:{name}"].clone() for name, _ in buffers})
+            batch = Microbatch.collated(recipe, copy_example(example), key, weight=None)
+            with recipe.precision():
+                loss = batch.loss_of(recipe.call(model, batch.inputs))
+            loss.backward()  # type: ignore[no-untyped-call]
+            return self._read()
+
+    def _read(self) -> _Attributes:
+        functions = {"loss": self._recipe.losses, "collate": self._recipe.collate}
+        return read_attributes(self._recipe.model, functions)
