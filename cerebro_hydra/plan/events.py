@@ -87,6 +87,15 @@ class TaskFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditFailed:
+    """A step of this sub-epoch differs from the same step of the uncut model."""
+
+    attempt: int
+    incarnation: str
+    difference: str
+
+
+@dataclass(frozen=True, slots=True)
 class TransferFailed:
     """Shards could not be fetched, which is not the trial's fault.
 
@@ -162,6 +171,7 @@ Event = (
     | SubEpochDone
     | StateReceived
     | TaskFailed
+    | AuditFailed
     | TransferFailed
     | EvaluationDone
     | MetricsMerged
