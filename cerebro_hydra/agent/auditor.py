@@ -64,7 +64,11 @@ class Auditor:
 
 
 class SubEpochAudit:
-    """Watches the steps of one sub-epoch, and takes one of them again."""
+    """Watches the steps of one sub-epoch, and takes one of them again.
+
+    Attributes:
+        seconds: what an audit took that was made to its end; 0 if there was none.
+    """
 
     def __init__(self, auditor: Auditor, task: StartSubEpoch, runtime: TrialRuntime) -> None:
         self._auditor = auditor
@@ -74,7 +78,8 @@ class SubEpochAudit:
         self._ahead: Sequence[Batch] | None = None  # the window of the next step
         self._step_began: float | None = None
         self._plain: PlainStep | None = None
-        self._seconds = 0.0  # that its preparation took
+        self._preparation = 0.0  # its seconds
+        self.seconds = 0.0
         self._over = auditor.budget.share == 0.0 or task.trial in auditor.impossible
 
     def windows(self, windows: Iterator[Sequence[Batch]]) -> Iterator[Sequence[Batch]]:
@@ -95,15 +100,16 @@ class SubEpochAudit:
             StepDiffers: the uncut model takes this step otherwise.
         """
         budget, now = self._auditor.budget, time.perf_counter()
-        if self._step_began is not None:  # the first step waits for shards, too
-            budget.trained += now - self._step_began
-            try:
-                if self._plain is not None:
-                    self._compare(self._plain, loss)
-                elif self._is_due(now - self._step_began):
-                    self._prepare(step + 1, cursor())
-            finally:
-                budget.spent += time.perf_counter() - now
+        # The first step waits for shards, too, so that its seconds are not known.
+        seconds = 0.0 if self._step_began is None else now - self._step_began
+        budget.trained += seconds
+        try:
+            if self._plain is not None:
+                self._compare(self._plain, loss)
+            elif self._is_due(seconds):
+                self._prepare(step + 1, cursor())
+        finally:
+            budget.spent += time.perf_counter() - now
         self._step_began = time.perf_counter()
 
     def _is_due(self, step_seconds: float) -> bool:
@@ -134,7 +140,7 @@ class SubEpochAudit:
                 runtime.spec.steps_per_epoch,
                 step,
             )
-        self._seconds = time.perf_counter() - begun
+        self._preparation = time.perf_counter() - begun
 
     def _compare(self, plain: PlainStep, loss: float) -> None:
         task, auditor = self._task, self._auditor
@@ -143,8 +149,9 @@ class SubEpochAudit:
         with self._told_if_impossible():
             held = [self._held[k] for k in range(self._runtime.num_shards)]
             difference = plain.difference(loss, held)
+            self.seconds = self._preparation + time.perf_counter() - begun
         self.close()
-        auditor.seconds[task.trial] = self._seconds + time.perf_counter() - begun
+        auditor.seconds[task.trial] = self._preparation + time.perf_counter() - begun
         auditor.watch.batch(self._runtime.spec.accumulate)
         if difference is not None:
             raise StepDiffers(

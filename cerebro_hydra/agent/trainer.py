@@ -178,6 +178,7 @@ class Trainer:
                 nbytes=nbytes,
                 seconds=seconds,
                 hop=self._fetch_manager.take_hop(task.trial),
+                audit_seconds=audit.seconds,
             )
         )
 
