@@ -158,6 +158,7 @@ class _Agent:
             self._control.send,
             self._begin,
             self._watch,
+            spec.document.audit_share,
         )
         self._report(events.WorkerJoined(start.worker, self._incarnation, tuple(own)))
         self._ready.set()

@@ -74,6 +74,12 @@ class SegmentStore:
             self._trim()
             return buffer
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether this much more fits into the budget, once others are spilled for it."""
+        with self._moving:
+            self._make_room(nbytes)
+            return self.pool.leased + self._reserved + nbytes <= self._budget
+
     @contextmanager
     def reserved(self, nbytes: int) -> Iterator[None]:
         """Leave this much of the budget to memory of others while the body runs."""

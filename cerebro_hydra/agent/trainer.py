@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+from cerebro_hydra.agent.auditor import Auditor, StepDiffers, SubEpochAudit
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.heap import trim_heap
@@ -21,6 +22,7 @@ from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import Cancelled, DataError, TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
+from cerebro_hydra.shards.engine import Cursor, OnStep
 from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -40,6 +42,7 @@ class Trainer:
         send: takes a message of progress for it.
         begin: tells it of an attempt before any code of the trial runs; returns when it is sent.
         watch: times tasks and batches.
+        audit_share: how much of the training time audits may take.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Trainer:
         send: Send,
         begin: Callable[[int], object],
         watch: TaskWatch,
+        audit_share: float = 0.0,
     ) -> None:
         self._incarnation = incarnation
         self._builder = builder
@@ -61,6 +65,7 @@ class Trainer:
         self._send = send
         self._begin = begin
         self._watch = watch
+        self._auditor = Auditor(builder, shard_store.segments, watch, audit_share)
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._stopped = False
@@ -110,6 +115,8 @@ class Trainer:
         if isinstance(error, TransferError):
             why = self._fetch_manager.error(task.trial, task.source.visit) or str(error)
             self._report(events.TransferFailed(task.attempt, self._incarnation, why))
+        elif isinstance(error, StepDiffers):
+            self._report(events.AuditFailed(task.attempt, self._incarnation, str(error)))
         else:
             why = "".join(traceback.format_exception(error))
             self._report(events.TaskFailed(task.attempt, self._incarnation, why))
@@ -130,7 +137,9 @@ class Trainer:
             frozen[number], (_, before) = segments["frozen"], segments["trainable"]
             trainable = self._shard_store.segments.allocate(before.nbytes)
             trainable[:] = before
-            return {"frozen": frozen[number][1], "trainable": trainable}, dict(given.cursor) or None
+            held = {"frozen": frozen[number][1], "trainable": trainable}
+            audit.hold(number, held)
+            return held, dict(given.cursor) or None
 
         def publish(number: int, segments: dict[str, Bytes], cursor: dict[str, Any]) -> None:
             nonlocal nbytes
@@ -144,13 +153,17 @@ class Trainer:
         start_step = int(self._wait(task, 0).cursor.get("step", 0))
         begun = time.perf_counter()
         beside = runtime.layout.step_bytes(first=start_step == 0)
-        with self._shard_store.segments.reserved(beside):
-            totals = runtime.engine.train(
-                self._windows(task, runtime.spec.steps[task.partition]),
+        engine = runtime.uncut if task.uncut else runtime.engine
+        with (
+            self._shard_store.segments.reserved(beside),
+            self._auditor.sub_epoch(task, runtime) as audit,
+        ):
+            totals = engine.train(
+                audit.windows(self._windows(task, runtime.spec.steps[task.partition])),
                 start_step,
                 need,
                 publish,
-                self._on_step(task, runtime.spec, start_step, beside),
+                self._on_step(task, runtime.spec, start_step, beside, audit),
                 epoch_metrics=task.metrics or None,
             )
         seconds = time.perf_counter() - begun
@@ -165,6 +178,7 @@ class Trainer:
                 nbytes=nbytes,
                 seconds=seconds,
                 hop=self._fetch_manager.take_hop(task.trial),
+                audit_seconds=audit.seconds,
             )
         )
 
@@ -192,16 +206,22 @@ class Trainer:
             )
 
     def _on_step(
-        self, task: StartSubEpoch, spec: TrialSpec, start_step: int, freed: int
-    ) -> Callable[[int, float], None]:
-        """Return what times each optimizer step and now and then reports one."""
+        self,
+        task: StartSubEpoch,
+        spec: TrialSpec,
+        start_step: int,
+        freed: int,
+        audit: SubEpochAudit,
+    ) -> OnStep:
+        """Return what times each optimizer step, and now and then reports or audits one."""
         steps = spec.steps[task.partition]
         self._watch.batch(spec.accumulate)
         next_time = time.monotonic() + PROGRESS_SECONDS
 
-        def on_step(step: int, loss: float) -> None:
+        def on_step(step: int, loss: float, cursor: Callable[[], Cursor]) -> None:
             nonlocal next_time
             self._watch.batch(spec.accumulate)
+            audit.after_step(step, loss, cursor)
             if time.monotonic() < next_time:
                 return
             next_time = time.monotonic() + PROGRESS_SECONDS
@@ -233,7 +253,8 @@ class Trainer:
 
         self._wait(task, 0)
         begun = time.perf_counter()
-        found = runtime.engine.evaluate(self._watched(task), need)
+        engine = runtime.uncut if task.uncut else runtime.engine
+        found = engine.evaluate(self._watched(task), need)
         seconds = time.perf_counter() - begun
         hop = self._fetch_manager.take_hop(task.trial)
         self._report(

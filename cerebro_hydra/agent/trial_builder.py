@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from cerebro_hydra.agent.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.recipe import Columns, Recipe, build_recipe
+from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state, build_recipe
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import Engine
@@ -18,6 +19,7 @@ from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.parameter_values import absent_value
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.state_template import StateTemplate
+from cerebro_hydra.shards.uncut import UncutEngine
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 
 EXAMPLE_ROWS = 4
@@ -32,7 +34,10 @@ class TrialRuntime:
     recipe: Recipe
     layout: TrialLayout
     engine: Engine
+    uncut: UncutEngine
     num_shards: int
+    build_seconds: float
+    """What the user's factory took."""
 
 
 class TrialBuilder:
@@ -64,15 +69,31 @@ class TrialBuilder:
         return self._runtimes[trial]
 
     def _build(self, spec: TrialSpec) -> TrialRuntime:
+        begun = time.perf_counter()
         recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
+        build_seconds = time.perf_counter() - begun
         part = next(iter(self._training.values()))
         example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
         sample = Sample.of(recipe, (example.features, example.labels))
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
-        engine = Engine(cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
+        of_engine = (cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
+        engine, uncut = Engine(*of_engine), UncutEngine(*of_engine)
         _free_weights(recipe)
-        return TrialRuntime(spec, recipe, layout, engine, cut_model.num_shards)
+        shards = cut_model.num_shards
+        return TrialRuntime(spec, recipe, layout, engine, uncut, shards, build_seconds)
+
+    def another_recipe(self, trial: int) -> Recipe:
+        """Run the user's factory again, for a recipe that shares nothing with the runtime's.
+
+        Its weights are freed, and the process's random numbers go on as if nothing had been built.
+        """
+        spec = self._document.trials[trial]
+        recipe = build_keeping_random_state(
+            self._factory, spec.params, self._document.seed, self._columns
+        )
+        _free_weights(recipe)
+        return recipe
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
         """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""

@@ -16,6 +16,7 @@ from cerebro_hydra.observe.records import (
 )
 from cerebro_hydra.observe.text import (
     duration,
+    failed_audit,
     final_table,
     numbers,
     parameters,
@@ -25,14 +26,14 @@ from cerebro_hydra.observe.text import (
 )
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import Event, WorkerLost
-from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
+from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo, TrainUncut
 from cerebro_hydra.storage.run_document import RunDocument
 
 _LOGGER = logging.getLogger("cerebro_hydra.trials")
 
 
 class LogLines:
-    """Sends what the user's code prints or logs, and slow batches, to Python's logging."""
+    """Sends what user code prints or logs, slow batches and failed audits to Python's logging."""
 
     def on_record(self, record: Record) -> None:
         """Log one line under `cerebro_hydra.trials`."""
@@ -40,6 +41,10 @@ class LogLines:
             _LOGGER.info("%s", prefixed(record))
         elif isinstance(record, SlowBatch):
             _LOGGER.warning("%s", slowness(record))
+        elif isinstance(record, Decision):
+            for instruction in record.instructions:
+                if isinstance(instruction, TrainUncut):
+                    _LOGGER.warning("%s", failed_audit(instruction))
 
     def close(self) -> None:
         """Do nothing: plain lines hold no screen."""
@@ -102,6 +107,8 @@ class PlainLines:
                     self._print(f"{trial.trial_id} {trial.reason}")
                 elif trial.status != "finished":
                     self._print(f"{trial.trial_id} {trial.status}: {trial.reason.rstrip()}")
+            case TrainUncut():
+                self._print(failed_audit(instruction))
             case Redo(index, reason=reason):
                 trial = self.view.trials[index]
                 self._print(f"{trial.trial_id} repeats sub-epochs: {reason}")

@@ -109,6 +109,7 @@ def _row(trial: TrialView, colour: int) -> dict[str, Any]:
         "params": _texts(trial.params),
         "status": "stopped early" if trial.stopped_early else trial.status,
         "error": trial.reason,
+        "uncut_because": trial.uncut_because,
         "epochs": len(trial.epochs),
         "seconds": trial.seconds,
         "metrics": trial.result_metrics,

@@ -10,10 +10,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.records import OutputLine, Record, RunEnded, RunStarted, SlowBatch
+from cerebro_hydra.observe.records import (
+    Decision,
+    OutputLine,
+    Record,
+    RunEnded,
+    RunStarted,
+    SlowBatch,
+)
 from cerebro_hydra.observe.text import (
     add_parameter_columns,
     duration,
+    failed_audit,
     final_table,
     metric_heading,
     metric_title,
@@ -25,6 +33,7 @@ from cerebro_hydra.observe.text import (
     summary,
 )
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.instructions import TrainUncut
 
 _SECONDS_BETWEEN_FRAMES = 0.1
 _WIDTH_FOR_PARAMETERS = 100
@@ -55,6 +64,10 @@ class LiveTable:
                 # Frames are drawn by records, so that no other thread reads the view.
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
+            case Decision():
+                for instruction in record.instructions:
+                    if isinstance(instruction, TrainUncut):
+                        self._console.print(Text(failed_audit(instruction)))
             case OutputLine():
                 self._console.print(Text(prefixed(record)))
             case SlowBatch():

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from cerebro_hydra.observe.records import OutputLine, SlowBatch
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.instructions import TrainUncut
 
 STYLES = {
     "waiting": "dim",
@@ -39,6 +40,14 @@ def slowness(slow: SlowBatch) -> str:
         f"[trial-{slow.trial:03d}] a batch of epoch {slow.epoch + 1} on partition {slow.partition} "
         f"(worker {slow.worker}) has taken {duration(slow.seconds)} so far, and {usual}; if it "
         "hangs, batch_seconds= would fail the trial and replace the agent"
+    )
+
+
+def failed_audit(uncut: TrainUncut) -> str:
+    """Return what an audit found, and what becomes of the trial."""
+    return (
+        f"trial-{uncut.trial:03d} is trained again from its first state, in one piece, because its "
+        f"training in shards differs from the uncut model: {uncut.difference}"
     )
 
 
@@ -91,7 +100,8 @@ def summary(view: RunView) -> str:
     """Return what a finished run took, in one line."""
     took = "" if view.seconds is None else f" in {duration(view.seconds)}"
     ended = sum(trial.status == "finished" for trial in view.trials)
-    return f"{ended} of {len(view.trials)} trials finished{took}; {view.totals}"
+    audits = f"; {view.audits} audited steps have the bits of uncut models" if view.audits else ""
+    return f"{ended} of {len(view.trials)} trials finished{took}; {view.totals}{audits}"
 
 
 def status_text(trial: TrialView) -> Text:

@@ -39,6 +39,8 @@ class TrialView:
     """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped"."""
     reason: str = ""
     """Why it ended: a failed trial's traceback, or why a trial stopped early."""
+    uncut_because: str = ""
+    """What an audit found to differ, so that it is trained again in one piece."""
     epoch: int = 0
     partition: int | None = None
     worker: int | None = None
@@ -102,6 +104,9 @@ class RunView:
         self.totals = Totals()
         self.workers: dict[int, str] = {}
         """Incarnation of each live worker."""
+        self.audits: int = 0
+        """How many steps of training were also taken by the uncut model, with the same bits."""
+        self.audit_seconds: float = 0.0
         self.seconds: float | None = None
         """Wall-clock seconds of the whole run, or of its journal if it was read from a folder."""
         self._tasks: dict[int, Task] = {}
@@ -218,6 +223,8 @@ class RunView:
                     self._rest(self.trials[task.trial], instruction.attempt)
             case instructions.Redo():
                 self._redo(instruction)
+            case instructions.TrainUncut():
+                self.trials[instruction.trial].uncut_because = instruction.difference
             case instructions.EndEpoch():
                 trial = self.trials[instruction.trial]
                 trial.epochs[instruction.epoch] = dict(instruction.metrics)
@@ -253,6 +260,8 @@ class RunView:
         if isinstance(event, events.SubEpochDone):
             trial.sub_epochs += 1
             trial.loss = event.loss_sum / event.rows
+            self.audits += event.audit_seconds > 0
+            self.audit_seconds += event.audit_seconds
         else:
             self._rest(trial, event.attempt)
         if task.source.incarnation not in (None, task.incarnation):

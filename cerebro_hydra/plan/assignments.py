@@ -24,6 +24,7 @@ from cerebro_hydra.plan.instructions import (
     Evaluate,
     FetchShards,
     Instruction,
+    Redo,
     StartSubEpoch,
     StateSource,
 )
@@ -85,7 +86,7 @@ class Assignments:
         ]
 
     def _open_tasks(self, index: int, trial: TrialProgress) -> list[tuple[TaskKind, int]]:
-        if trial.status is not None or outcome(self.config, trial) is not None:
+        if trial.status is not None or trial.restarting or outcome(self.config, trial) is not None:
             return []
         if trial.lost_agents and trial.attempts:  # one agent at a time, while it may be lethal
             return []
@@ -190,6 +191,7 @@ class Assignments:
                 worker=attempt.worker,
                 incarnation=attempt.incarnation,
                 source=attempt.source,
+                uncut=self.trials[attempt.trial].uncut,
             )
         )
 
@@ -241,6 +243,34 @@ class Assignments:
             if not shared and not self.holders.holds(each.trial, *source):
                 trial.abandoned_fetches.add(source)
                 self._instructions.append(Drop(each.trial, *source))
+
+    def _roll_back(self, index: int, trial: TrialProgress, visit: int, reason: str) -> None:
+        """Make ``visit`` the newest state of the trial again."""
+        void = tuple(range(visit + 1, trial.newest + 1))
+        self._abandon_all(trial)
+        for each in void:
+            for place in self.holders.where(index, each):
+                self._drop(index, each, place)
+            self.holders.forget_state(index, each)
+        del trial.visits[visit:]
+        del trial.history[visit // self.config.partitions :]
+        trial.forget_evaluation()
+        self._log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
+        self._instructions.append(Redo(index, void, reason))
+
+    def _restart(self, index: int, trial: TrialProgress) -> bool:
+        """Go back to state 0; return False while a state is being written, which must stay."""
+        if trial.saving is not None:
+            return False
+        trial.restarting = False
+        if trial.newest:
+            self._roll_back(index, trial, 0, "it is trained again in one piece")
+        return True
+
+    def _drop(self, index: int, visit: int, place: str) -> None:
+        self.holders.drop(index, visit, place)
+        if place != STORE:
+            self._instructions.append(Drop(index, visit, place))
 
     def _mark_received(self, attempt: Attempt) -> None:
         """Note that the attempt's source state is whole at its worker."""

@@ -55,7 +55,8 @@ class SubEpochDone:
     """A sub-epoch is trained and all its shards are published.
 
     ``digests`` has one (frozen, trainable) pair per shard. ``seconds`` is the time from the first
-    forward to the last update; ``hop`` has the transfer before it.
+    forward to the last update; ``hop`` has the transfer before it. Of these seconds an audit, which
+    found no difference, took ``audit_seconds``; 0 if there was none.
     """
 
     attempt: int
@@ -66,6 +67,7 @@ class SubEpochDone:
     nbytes: int
     seconds: float
     hop: Hop
+    audit_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,15 @@ class TaskFailed:
     attempt: int
     incarnation: str
     error: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFailed:
+    """A step of this sub-epoch differs from the same step of the uncut model."""
+
+    attempt: int
+    incarnation: str
+    difference: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +173,7 @@ Event = (
     | SubEpochDone
     | StateReceived
     | TaskFailed
+    | AuditFailed
     | TransferFailed
     | EvaluationDone
     | MetricsMerged

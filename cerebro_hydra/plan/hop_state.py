@@ -25,6 +25,7 @@ from cerebro_hydra.plan import invariants
 from cerebro_hydra.plan.assignments import Assignments
 from cerebro_hydra.plan.epoch_metrics import epoch_metrics
 from cerebro_hydra.plan.events import (
+    AuditFailed,
     Checkpointed,
     EvaluationDone,
     Event,
@@ -44,13 +45,12 @@ from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.instructions import (
     Checkpoint,
     Commit,
-    Drop,
     EndEpoch,
     FinishRun,
     FinishTrial,
     Instruction,
     MergeMetrics,
-    Redo,
+    TrainUncut,
 )
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS, story
 from cerebro_hydra.plan.policy import Policy
@@ -59,6 +59,12 @@ from cerebro_hydra.plan.retention import Retention
 from cerebro_hydra.plan.trial_end import best_visit, outcome, result_visit
 
 MAX_TRANSFER_FAILURES = 3
+
+NOT_REPRODUCIBLE = (
+    "an audit found that a step of training differs from the same step of a model that was built "
+    "anew: {}. Look for state outside of parameters and buffers, such as counters, and for random "
+    "numbers that are not torch's"
+)
 
 
 class HopState(Assignments):
@@ -108,6 +114,9 @@ class HopState(Assignments):
                     where = f"partition {attempt.partition} on worker {attempt.worker}"
                     self._log(attempt.trial, f"attempt {attempt.number} failed on {where}")
                     self._end(attempt.trial, "failed", event.error)
+            case AuditFailed():
+                if attempt := self._running(event.attempt, event.incarnation):
+                    self._audit_failed(attempt, event.difference)
             case TransferFailed():
                 self._transfer_failed(event)
             case Checkpointed():
@@ -176,20 +185,6 @@ class HopState(Assignments):
         for attempt in trial.attempts:
             if attempt.source.incarnation == lost and not attempt.received:
                 self._abandon(attempt)
-
-    def _roll_back(self, index: int, trial: TrialProgress, visit: int, reason: str) -> None:
-        """Make ``visit`` the newest state of the trial again."""
-        void = tuple(range(visit + 1, trial.newest + 1))
-        self._abandon_all(trial)
-        for each in void:
-            for place in self.holders.where(index, each):
-                self._drop(index, each, place)
-            self.holders.forget_state(index, each)
-        del trial.visits[visit:]
-        del trial.history[visit // self.config.partitions :]
-        trial.forget_evaluation()
-        self._log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
-        self._instructions.append(Redo(index, void, reason))
 
     # ------------------------------------------------------------------ tasks
 
@@ -266,6 +261,17 @@ class HopState(Assignments):
                 if (attempt.source.visit, attempt.incarnation) == held:
                     self._mark_received(attempt)
 
+    def _audit_failed(self, attempt: Attempt, difference: str) -> None:
+        """Train the trial again in one piece, or end it if it is one already."""
+        trial = self.trials[attempt.trial]
+        self._log(attempt.trial, f"attempt {attempt.number}: audit failed: {difference}")
+        if trial.uncut or len(trial.config.initial_digests) == 1:
+            self._end(attempt.trial, "failed", NOT_REPRODUCIBLE.format(difference))
+            return
+        trial.uncut = trial.restarting = True
+        self._abandon_all(trial)
+        self._instructions.append(TrainUncut(attempt.trial, difference))
+
     def _transfer_failed(self, event: TransferFailed) -> None:
         attempt = self._running(event.attempt, event.incarnation)
         if attempt is None:
@@ -329,6 +335,8 @@ class HopState(Assignments):
 
     def _advance(self, index: int, trial: TrialProgress) -> None:
         """End the trial's epoch and the trial itself if they are over."""
+        if trial.restarting and not self._restart(index, trial):
+            return
         partitions = self.config.partitions
         evaluated = len(trial.evaluated) == partitions or not self.config.evaluate
         if trial.epoch_trained(partitions) and evaluated and trial.stop_reason is None:
@@ -385,7 +393,3 @@ class HopState(Assignments):
                     self._drop(index, visit, place)
             if not self.holders.where(index, visit):
                 self.holders.forget_state(index, visit)
-
-    def _drop(self, index: int, visit: int, place: str) -> None:
-        self.holders.drop(index, visit, place)
-        self._instructions.append(Drop(index, visit, place))

@@ -20,7 +20,8 @@ class StartSubEpoch:
 
     The source may still be ending its own sub-epoch; then the agent waits for its shards. On the
     first visit of an epoch ``metrics`` has what ``EndEpoch`` said of the epoch before; it is empty
-    on all other visits and in epoch 0. A repeated visit has the same metrics again.
+    on all other visits and in epoch 0. A repeated visit has the same metrics again. After a
+    ``TrainUncut`` the model is trained in one piece (``uncut``).
     """
 
     attempt: int
@@ -32,6 +33,7 @@ class StartSubEpoch:
     incarnation: str
     source: StateSource
     metrics: dict[str, float]
+    uncut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Evaluate:
     worker: int
     incarnation: str
     source: StateSource
+    uncut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,17 @@ class Redo:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainUncut:
+    """Train the trial in one piece from its first state, because an audit found this difference.
+
+    Its states keep their shards. A ``Redo`` takes back what was committed before.
+    """
+
+    trial: int
+    difference: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndEpoch:
     """End an epoch of the trial with "train_loss" and, if there is validation data, "val_*"."""
 
@@ -161,6 +175,7 @@ Instruction = (
     | Drop
     | Commit
     | Redo
+    | TrainUncut
     | EndEpoch
     | FinishTrial
     | FinishRun

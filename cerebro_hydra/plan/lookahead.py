@@ -201,7 +201,7 @@ def snapshot(state: HopState) -> Lookahead:
     load = dict.fromkeys(free_at, 0.0)
     forecasts = {}
     for index, trial in enumerate(state.trials):
-        if trial.status is not None or outcome(config, trial) is not None:
+        if trial.status is not None or trial.restarting or outcome(config, trial) is not None:
             continue
         forecast = forecasts[index] = _forecast(state, index, trial, ends)
         training, evaluating = seconds["train"][index], seconds["evaluate"][index]

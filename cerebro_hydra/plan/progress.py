@@ -91,6 +91,8 @@ class TrialProgress:
     # (visit, incarnation) of each cancelled fetch: its ``StateReceived`` may still arrive, late.
     abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
     saving: tuple[int, str] | None = None  # (visit, incarnation) of the checkpoint under way
+    uncut: bool = False  # an audit has failed, so it is trained in one piece
+    restarting: bool = False  # it goes back to state 0 as soon as no checkpoint is under way
     stop_reason: str | None = None  # None until the trial is stopped
     status: str | None = None  # "finished", "failed" or "stopped"; None until it has ended
     result: int | None = None  # the visit of the trial's result; None until it has ended

@@ -44,24 +44,30 @@ class PlainTrainer:
 
     Attributes:
         ema: the moving average of the model, or None if the recipe keeps none.
+        scheduler: the LR scheduler, or None.
+        steps: the number of optimizer steps that the trial has done.
         phase: what the trainer is doing, in words, for whoever reports an error.
 
     Args:
         trial_seed: what the trial's random numbers depend on, beside step, microbatch and unit.
         steps_per_epoch: for LR schedules that ask.
+        first_step: the number of steps that the trial has done before.
     """
 
-    def __init__(self, recipe: Recipe, trial_seed: int, steps_per_epoch: int) -> None:
+    def __init__(
+        self, recipe: Recipe, trial_seed: int, steps_per_epoch: int, first_step: int = 0
+    ) -> None:
         self.recipe = recipe
         self.phase = "start"
         self._trial_seed = trial_seed
-        self._steps = 0
-        self._scheduler = recipe.lr_schedule.make(recipe.optimizer, steps_per_epoch)
+        self.steps = first_step
+        self.scheduler = recipe.lr_schedule.make(recipe.optimizer, steps_per_epoch)
         self.ema: AveragedModel | None = None
         if recipe.ema is not None:
             # It would deep-copy the model itself, which leaves hooks on the original.
             self.ema = AveragedModel(nn.Module(), multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
             self.ema.module = copy_model(recipe.model)
+            self.ema.n_averaged.fill_(first_step)
 
     def train(
         self, windows: Iterable[Window], epoch_metrics: Mapping[str, float] | None = None
@@ -73,7 +79,7 @@ class PlainTrainer:
                 LR schedule may step on it.
         """
         if epoch_metrics is not None:
-            self.recipe.lr_schedule.begin_epoch(self._scheduler, epoch_metrics)
+            self.recipe.lr_schedule.begin_epoch(self.scheduler, epoch_metrics)
         total, rows = 0.0, 0
         for window in windows:
             for batch, loss in zip(window, self.step(window), strict=True):
@@ -94,12 +100,12 @@ class PlainTrainer:
         losses = []
         model.zero_grad()
         for microbatch, batch in enumerate(window):
-            key = RandomKey(self._trial_seed, self._steps, microbatch)
+            key = RandomKey(self._trial_seed, self.steps, microbatch)
             with unit_hooks(model, key.reseed):  # a checkpoint runs units again in backward
                 loss = self._loss(batch, key)
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):
-                    where = f"at step {self._steps}, batch {microbatch} of its window"
+                    where = f"at step {self.steps}, batch {microbatch} of its window"
                     raise NonFiniteLoss(f"the loss is {losses[-1]} {where}")
                 if len(window) > 1:
                     loss = loss * (batch.rows / rows)
@@ -111,10 +117,10 @@ class PlainTrainer:
             nn.utils.clip_grad_value_(model.parameters(), recipe.clip_grad_value)
         self.phase = "optimizer step"
         recipe.optimizer.step()
-        recipe.lr_schedule.after_step(self._scheduler)
+        recipe.lr_schedule.after_step(self.scheduler)
         if self.ema is not None:
             self.ema.update_parameters(model)
-        self._steps += 1
+        self.steps += 1
         return losses
 
     def _loss(self, batch: BatchTensors, key: RandomKey) -> Tensor:

@@ -38,6 +38,8 @@ from cerebro_hydra.shards.state import ShardState
 Cursor = dict[str, Any]
 Need = Callable[[int], tuple[Segments, Cursor | None]]
 Publish = Callable[[int, Segments, Cursor], object]
+OnStep = Callable[[int, float, Callable[[], Cursor]], object]
+"""Is called with a step, its mean loss, and what makes the cursor with which training goes on."""
 Mode = Literal["keep", "recompute"]
 
 _TRIAL = 0  # an engine runs one trial, so the trial of its actions is always this one
@@ -95,7 +97,7 @@ class Engine:
         start_step: int,
         need: Need,
         publish: Publish,
-        on_step: Callable[[int, float], object] | None = None,
+        on_step: OnStep | None = None,
         epoch_metrics: Mapping[str, float] | None = None,
     ) -> TrainTotals:
         """Train over a sub-epoch.
@@ -108,7 +110,7 @@ class Engine:
                 segment and only reads the frozen one.
             publish: takes shard k's segments and cursor right after its last update. From then on
                 the engine does not touch them.
-            on_step: is called with each step and its mean loss.
+            on_step: is called after each step. The segments then hold the state after it.
             epoch_metrics: the metrics of the epoch before, if this sub-epoch begins an epoch other
                 than the first. LR schedulers may step on them.
 
@@ -120,7 +122,7 @@ class Engine:
                         need, publish, epoch_metrics)  # fmt: skip
         loss_sum, rows, step = 0.0, 0, start_step
         with run.tasks(self._keep) as tasks:
-            for window, is_last in _with_last(windows):
+            for window, is_last in with_last(windows):
                 batches = self._microbatches(window, step)
                 run.window(tasks, self._actions(len(window), is_last), batches, step)
                 sums = [b.loss * batch.rows for b, batch in zip(batches, window, strict=True)]
@@ -129,7 +131,7 @@ class Engine:
                 window_rows = sum(batch.rows for batch in window)
                 rows += window_rows
                 if on_step is not None:
-                    on_step(step, sum(sums) / window_rows)
+                    on_step(step, sum(sums) / window_rows, run.cursor)
                 step += 1
         return TrainTotals(loss_sum, rows, step - start_step)
 
@@ -333,13 +335,15 @@ class _SubEpoch:
         for parameter in state.params.values():
             parameter.grad = None
 
+    def cursor(self, k: int = 0) -> Cursor:
+        """Return the cursor of a shard after the present step."""
+        return make_cursor(self._step + 1, *self._optimizers[k])
+
     def _send(self, k: int) -> None:
-        optimizer, scheduler = self._optimizers[k]
-        cursor = make_cursor(self._step + 1, optimizer, scheduler)
-        self._publish(k, self._states[k].segments, cursor)
+        self._publish(k, self._states[k].segments, self.cursor(k))
 
 
-def _with_last(windows: Iterable[Window]) -> Iterable[tuple[Window, bool]]:
+def with_last(windows: Iterable[Window]) -> Iterable[tuple[Window, bool]]:
     """Yield each window and whether it is the last, looking ahead by one."""
     end = object()
     for window, following in itertools.pairwise(itertools.chain(windows, [end])):

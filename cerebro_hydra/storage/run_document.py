@@ -72,6 +72,7 @@ class RunDocument:
     with their results as state 0. Its `first_epoch` says how many epochs they have had, because
     the order of rows depends on the number of the epoch. A trial fails whose batch takes longer
     than `batch_seconds`, or whose task takes longer than `sub_epoch_seconds`; None is no limit.
+    Audits may take `audit_share` of an agent's training time.
     """
 
     run_id: Name
@@ -94,6 +95,7 @@ class RunDocument:
     first_epoch: Count = 0
     batch_seconds: float | None = None
     sub_epoch_seconds: float | None = None
+    audit_share: Annotated[float, within(0, 1)] = 0.0
     format: Annotated[int, within(FORMAT, FORMAT)] = FORMAT
 
     def to_json(self) -> dict[str, Any]:

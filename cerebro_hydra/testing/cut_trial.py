@@ -57,7 +57,11 @@ class CutTrial:
     def train(self, windows: Sequence[Window]) -> TrainTotals:
         """Train a sub-epoch, then hop."""
         totals = self.engine().train(
-            windows, self.step, self.need, self.publish, lambda _, loss: self.losses.append(loss)
+            windows,
+            self.step,
+            self.need,
+            self.publish,
+            lambda _, loss, cursor: self.losses.append(loss),
         )
         self.step += totals.steps
         return totals

@@ -60,6 +60,9 @@ class Search(ABC):
             takes 20 times the median of its trial's batches is told of in any case.
         sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take from
             its first batch on; else like `batch_seconds`.
+        audit_share: how much of the training time may go into audits, which take single steps also
+            with the uncut model and compare every bit; 0 makes none. A trial that differs is
+            trained again as one piece, or fails if it is one already.
         verbose: 0 prints nothing, 1 shows progress.
         observers: are given every record of the run, such as a `TensorBoardTracker`; one that
             raises is left out, and the run goes on.
@@ -89,6 +92,7 @@ class Search(ABC):
         order: str = "dynamic",
         batch_seconds: float | None = None,
         sub_epoch_seconds: float | None = None,
+        audit_share: float = 0.01,
         verbose: int = 1,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -119,6 +123,7 @@ class Search(ABC):
         self.order = order
         self.batch_seconds = _seconds("batch_seconds", batch_seconds)
         self.sub_epoch_seconds = _seconds("sub_epoch_seconds", sub_epoch_seconds)
+        self.audit_share = _share("audit_share", audit_share)
         self.verbose = whole("verbose", verbose, least=0)
         if not isinstance(observers, Sequence):
             raise ConfigurationError(f"observers is {observers!r}; give a list: [{observers!r}]")
@@ -245,6 +250,7 @@ class Search(ABC):
             reader=reader_title(),
             batch_seconds=self.batch_seconds,
             sub_epoch_seconds=self.sub_epoch_seconds,
+            audit_share=self.audit_share,
             trials=tuple(admitted.specs),
         )
 
@@ -307,6 +313,12 @@ def _seconds(name: str, value: Any) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise ConfigurationError(f"{name} is {value!r}; it is a number of seconds, or None")
+    return float(value)
+
+
+def _share(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigurationError(f"{name} is {value!r}; it is a number from 0 to 1")
     return float(value)
 
 

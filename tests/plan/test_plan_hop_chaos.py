@@ -20,7 +20,7 @@ from tests.examples import examples
 from tests.plan.world import World, score, val_loss
 
 METRICS = ("train_loss", "val_plain", "val_score")
-FAULTS = ("kill", "duplicate", "task", "transfer", "stop", "merge")
+FAULTS = ("kill", "duplicate", "task", "transfer", "audit", "stop", "merge")
 
 
 @st.composite
@@ -35,7 +35,7 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
             t,
             draw(st.sampled_from([0.5, 1.0, 3.0])),
             100,
-            ((f"f/{t}", f"t/{t}"),),
+            ((f"f/{t}", f"t/{t}"),) * draw(st.integers(1, 2)),
             custom_metrics=("score", "seen")
             if metric == "val_score" or draw(st.booleans())
             else (),
@@ -53,7 +53,9 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
         metric=metric,
         direction=draw(st.sampled_from(["min", "max"])),
     )
-    limits = {"kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "stop": 1, "merge": 1}
+    limits = {
+        "kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "audit": 2, "stop": 1, "merge": 1,
+    }  # fmt: skip
     budget = Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults})
     return World(config, workers, budget, slow_saves=draw(st.booleans()))
 

@@ -72,6 +72,7 @@ class World:
         self.broken_merge: int | None = None
         self.lethal = lethal  # the tasks whose agent dies of them
         self.killers: list[int] = []  # the trial of each agent that died of its task
+        self.uncut: set[int] = set()  # trials of a ``TrainUncut``
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
         for worker in range(len(workers)):
             self.join(worker)
@@ -92,6 +93,10 @@ class World:
         for instruction in given:
             if incarnation := getattr(instruction, "incarnation", None):
                 agents[incarnation].inbox.append(instruction)
+            if isinstance(instruction, ins.TrainUncut):
+                self.uncut.add(instruction.trial)
+            if isinstance(instruction, ins.StartSubEpoch | ins.Evaluate):
+                assert instruction.uncut == (instruction.trial in self.uncut)
             if isinstance(instruction, ins.MergeMetrics):
                 self.news.append(self.merge_metrics(instruction))
 
@@ -266,6 +271,17 @@ class World:
                 agent.fetches.pop((task.trial, task.source.visit), None)
                 event_type = ev.TaskFailed if kind == "task" else ev.TransferFailed
                 agent.outbox.append(event_type(task.attempt, agent.incarnation, "injected"))
+        elif kind == "audit":
+            audited = [
+                (a, t)
+                for a in living
+                for t in a.tasks.values()
+                if isinstance(t, ins.StartSubEpoch) and (t.trial, t.source.visit) in a.held
+            ]
+            if audited:
+                agent, task = random.choice(audited)
+                del agent.tasks[task.attempt]
+                agent.outbox.append(ev.AuditFailed(task.attempt, agent.incarnation, "injected"))
         elif kind == "merge":
             self.broken_merge = random.randrange(len(self.config.trials))
         elif kind == "stop":

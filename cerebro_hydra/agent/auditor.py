@@ -1,0 +1,196 @@
+"""Audits training: now and then one step is also taken by the uncut model, and compared."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from cerebro_hydra.agent.segment_store import SegmentStore
+from cerebro_hydra.agent.task_watch import TaskWatch
+from cerebro_hydra.agent.trial_builder import TrialBuilder, TrialRuntime
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.errors import CerebroHydraError
+from cerebro_hydra.plan.audit_budget import AuditBudget
+from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.shards.engine import Cursor
+from cerebro_hydra.shards.layout import Bytes, Segments
+from cerebro_hydra.shards.sample import copy_example
+from cerebro_hydra.shards.uncut import PlainStep
+
+STEPS_OF_AN_AUDIT = 4
+"""Steps that an audit is thought to last, beside the factory, before one was measured."""
+
+_log = logging.getLogger(__name__)
+
+
+class StepDiffers(CerebroHydraError):
+    """A step of training differs from the same step of the uncut model; the message says where."""
+
+
+class Auditor:
+    """Audits the sub-epochs of an agent, within a share of its training time and its memory.
+
+    Args:
+        builder: builds a second recipe of the audited trial.
+        segments: gives memory for a copy of its state.
+        watch: times the uncut step as a batch of its own.
+        share: how much of the training time audits may take; 0 makes none.
+    """
+
+    def __init__(
+        self, builder: TrialBuilder, segments: SegmentStore, watch: TaskWatch, share: float
+    ) -> None:
+        self.builder = builder
+        self.segments = segments
+        self.watch = watch
+        self.budget = AuditBudget(share)
+        self.seconds: dict[int, float] = {}  # of each trial's latest audit
+        self.impossible: set[int] = set()  # the trials that can't be audited here
+
+    @contextmanager
+    def sub_epoch(self, task: StartSubEpoch, runtime: TrialRuntime) -> Iterator[SubEpochAudit]:
+        """Audit one step of a sub-epoch, if the budget comes to allow it."""
+        audit = SubEpochAudit(self, task, runtime)
+        try:
+            yield audit
+        finally:
+            audit.close()
+
+
+class SubEpochAudit:
+    """Watches the steps of one sub-epoch, and takes one of them again.
+
+    Attributes:
+        seconds: what an audit took that was made to its end; 0 if there was none.
+    """
+
+    def __init__(self, auditor: Auditor, task: StartSubEpoch, runtime: TrialRuntime) -> None:
+        self._auditor = auditor
+        self._task = task
+        self._runtime = runtime
+        self._held: dict[int, Segments] = {}
+        self._ahead: Sequence[Batch] | None = None  # the window of the next step
+        self._step_began: float | None = None
+        self._plain: PlainStep | None = None
+        self._preparation = 0.0  # its seconds
+        self.seconds = 0.0
+        self._over = auditor.budget.share == 0.0 or task.trial in auditor.impossible
+
+    def windows(self, windows: Iterator[Sequence[Batch]]) -> Iterator[Sequence[Batch]]:
+        """Pass windows on to the engine, which asks for each before it takes the step before."""
+        for window in windows:
+            self._ahead = window
+            yield window
+        self._ahead = None
+
+    def hold(self, shard: int, segments: Segments) -> None:
+        """Note the memory that the engine trains a shard in."""
+        self._held[shard] = segments
+
+    def after_step(self, step: int, loss: float, cursor: Callable[[], Cursor]) -> None:
+        """Compare the step if it is the audited one, or prepare to audit the next one.
+
+        Raises:
+            StepDiffers: the uncut model takes this step otherwise.
+        """
+        budget, now = self._auditor.budget, time.perf_counter()
+        # The first step waits for shards, too, so that its seconds are not known.
+        seconds = 0.0 if self._step_began is None else now - self._step_began
+        budget.trained += seconds
+        try:
+            if self._plain is not None:
+                self._compare(self._plain, loss)
+            elif self._is_due(seconds):
+                self._prepare(step + 1, cursor())
+        finally:
+            budget.spent += time.perf_counter() - now
+        self._step_began = time.perf_counter()
+
+    def _is_due(self, step_seconds: float) -> bool:
+        auditor, trial = self._auditor, self._task.trial
+        if self._over or self._ahead is None:
+            return False
+        guess = self._runtime.build_seconds + STEPS_OF_AN_AUDIT * step_seconds
+        seconds = auditor.seconds.get(trial, guess)
+        return auditor.budget.allows(seconds, first_epoch=self._task.epoch == 0)
+
+    def _prepare(self, step: int, cursor: Cursor) -> None:
+        """Copy the state and the batches of the next step for the uncut model."""
+        runtime, window, auditor = self._runtime, self._ahead, self._auditor
+        assert window is not None
+        begun = time.perf_counter()
+        self._over = True
+        with self._told_if_impossible(), auditor.watch.waiting():
+            if not auditor.segments.has_room(runtime.layout.nbytes):
+                raise MemoryError("a second copy of its state does not fit into the memory budget")
+            held = [self._held[k] for k in range(runtime.num_shards)]
+            self._plain = PlainStep(
+                auditor.builder.another_recipe(self._task.trial),
+                runtime.layout,
+                [{name: self._copy(buffer) for name, buffer in each.items()} for each in held],
+                cursor,
+                [Batch(*copy_example((b.features, b.labels)), b.rows) for b in window],
+                runtime.spec.seed,
+                runtime.spec.steps_per_epoch,
+                step,
+            )
+        self._preparation = time.perf_counter() - begun
+
+    def _compare(self, plain: PlainStep, loss: float) -> None:
+        task, auditor = self._task, self._auditor
+        difference = None
+        begun = time.perf_counter()
+        with self._told_if_impossible():
+            held = [self._held[k] for k in range(self._runtime.num_shards)]
+            difference = plain.difference(loss, held)
+            self.seconds = self._preparation + time.perf_counter() - begun
+        self.close()
+        auditor.seconds[task.trial] = self._preparation + time.perf_counter() - begun
+        auditor.watch.batch(self._runtime.spec.accumulate)
+        if difference is not None:
+            raise StepDiffers(
+                f"at step {plain.number}, in epoch {task.epoch + 1} on partition {task.partition} "
+                f"(worker {task.worker}): {difference}"
+            )
+
+    def _copy(self, buffer: Bytes) -> Bytes:
+        copied = self._auditor.segments.allocate(buffer.nbytes)
+        copied[:] = buffer
+        return copied
+
+    @contextmanager
+    def _told_if_impossible(self) -> Iterator[None]:
+        """Give audits of the trial up where the body raises; keep random numbers as they are."""
+        try:
+            with _random_numbers_kept():
+                yield
+        except Exception as error:
+            self._auditor.impossible.add(self._task.trial)
+            _log.warning(
+                "steps of this trial are no longer audited on worker %d: %s: %s",
+                self._task.worker, type(error).__name__, error,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Give the memory of the uncut model back."""
+        if self._plain is not None:
+            self._plain.close()
+            self._plain = None
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Let the generators of torch, Python and NumPy go on as if the body had drawn nothing."""
+    ours, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(numpys)

@@ -1,0 +1,275 @@
+"""An agent audits its steps: real engine, store and decisions of when, in this process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.agent import auditor
+from cerebro_hydra.agent.buffer_pool import BufferPool
+from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.segment_store import SegmentStore
+from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.task_watch import TaskWatch
+from cerebro_hydra.agent.trainer import Trainer
+from cerebro_hydra.agent.trial_builder import TrialBuilder
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch, StateSource
+from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.shards import engine
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.testing.run_in_process import run_in_process
+from tests.shards.hopping import start
+
+ROWS, BATCH = 96, 8
+COLUMNS = Columns(("x",), ("y",))
+
+
+class Draws(nn.Module):
+    """Uses numbers of Python and NumPy, which its outputs don't depend on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        random.random()
+        np.random.rand()
+        return x
+
+
+def recipe(params: Any = None) -> Recipe:
+    random.seed(1)
+    np.random.seed(1)
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), Draws(),
+        nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made = Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=BATCH, shards=["5"], ema=0.9)
+    return made.bind(COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The run of a trial that was trained without an agent, and without audits."""
+    x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(np.int64)
+    batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
+    store = LocalStore(str(tmp_path_factory.mktemp("trained")))
+    return run_in_process(store, {"x": x, "y": y}, COLUMNS, start(recipe(), [[batch]]), {})
+
+
+class Agent:
+    """One agent without wire, that trains the trial of a run again."""
+
+    def __init__(self, trained: RunFolder, path: Path, share: float) -> None:
+        self.folder = trained
+        document = RunDocument.from_json(trained.read_json(RUN_FILE))
+        manifest = find_prepared(trained.store, document.fingerprint)
+        parts = {
+            info.index: CachedPartition.build(info, manifest, trained.store, str(path))
+            for info in manifest.partitions
+        }
+        self.built: list[Recipe] = []
+        self.builder = TrialBuilder(document, self._factory, parts, {})
+        self.memory = SegmentStore(1 << 30, str(path), BufferPool(poison=True))
+        self.shards = ShardStore(self.memory)
+        self.reported: list[Any] = []
+        fetches = FetchManager("me", self.shards, self.folder, None, lambda trial, visit: None)
+        self.watch = TaskWatch(None, None, print, print)
+        self.trainer = Trainer(
+            "me", self.builder, self.shards, fetches, self.reported.append,
+            lambda message: None, lambda attempt: None, self.watch, share,
+        )  # fmt: skip
+        self.budget = self.trainer._auditor.budget
+
+    def _factory(self, params: Any) -> Recipe:
+        self.built.append(recipe())
+        return self.built[-1]
+
+    def train(self, visit: int = 1, partition: int | None = None, uncut: bool = False) -> Any:
+        """Train a sub-epoch and return the event that it ends with."""
+        place = self.order[visit - 1] if partition is None else partition
+        source = StateSource(visit - 1, None if visit == 1 else "me")
+        self.trainer.perform(
+            StartSubEpoch(visit, 0, visit, 0, place, 0, "me", source, {}, uncut), None
+        )
+        return self.reported[-1]
+
+    @property
+    def order(self) -> list[int]:
+        """The partitions that the trial was trained on before, in order."""
+        return [
+            each["partition"]
+            for line in self.folder.read_records()
+            for each in line["instructions"]
+            if each["type"] == "Commit"
+        ]
+
+    def known(self, visit: int) -> Any:
+        """Digests of the state that training without audits made."""
+        shards = self.folder.read_state(0, visit)["shards"]
+        return tuple((shard["frozen"], shard["trainable"]) for shard in shards)
+
+
+@pytest.fixture
+def agent(trained: RunFolder, tmp_path: Path) -> Agent:
+    made = Agent(trained, tmp_path, share=0.01)
+    made.budget.trained = 1e6  # it has trained for long: audits are allowed
+    return made
+
+
+def test_an_audit_changes_no_bit(agent: Agent) -> None:
+    for visit in (1, 2):
+        done = agent.train(visit)
+        assert isinstance(done, events.SubEpochDone), done
+        assert done.audit_seconds > 0
+        assert done.digests == agent.known(visit)
+    assert len(agent.built) == 3, "the factory builds the trial, and a model for each audit"
+
+
+def test_an_audit_leaves_all_random_numbers_as_they_are(agent: Agent) -> None:
+    drawn: list[Any] = []
+    for share in (0.01, 0.0):
+        agent.budget.share = share
+        torch.manual_seed(5)
+        agent.builder.get(0)
+        random.seed(7)
+        np.random.seed(7)
+        agent.train()
+        drawn.append((random.random(), np.random.rand(), torch.rand(())))
+    assert drawn[0] == drawn[1]
+    assert len(agent.built) == 2
+
+
+def test_a_trial_trained_uncut_has_the_same_bits_and_is_audited(agent: Agent) -> None:
+    assert agent.train(1, uncut=True).digests == agent.known(1)
+    done = agent.train(2, uncut=True)
+    assert done.digests == agent.known(2)
+    assert done.audit_seconds > 0
+
+
+def broken_from(step: int, change: Callable[[torch.Tensor], object]) -> Any:
+    """Return an engine's update that changes a parameter after each step from this one on."""
+    update = engine._SubEpoch._update
+
+    def wrong(self: Any, k: int) -> None:
+        update(self, k)
+        if self._step >= step and k == 1:
+            with torch.no_grad():
+                change(self._states[1].params["7.bias"])
+
+    return wrong
+
+
+def test_an_engine_that_breaks_is_caught_in_its_first_epoch(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._SubEpoch, "_update", broken_from(1, lambda p: p[0].mul_(1 + 1e-6)))
+    failed = agent.train()
+    assert isinstance(failed, events.AuditFailed)
+    assert failed.difference == (
+        f"at step 1, in epoch 1 on partition {agent.order[0]} (worker 0): parameter '7.bias'"
+    )
+    assert not agent.shards.knows(0, 1), "nothing of the sub-epoch is published"
+    assert isinstance(agent.train(1, uncut=True), events.SubEpochDone)
+
+
+def test_an_engine_that_breaks_is_not_caught_without_audits(
+    trained: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(trained, tmp_path, share=0.0)
+    agent.budget.trained = 1e6
+    monkeypatch.setattr(engine._SubEpoch, "_update", broken_from(1, lambda p: p[0].mul_(1 + 1e-6)))
+    done = agent.train()
+    assert isinstance(done, events.SubEpochDone)
+    assert done.digests != agent.known(1)
+    assert (done.audit_seconds, len(agent.built)) == (0.0, 1)
+
+
+def test_a_break_in_the_last_step_is_caught_after_it_was_published(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = ROWS // BATCH - 1
+    is_due = auditor.SubEpochAudit._is_due
+
+    def late(self: Any, seconds: float) -> bool:
+        self.asked = getattr(self, "asked", 0) + 1
+        return self.asked == last and is_due(self, seconds)
+
+    monkeypatch.setattr(auditor.SubEpochAudit, "_is_due", late)
+    monkeypatch.setattr(engine._SubEpoch, "_update", broken_from(last, lambda p: p[0].mul_(1.5)))
+    failed = agent.train()
+    assert isinstance(failed, events.AuditFailed)
+    assert f"at step {last}," in failed.difference
+    assert not agent.shards.knows(0, 1)
+
+
+def test_audits_wait_until_training_has_taken_long_enough(agent: Agent) -> None:
+    agent.budget.trained = 0.0
+    assert agent.train().audit_seconds == 0.0
+    assert agent.budget.trained > 0.0
+    assert len(agent.built) == 1
+
+
+def test_where_memory_is_short_a_line_says_that_nothing_is_audited(
+    agent: Agent, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent.memory, "has_room", lambda nbytes: False)
+    for visit in (1, 2):
+        assert agent.train(visit).digests == agent.known(visit)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == auditor.__name__]
+    assert "no longer audited on worker 0" in line and "memory budget" in line
+    assert len(agent.built) == 1
+
+
+def test_the_copy_of_an_audit_counts_against_the_memory_budget(tmp_path: Path) -> None:
+    pool = BufferPool()
+    store = SegmentStore(100, str(tmp_path), pool)
+    kept = store.allocate(60)
+    assert store.has_room(40) and not store.has_room(41)
+    del kept
+    assert store.has_room(100)
+
+
+def test_a_factory_that_fails_the_second_time_ends_no_trial(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.builder.get(0)
+
+    def fails(params: Any) -> Recipe:
+        raise OSError("the hub is gone")
+
+    agent.builder._factory = fails
+    assert agent.train().digests == agent.known(1)
+    assert "the hub is gone" in caplog.text
+
+
+def test_no_memory_stays_after_an_audit(agent: Agent) -> None:
+    agent.budget.share = 0.0
+    agent.train(1)
+    without = agent.memory.pool.leased
+    agent.budget.share = 0.01
+    agent.train(2)
+    assert agent.reported[-1].audit_seconds > 0
+    agent.shards.withdraw(0, 1)
+    assert agent.memory.pool.leased <= without
+
+
+def test_evaluation_of_an_uncut_trial_is_that_of_its_shards(agent: Agent) -> None:
+    agent.builder._validation = agent.builder._training
+    agent.train(1)
+    for uncut in (False, True):
+        task = Evaluate(9, 0, 0, 1, 0, 0, "me", StateSource(1, "me"), uncut)
+        agent.trainer.perform(task, None)
+    shards, whole = agent.reported[-2:]
+    assert isinstance(whole, events.EvaluationDone), whole
+    assert (whole.sums, whole.states) == (shards.sums, shards.states)

@@ -1,0 +1,50 @@
+"""Factories of trials that train otherwise than their uncut model, after admission."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards import engine
+from tests.end_to_end.models import feed_forward
+
+FIRST_WRONG = 10
+"""The step, or the forward, from which on a fault shows: behind those of admission."""
+
+
+class Counts(nn.Module):
+    """Counts its forwards in training, and gives something else after some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return x * 1.5 if self.calls > FIRST_WRONG else x
+
+
+_update = engine._SubEpoch._update
+
+
+def _wrong_update(self: Any, k: int) -> None:
+    """Update as the engine does, and then flip the last bit of a weight of a marked model."""
+    _update(self, k)
+    if self._step >= FIRST_WRONG and getattr(self._recipe.model, "marked", False):
+        for parameter in self._states[k].params.values():
+            parameter.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+def faulty(params: dict[str, Any]) -> Recipe:
+    """A small net with dropout, whose `fault` is "none", "in shards" or "counts"."""
+    recipe = feed_forward({"lr": 0.01, "dropout": 0.2, "batch_size": 4})
+    if params["fault"] == "counts":
+        recipe.model[1] = nn.Sequential(nn.ReLU(), Counts())
+    if params["fault"] == "in shards" and os.getpid() != params["driver"]:
+        recipe.model.marked = True
+        engine._SubEpoch._update = _wrong_update  # type: ignore[method-assign]
+    return recipe
