@@ -84,7 +84,7 @@ class UncutTraining:
     def step(self, window: Window) -> list[float]:
         """Take one optimizer step, and return the mean loss of each batch of its window."""
         losses = self.trainer.step(window)
-        self._bound.collect_buffers()
+        self._bound.collect_written()
         for state in self._states:
             state.keep_optimizer(self.trainer.recipe.optimizer)
             for name, average in state.ema.items():
@@ -100,9 +100,9 @@ class UncutTraining:
         trainer = self.trainer
         return make_cursor(trainer.steps, trainer.recipe.optimizer, trainer.scheduler)
 
-    def check_buffers(self) -> None:
-        """Check that training wrote to no buffer that does not hop; see `BoundModel`."""
-        self._bound.check_buffers()
+    def check_unwritten(self) -> None:
+        """Check that training wrote to nothing that does not hop; see `BoundModel`."""
+        self._bound.check_unwritten()
 
 
 class UncutEngine(Engine):
@@ -155,7 +155,7 @@ class UncutEngine(Engine):
                 if on_step is not None:
                     on_step(step, sum(sums) / window_rows, training.cursor)
                 step += 1
-            training.check_buffers()
+            training.check_unwritten()
         return TrainTotals(loss_sum, rows, step - start_step)
 
 
@@ -204,7 +204,7 @@ class PlainStep:
         mean = sum(each * n for each, n in zip(losses, rows, strict=True)) / sum(rows)
         if loss != mean:
             return f"the loss is {loss!r}, not {mean!r}"
-        return first_difference(self._layout, shards, self._training.trainer)
+        return first_difference(self._layout, shards, self._training.trainer.tensors())
 
     def close(self) -> None:
         """Refer to no segment any more."""
