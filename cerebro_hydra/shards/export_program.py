@@ -16,8 +16,15 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-_NOT_USERS = ("<", str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], __file__)
-"""What the files of torch, of Python and of this module begin with, and code without a file."""
+from cerebro_hydra.shards.constant_values import ConstantValues
+
+_NOT_USERS = (
+    "<",
+    str(Path(torch.__file__).parent),
+    sysconfig.get_paths()["stdlib"],
+    str(Path(__file__).parent),
+)
+"""What the files of torch, of Python and of this room begin with, and code without a file."""
 
 
 class ExportFailed(Exception):
@@ -87,7 +94,8 @@ def _printing_no_graph(module: nn.Module) -> Iterator[None]:
     @functools.wraps(forward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
-            return forward(*args, **kwargs)
+            with ConstantValues():
+                return forward(*args, **kwargs)
         except RuntimeError as error:
             raise ExportFailed(_told(error)) from error
 

@@ -144,6 +144,46 @@ def test_a_graph_that_is_wrong_for_another_batch_size_is_noticed():
     assert "training differs from the uncut model" in trial.admission.report.fallback
 
 
+class Checks(nn.Module):
+    """Asks for values of constants: of a mask, of an attribute, and of what a prior is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.weights = torch.linspace(0, 1, 6)
+
+    def forward(self, x):
+        mask = torch.ones(6, 6).tril()
+        mask[0, 1] += 1
+        y = self.a(x)
+        if not mask.bool().all() and self.weights.sum() > 2:
+            y = y @ mask
+        y = y * nn.functional.dropout(torch.ones(6), 0.5, self.training)
+        prior = torch.distributions.Normal(torch.zeros(6), torch.ones(6))
+        return self.b(y + prior.variance * self.weights.tolist()[1])
+
+
+class ChangedMask(Checks):
+    """Asks for the value of a mask into which it has written what is no constant."""
+
+    def forward(self, x):
+        mask = torch.zeros(6)
+        view = mask[:3]
+        view += x[0, :3]
+        return self.b(self.a(x) * (2 if mask.sum() > 0 else 1))
+
+
+def test_questions_about_constants_are_no_branches():
+    trial = assert_equal_to_plain(seeded(Checks), two_sub_epochs(), "recompute")
+    assert trial.admission.report.fallback is None
+
+
+@pytest.mark.parametrize("kind", [ChangedMask, zoo.Decides])
+def test_questions_about_other_values_are(kind):
+    with pytest.raises(CutFailed, match="data-dependent"):
+        trace(kind(), zoo.sample(zoo.vectors(4)[0]))
+
+
 class Misfit(nn.Module):
     def forward(self, x):
         return x @ x
