@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,10 +42,22 @@ def refused_random_numbers() -> Iterator[None]:
 
 def _global_generators() -> dict[str, Any]:
     numpy = np.random.get_state(legacy=False)["state"]
-    return {
-        "Python's random": random.getstate(),
-        "numpy.random": (numpy["key"].tobytes(), numpy["pos"]),
-    }
+    plain = {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in numpy.items()}
+    return {"Python's random": random.getstate(), "numpy.random": plain}
+
+
+def check_averaged(recipe: Recipe, written: Sequence[str]) -> None:
+    """Refuse a moving average of frozen parameters to which the forward writes.
+
+    Raises:
+        ConfigurationError: the recipe keeps averages, and there is such a parameter.
+    """
+    frozen = {name for name, _ in recipe.model.named_parameters()}
+    if recipe.ema is not None and (names := [name for name in written if name in frozen]):
+        raise ConfigurationError(
+            f"ema is {recipe.ema!r}, and the forward writes to frozen parameter {names[0]!r}, "
+            "which it would average too; leave ema out, or make that parameter a buffer"
+        )
 
 
 class SideEffects:
