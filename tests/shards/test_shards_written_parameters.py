@@ -79,6 +79,18 @@ def test_an_average_of_such_parameters_is_refused():
         start(made(Momentum, ema=0.9)(), zoo.singly(zoo.vectors(8)))
 
 
+class WritesInEvaluation(Momentum):
+    def forward(self, x):
+        self.follow()
+        return self.c(self.b(self.a(x).tanh() + self.slow(x)).tanh())
+
+
+def test_a_forward_that_writes_to_parameters_in_evaluation_is_refused():
+    message = r"writes to parameter 'slow\.weight' in evaluation.*`if self\.training` only"
+    with pytest.raises(ConfigurationError, match=message):
+        start(made(WritesInEvaluation)(), zoo.singly(zoo.vectors(8)))
+
+
 class WritesLate(Momentum):
     """Writes to its frozen layer only when it is told to."""
 
@@ -101,13 +113,15 @@ class ClipsLate(Three):
     """Clips the weights of its last layer, which are small at first."""
 
     def forward(self, x):
-        self.c.weight.data.clamp_(-0.6, 0.6)
+        if self.training:
+            self.c.weight.data.clamp_(-0.6, 0.6)
         return super().forward(x)
 
 
 class AssignsLate(Three):
     def forward(self, x):
-        self.c.weight.data = self.c.weight.data.clamp(-0.6, 0.6)
+        if self.training:
+            self.c.weight.data = self.c.weight.data.clamp(-0.6, 0.6)
         return super().forward(x)
 
 
