@@ -33,24 +33,30 @@ class AttributeValues:
     def in_use(self) -> Iterator[None]:
         """Give the modules these attributes, and afterwards their own."""
         own = [dict(vars(module)) for module in self._modules]
+        swapped = _Swaps()
         for module, values, before in zip(self._modules, self._values, own, strict=True):
             for name, value in values.items():
-                if not _swapped(before.get(name), value):
+                if not swapped(before.get(name), value):
                     vars(module)[name] = value
             for name in before.keys() - values.keys():
                 del vars(module)[name]
         try:
             yield
         finally:
-            for number, (module, before) in enumerate(zip(self._modules, own, strict=True)):
-                self._values[number] = _taken_back(vars(module), before, self._values[number])
+            swapped = _Swaps()
+            self._values = [
+                _taken_back(vars(module), before, values, swapped)
+                for module, values, before in zip(self._modules, self._values, own, strict=True)
+            ]
 
 
-def _taken_back(now: dict[str, Any], own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _taken_back(
+    now: dict[str, Any], own: dict[str, Any], given: dict[str, Any], swapped: _Swaps
+) -> dict[str, Any]:
     """Bring the attributes of a module back to its own; return what they were."""
     taken = dict(now)
     for name, value in own.items():
-        if name in given and _swapped(value, given[name]) and taken.get(name) is value:
+        if name in given and swapped(value, given[name]) and taken.get(name) is value:
             taken[name] = given[name]
         now[name] = value
     for name in taken.keys() - own.keys():
@@ -58,25 +64,32 @@ def _taken_back(now: dict[str, Any], own: dict[str, Any], given: dict[str, Any])
     return taken
 
 
-def _swapped(one: Any, other: Any) -> bool:
-    """Swap the contents of two containers, and tell whether the values are such."""
-    if one is other or type(one) is not type(other):
-        return False
-    if isinstance(one, dict | set):
-        one_before = one.copy()
-        one.clear()
-        one.update(other)
-        other.clear()
-        other.update(one_before)
+class _Swaps:
+    """Swaps the contents of containers, once for all that refer to the same one."""
+
+    def __init__(self) -> None:
+        self._done: set[tuple[int, int]] = set()
+
+    def __call__(self, one: Any, other: Any) -> bool:
+        """Swap two values if they are containers of the same type, and tell whether they are."""
+        if one is other or type(one) is not type(other):
+            return False
+        if not isinstance(one, dict | set | list | deque):
+            return False
+        if (id(one), id(other)) not in self._done:
+            self._done.add((id(one), id(other)))
+            contents = copy.copy(one)
+            _fill(one, other)
+            _fill(other, contents)
         return True
-    if isinstance(one, list | deque):
-        contents = list(one)
-        one.clear()
-        one.extend(other)
-        other.clear()
-        other.extend(contents)
-        return True
-    return False
+
+
+def _fill(container: Any, contents: Any) -> None:
+    container.clear()
+    if isinstance(container, dict | set):
+        container.update(contents)
+    else:
+        container.extend(contents)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

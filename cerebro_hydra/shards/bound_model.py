@@ -43,9 +43,9 @@ class BoundModel:
             original = first.setdefault(id(buffer), name)
             self._places.setdefault(original, []).append((modules[owner], leaf))
             self._own[original] = buffer
-        self._versions = {name: buffer._version for name, buffer in self._own.items()}
+        self._versions = {name: t._version for name, t in (self._params | self._own).items()}
         self._bound: dict[str, Tensor] = {}  # the memory of each parameter that trains
-        self._frozen: dict[str, tuple[int, int]] = {}  # the memory and version of the others
+        self._frozen: dict[str, int] = {}  # the address of each other parameter
 
     def bind(self, layout: ShardLayout, segments: Segments) -> ShardState:
         """Let the model train on a shard's segments; the returned state has its parameters."""
@@ -60,7 +60,7 @@ class BoundModel:
         for name, parameter in state.params.items():
             parameter.grad = None
             if name in frozen:
-                self._frozen[name] = parameter.data_ptr(), parameter._version
+                self._frozen[name] = parameter.data_ptr()
             else:
                 self._bound[name] = parameter.data
         # Other trials share the frozen bytes, so a forward that writes to them gets a copy.
@@ -103,9 +103,9 @@ class BoundModel:
         Raises:
             ConfigurationError: it wrote to a buffer or frozen parameter, which would not hop.
         """
-        for name, (memory, version) in self._frozen.items():
+        for name, address in self._frozen.items():
             parameter = self._params[name]
-            if (parameter.data_ptr(), parameter._version) != (memory, version):
+            if parameter.data_ptr() != address or parameter._version != self._versions[name]:
                 raise _written_late("frozen parameter", name)
         for name, own in self._own.items():
             if name in self._unwritten:

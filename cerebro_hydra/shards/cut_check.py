@@ -36,7 +36,12 @@ from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.parameter_values import ParameterValues
 from cerebro_hydra.shards.sample import Example, copy_example
-from cerebro_hydra.shards.side_effects import SideEffects, refused_random_numbers
+from cerebro_hydra.shards.side_effects import (
+    SideEffects,
+    check_averaged,
+    refused_random_numbers,
+    refused_writes,
+)
 from cerebro_hydra.shards.unit_profile import UnitProfile
 from cerebro_hydra.shards.written_tensors import WrittenTensors
 
@@ -83,7 +88,7 @@ class CutCheck:
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
-        """Train a copy of the recipe plainly.
+        """Train the recipe's own model plainly, which then has its own state again.
 
         Raises:
             ConfigurationError: model, loss or optimizer don't work on the batches.
@@ -107,7 +112,9 @@ class CutCheck:
                     losses.append(trainer.train([_window(example, times)]))
                 effects.after_step()
             trained, written = trainer.tensors(), writes.names()
-            evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
+            check_averaged(recipe, written)
+            with refused_writes(trainer.evaluated_model()):
+                evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
         with told_with_batch(trainer, examples[0]):
             effects.check(trained, attributes, examples[0], RandomKey(trial_seed, 0, 0))
         finite = tuple(each for each in evaluated if each is not None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import RandomKey, Recipe
@@ -16,6 +16,7 @@ from cerebro_hydra.recipe.randomness import unit_hooks
 from cerebro_hydra.shards.attribute_reader import extends, read_attributes
 from cerebro_hydra.shards.attribute_values import AttributeValues
 from cerebro_hydra.shards.bound_model import bound_model
+from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.microbatch import Microbatch
 from cerebro_hydra.shards.parameter_values import ParameterValues
 from cerebro_hydra.shards.sample import Example, copy_example
@@ -42,10 +43,39 @@ def refused_random_numbers() -> Iterator[None]:
 
 def _global_generators() -> dict[str, Any]:
     numpy = np.random.get_state(legacy=False)["state"]
-    return {
-        "Python's random": random.getstate(),
-        "numpy.random": (numpy["key"].tobytes(), numpy["pos"]),
-    }
+    plain = {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in numpy.items()}
+    return {"Python's random": random.getstate(), "numpy.random": plain}
+
+
+@contextmanager
+def refused_writes(model: nn.Module) -> Iterator[None]:
+    """Refuse an evaluation that changes parameters.
+
+    Raises:
+        ConfigurationError: it has changed one.
+    """
+    before = {name: tensor_digest(p) for name, p in model.named_parameters()}
+    yield
+    for name, parameter in model.named_parameters():
+        if tensor_digest(parameter) != before[name]:
+            raise ConfigurationError(
+                f"the forward writes to parameter {name!r} in evaluation, which must leave the "
+                "state as it is; write to it `if self.training` only"
+            )
+
+
+def check_averaged(recipe: Recipe, written: Sequence[str]) -> None:
+    """Refuse a moving average of frozen parameters to which the forward writes.
+
+    Raises:
+        ConfigurationError: the recipe keeps averages, and there is such a parameter.
+    """
+    frozen = {name for name, _ in recipe.model.named_parameters()}
+    if recipe.ema is not None and (names := [name for name in written if name in frozen]):
+        raise ConfigurationError(
+            f"ema is {recipe.ema!r}, and the forward writes to frozen parameter {names[0]!r}, "
+            "which it would average too; leave ema out, or make that parameter a buffer"
+        )
 
 
 class SideEffects:

@@ -12,6 +12,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import AdmittedCut, admit
 from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
 from cerebro_hydra.shards.engine import Mode
+from cerebro_hydra.shards.parameter_values import absent_value
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.state import ShardState
 from cerebro_hydra.testing.cut_trial import CutTrial
@@ -72,6 +73,29 @@ def start(
     admission = admit(recipe, examples, plain.TRIAL_SEED, cache)
     cut_model = cache.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
     return Trial(recipe, admission, cut_model, mode)
+
+
+def assert_equal_on_two_workers(
+    make: Callable[[], Recipe], sub_epochs, mode: Mode = "keep", cut: str = "modules"
+) -> Trial:
+    """Train plainly and in shards on two workers in turn, each with a model that it built itself.
+
+    Admission sees the first sub-epoch alone. Every bit agrees.
+    """
+    reference, recipe = make(), make()
+    plain.train(reference, sub_epochs, STEPS_PER_EPOCH)
+    recipe.cut = cut
+    trial = start(recipe, sub_epochs[0], mode)
+    workers = [make(), make()]
+    for worker in workers:
+        for parameter in worker.model.parameters():
+            parameter.data = absent_value(parameter)
+    for number, windows in enumerate(sub_epochs):
+        trial.recipe = workers[number % 2]
+        trial.train(windows)
+    trial.recipe = make()
+    assert plain.everything(trial.loaded()) == plain.everything(reference)
+    return trial
 
 
 def assert_equal_to_plain(
