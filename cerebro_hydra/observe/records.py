@@ -160,6 +160,7 @@ _LIMITS = {
     "visit": 2**63,
     "worker": 2**31,
     "seconds": 2**63,
+    "audit_seconds": 2**63,
     "bytes_moved": 2**63,
     "bytes_saved": 2**63,
     "nbytes": 2**63,

@@ -100,8 +100,14 @@ def summary(view: RunView) -> str:
     """Return what a finished run took, in one line."""
     took = "" if view.seconds is None else f" in {duration(view.seconds)}"
     ended = sum(trial.status == "finished" for trial in view.trials)
-    audits = f"; {view.audits} audited steps have the bits of uncut models" if view.audits else ""
+    audits = "" if not view.audits else f"; {audited(view.audits)}"
     return f"{ended} of {len(view.trials)} trials finished{took}; {view.totals}{audits}"
+
+
+def audited(steps: int) -> str:
+    """Return what audits have shown that found no difference."""
+    which = "1 audited step has" if steps == 1 else f"{steps} audited steps have"
+    return f"{which} the bits of the uncut model"
 
 
 def status_text(trial: TrialView) -> Text:

@@ -39,7 +39,7 @@ def test_what_trains_otherwise_is_trained_uncut_or_fails(
     assert [t.status for t in result.trials] == ["finished", "finished", "failed"]
     told = "trial-001 is trained again from its first state, in one piece, because its training"
     assert out.count(told) == 1
-    assert "audited steps have the bits of uncut models" in out
+    assert "the bits of the uncut model" in out
     error = result.trials[2].error
     assert error.startswith("an audit found that a step of training differs")
     assert "(worker " in error and "counters" in error

@@ -75,6 +75,45 @@ def test_a_slow_batch_is_told_of_in_every_view(
     assert caplog.messages == [said]
 
 
+def test_a_failed_audit_is_told_of_in_every_view(
+    make_document: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    uncut = ins.TrainUncut(1, "at step 7, in epoch 1 on partition 0 (worker 1): parameter 'w'")
+    decision = Decision(0, 0.0, ev.AuditFailed(3, "a", uncut.difference), (uncut,))
+    said = (
+        "trial-001 is trained again from its first state, in one piece, because its training in "
+        f"shards differs from the uncut model: {uncut.difference}"
+    )
+    views: list[tuple[Any, Console]] = [
+        (PlainLines(console := pipe()), console),
+        (LiveTable(console := terminal()), console),
+    ]
+    for view, console in views:
+        view.on_record(RunStarted(make_document(2)))
+        view.on_record(decision)
+        view.close()
+        assert said in " ".join(printed(console).split())
+        assert view.view.trials[1].uncut_because == uncut.difference
+    with caplog.at_level(logging.WARNING, "cerebro_hydra.trials"):
+        LogLines().on_record(decision)
+    assert caplog.messages == [said]
+
+
+def test_the_summary_counts_audited_steps(make_document: Any) -> None:
+    console = pipe()
+    lines = PlainLines(console)
+    lines.on_record(RunStarted(make_document(1)))
+    source = ins.StateSource(0, None)
+    starts = [ins.StartSubEpoch(n, 0, n + 1, 0, n, 0, "a", source, {}) for n in range(2)]
+    lines.on_record(Decision(0, 0.0, ev.WorkerJoined(0, "a", (0, 1)), tuple(starts)))
+    for number, seconds in enumerate((0.0, 0.5)):
+        done = ev.SubEpochDone(number, "a", 4, 1.0, (), 9, 1.0, ev.Hop(0, 0, 0.0), seconds)
+        lines.on_record(Decision(number + 1, 0.0, done, ()))
+    assert lines.view.audit_seconds == 0.5
+    lines.on_record(RunEnded(1.0))
+    assert "; 1 audited step has the bits of the uncut model" in printed(console)
+
+
 def test_view_suits_where_it_is_watched_from() -> None:
     assert isinstance(console_observer(1, terminal()), LiveTable)
     assert isinstance(console_observer(1, pipe()), PlainLines)

@@ -66,8 +66,10 @@ def uncut_engine(trial: Trial) -> UncutEngine:
     return UncutEngine(*admitted, plain.TRIAL_SEED, STEPS_PER_EPOCH)
 
 
-@pytest.mark.parametrize("cut", ["modules", "export"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "cut"),
+    [*((case, "modules") for case in CASES), ("dropout", "export"), ("norms of batches", "export")],
+)
 def test_segments_cursors_and_measures_are_those_of_the_shards(case: str, cut: str) -> None:
     make, sub_epochs = CASES[case]
     cache = CutModelCache()  # measures once, so that all cuts are the same

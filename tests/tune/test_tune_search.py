@@ -44,6 +44,8 @@ def arguments(path: Path, **changes: Any) -> dict[str, Any]:
     [
         ("backend", None, "backend is a NoneType; give a SparkBackend"),
         ("batch_seconds", 0, "batch_seconds is 0; it is a number of seconds, or None"),
+        ("audit_share", 2, "audit_share is 2; it is a number from 0 to 1"),
+        ("audit_share", True, "audit_share is True; it is a number from 0 to 1"),
         ("sub_epoch_seconds", "9", "sub_epoch_seconds is '9'; it is a number of seconds"),
         ("store", "/some/folder", "store is '/some/folder', a str; give a store"),
         ("estimator_gen_fn", 3, "estimator_gen_fn is 3; give a function"),

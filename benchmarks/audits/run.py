@@ -1,0 +1,79 @@
+"""Measures what audits of the demo's trials take, and how many fit into their share of the time.
+
+PYTHONPATH=. python benchmarks/audits/run.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+from cerebro_hydra import GridSearch, LocalStore, hp_choice
+from cerebro_hydra.demo import estimator_gen_fn
+from cerebro_hydra.observe.records import Decision, records_of
+from cerebro_hydra.plan.events import SubEpochDone
+from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+
+WORKERS = 2
+
+
+def sub_epochs(share: float, times: int, epochs: int) -> list[tuple[StartSubEpoch, SubEpochDone]]:
+    """Train the demo's eight trials, on so many copies of its rows; return every sub-epoch."""
+    pixels, labels = load_digits(return_X_y=True)
+    rows = {"features": np.tile(pixels.astype(np.float32) / 16, (times, 1))}
+    rows["label"] = np.tile(labels.astype(np.int64), times)
+    with TemporaryDirectory(prefix="cerebro-hydra-benchmark-") as folder:
+        result = GridSearch(
+            backend=LocalBackend(WORKERS),
+            store=LocalStore(folder),
+            estimator_gen_fn=estimator_gen_fn,
+            search_space={
+                "lr": hp_choice([3e-3, 1e-3]),
+                "batch_size": hp_choice([32, 64]),
+                "freeze_first": hp_choice([True, False]),
+            },
+            num_epochs=epochs,
+            audit_share=share,
+            verbose=0,
+        ).fit(Arrays(rows))
+        tasks: dict[int, StartSubEpoch] = {}
+        done = []
+        for record in records_of(RunFolder.open(result.run_path)):
+            if isinstance(record, Decision):
+                if isinstance(record.event, SubEpochDone):
+                    done.append((tasks[record.event.attempt], record.event))
+                starts = [i for i in record.instructions if isinstance(i, StartSubEpoch)]
+                tasks |= {start.attempt: start for start in starts}
+        return done
+
+
+def main() -> None:
+    """Print a row per length of the run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--share", type=float, default=0.01)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--times", type=int, nargs="+", default=[1, 8])
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    print("| rows | training, s | audits | in first epochs | one audit, ms | share |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for times in arguments.times:
+        done = sub_epochs(arguments.share, times, arguments.epochs)
+        audits = [event.audit_seconds for _, event in done if event.audit_seconds]
+        training = sum(event.seconds for _, event in done) - sum(audits)
+        first = [event.audit_seconds > 0 for task, event in done if task.epoch == 0]
+        each = 1e3 * sum(audits) / max(1, len(audits))
+        print(
+            f"| {1797 * times} | {training:.1f} | {len(audits)} of {len(done)} sub-epochs "
+            f"| {sum(first)} of {len(first)} | {each:.0f} | {sum(audits) / training:.2%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
