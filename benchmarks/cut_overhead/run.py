@@ -9,7 +9,7 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import admit
@@ -27,6 +32,8 @@ from cerebro_hydra.shards.layout import Segments, initial_segments
 from cerebro_hydra.shards.sample import Sample
 
 SHARDS = (2, 4, 8)
+CUTS = ("modules", "export")
+HOPS = 15
 SEED = 7
 
 
@@ -46,6 +53,27 @@ class Bert(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+class Llama(nn.Module):
+    """Wraps a small Llama for two classes, with tensors in and logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=4096,
+            hidden_size=256,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=768,
+            pad_token_id=0,
+            use_cache=False,
+        )
+        self.llama = LlamaForSequenceClassification(config)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.llama(input_ids=input_ids, attention_mask=attention_mask).logits
 
 
 @dataclass(frozen=True)
@@ -74,6 +102,7 @@ class Figure:
     """Holds the measured ratios of one cut, over rounds."""
 
     case: str
+    cut: str
     asked: int
     shards: int
     plain_ms: float
@@ -83,9 +112,10 @@ class Figure:
     median: float
     upper: float
     claim: float
+    hop_ms: float  # what the first step after a hop takes more than a later one
 
 
-def bert_batch() -> Batch:
+def tokens() -> Batch:
     mask = torch.ones(16, 128, dtype=torch.int64)
     mask[:8, 96:] = 0
     return Batch((torch.randint(0, 4096, (16, 128)), mask), (torch.randint(0, 2, (16,)),), 16)
@@ -102,7 +132,8 @@ def net_batch() -> Batch:
 
 
 CASES = (
-    Case("BERT, 8 layers of 256, 16 x 128", 1.03, Bert, bert_batch, steps=2, rounds=15),
+    Case("BERT, 8 layers of 256, 16 x 128", 1.03, Bert, tokens, steps=2, rounds=15),
+    Case("Llama, 8 layers of 256, 16 x 128", 1.03, Llama, tokens, steps=2, rounds=15),
     Case("net 64-1060-1060-10, 64 rows", 1.15, net, net_batch, steps=20, rounds=60),
 )
 
@@ -111,7 +142,7 @@ class Plain:
     """Run the loop that a competent user writes."""
 
     def __init__(self, case: Case, batch: Batch) -> None:
-        self._recipe = make_recipe(case, 1)
+        self._recipe = make_recipe(case, 1, "modules")
         self._batch = batch
 
     def seconds(self, steps: int) -> float:
@@ -133,8 +164,8 @@ class Plain:
 class Cut:
     """Run the engine on the same model in shards, whose state stays where it is."""
 
-    def __init__(self, case: Case, batch: Batch, shards: int) -> None:
-        recipe = make_recipe(case, shards)
+    def __init__(self, case: Case, batch: Batch, shards: int, cut: str) -> None:
+        recipe = make_recipe(case, shards, cut)
         cache = CutModelCache()
         example = (batch.features, batch.labels)
         admission = admit(recipe, [example], SEED, cache)
@@ -145,22 +176,36 @@ class Cut:
         self._cursors: list[dict[str, Any] | None] = [None] * self.shards
         self._batch = batch
         self._step = 0
+        self.mode = admission.spec.mode
 
     def seconds(self, steps: int) -> float:
-        ended: list[float] = []
+        """Take steps, and one more before them that is not counted."""
+        ended = self._train([self._batch] * (steps + 1))
+        return ended[-1] - ended[1]
+
+    def hop_seconds(self) -> float:
+        """Return the seconds that the first step after a hop takes more than the second one.
+
+        In it, shards are bound and their optimizers cloned. The batch has two rows, so that the
+        difference stands out.
+        """
+        features, labels = self._batch.features, self._batch.labels
+        few = Batch(tuple(t[:2] for t in features), tuple(t[:2] for t in labels), 2)
+        begun, first, second = self._train([few, few])
+        return (first - begun) - (second - first)
+
+    def _train(self, batches: Sequence[Batch]) -> list[float]:
+        """Return the times of the call and of the end of each step."""
+        ended = [time.process_time()]
         totals = self._engine.train(
-            self._windows(steps + 1),
+            ([batch] for batch in batches),
             self._step,
             need=lambda k: (self._segments[k], self._cursors[k]),
             publish=self._keep,
             on_step=lambda step, loss, cursor: ended.append(time.process_time()),
         )
         self._step += totals.steps
-        return ended[-1] - ended[0]
-
-    def _windows(self, count: int) -> Iterator[list[Batch]]:
-        for _ in range(count):
-            yield [self._batch]
+        return ended
 
     def _keep(self, k: int, segments: Segments, cursor: dict[str, Any]) -> None:
         self._segments[k], self._cursors[k] = segments, cursor
@@ -170,38 +215,41 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def make_recipe(case: Case, shards: int) -> Recipe:
+def make_recipe(case: Case, shards: int, cut: str) -> Recipe:
     torch.manual_seed(SEED)
     model = case.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards)
+    return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards, cut=cut)
 
 
-def measure(case: Case) -> list[Figure]:
+def measure(case: Case, ways: Sequence[str], numbers: Sequence[int], rounds: int) -> list[Figure]:
     torch.manual_seed(SEED)
     batch = case.make_batch()
-    cuts = {shards: Cut(case, batch, shards) for shards in SHARDS}
+    cuts = {(way, n): Cut(case, batch, n, way) for way in ways for n in numbers}
     variants: list[Plain | Cut] = [Plain(case, batch), *cuts.values()]
     taken: list[list[float]] = [[] for _ in variants]
     faults = [0] * len(variants)
-    for turn in range(case.rounds + 1):
+    for turn in range(rounds + 1):
         # Each round begins at another variant, so that none always runs after the same one.
         for i in range(len(variants)):
             at = (turn + i) % len(variants)
             before = page_faults()
             taken[at].append(variants[at].seconds(case.steps))
             faults[at] += page_faults() - before
-    per_step = [total / ((case.rounds + 1) * (case.steps + 1)) for total in faults]
+    per_step = [total / ((rounds + 1) * (case.steps + 1)) for total in faults]
     plain, *others = (each[1:] for each in taken)  # the first round warms up
     figures = []
-    for (asked, cut), seconds, cut_faults in zip(cuts.items(), others, per_step[1:], strict=True):
+    for ((_, asked), cut), seconds, cut_faults in zip(
+        cuts.items(), others, per_step[1:], strict=True
+    ):
         ratios = [ours / theirs for ours, theirs in zip(seconds, plain, strict=True)]
         lower, median, upper = statistics.quantiles(ratios, n=4)
         step_ms = 1000 * statistics.median(plain) / case.steps
+        hop_ms = 1000 * statistics.median(cut.hop_seconds() for _ in range(HOPS))
         figures.append(
             Figure(
-                case.name, asked, cut.shards, step_ms, per_step[0], cut_faults,
-                lower, median, upper, case.claim,
+                case.name, cut.mode, asked, cut.shards, step_ms, per_step[0], cut_faults,
+                lower, median, upper, case.claim, hop_ms,
             )
         )  # fmt: skip
     return figures
@@ -209,16 +257,16 @@ def measure(case: Case) -> list[Figure]:
 
 def table(figures: Sequence[Figure]) -> str:
     lines = [
-        "| model | shards asked / real | plain step, ms CPU | page faults a step, plain / cut "
-        "| quartile | median | quartile | claim |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | cut by | shards asked / real | plain step, ms CPU | page faults a step, plain "
+        "/ cut | quartile | median | quartile | claim | a hop, ms CPU |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for f in figures:
         verdict = "held" if f.median <= f.claim else "NOT held"
         lines.append(
-            f"| {f.case} | {f.asked} / {f.shards} | {f.plain_ms:.2f} | "
+            f"| {f.case} | {f.cut} | {f.asked} / {f.shards} | {f.plain_ms:.2f} | "
             f"{f.plain_faults:.0f} / {f.cut_faults:.0f} | {f.lower:.3f} | "
-            f"**{f.median:.3f}** | {f.upper:.3f} | {f.claim:.2f} {verdict} |"
+            f"**{f.median:.3f}** | {f.upper:.3f} | {f.claim:.2f} {verdict} | {f.hop_ms:.1f} |"
         )
     return "\n".join(lines)
 
@@ -254,6 +302,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     parser.add_argument("--case", help="only cases whose name has this in it")
+    parser.add_argument("--cut", choices=CUTS, help="only this way of cutting")
+    parser.add_argument("--shards", type=int, help="only this number of shards")
+    parser.add_argument("--rounds", type=int, help="how many rounds, for every case")
     parser.add_argument(
         "--keep-heap", action="store_true", help="glibc keeps freed memory, for every variant"
     )
@@ -262,7 +313,13 @@ def main() -> None:
     if arguments.keep_heap:
         keep_heap()
     chosen = [case for case in CASES if arguments.case is None or arguments.case in case.name]
-    figures = [figure for case in chosen for figure in measure(case)]
+    ways = CUTS if arguments.cut is None else (arguments.cut,)
+    numbers = SHARDS if arguments.shards is None else (arguments.shards,)
+    figures = [
+        figure
+        for case in chosen
+        for figure in measure(case, ways, numbers, arguments.rounds or case.rounds)
+    ]
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print(table(figures))
     if arguments.json is not None:

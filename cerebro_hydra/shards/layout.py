@@ -70,8 +70,7 @@ class SegmentLayout:
 
     def allocate(self) -> Bytes:
         """Return zeroed, 64-byte aligned memory that begins with the header."""
-        buffer = aligned(self.nbytes)
-        buffer[:] = 0
+        buffer = aligned(self.nbytes, zeroed=True)
         buffer[: len(self.header)] = np.frombuffer(self.header, np.uint8)
         return buffer
 
@@ -164,12 +163,12 @@ def is_optimizer_state(name: str) -> bool:
     return name.startswith("optim:")
 
 
-def aligned(nbytes: int) -> Bytes:
+def aligned(nbytes: int, zeroed: bool = False) -> Bytes:
     """Return memory that starts at a multiple of 64 bytes, as torch's own does.
 
-    Kernels may round otherwise on other addresses.
+    Kernels may round otherwise on other addresses. Zeroed memory costs nothing until written to.
     """
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    raw = (np.zeros if zeroed else np.empty)(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 

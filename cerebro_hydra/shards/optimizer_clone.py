@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # LR schedulers wrap `step` in a function that refers to the original optimizer.
-_NOT_CLONED = ("param_groups", "state", "step", "_opt_called")
+NOT_CLONED = ("param_groups", "state", "step", "_opt_called")
 
 
 def clone_optimizer(
@@ -25,7 +25,7 @@ def clone_optimizer(
         params: the new parameter by the id of the original one. Other parameters are left out.
     """
     clone = object.__new__(type(optimizer))
-    vars(clone).update((k, v) for k, v in vars(optimizer).items() if k not in _NOT_CLONED)
+    vars(clone).update((k, v) for k, v in vars(optimizer).items() if k not in NOT_CLONED)
     clone.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
         # Adagrad makes state for every parameter it is given, but a frozen one needs none.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.recipe import units
 from cerebro_hydra.shards.cut_spec import module_of
@@ -21,8 +21,8 @@ class UnitProfile:
 
     Args:
         seconds: the least time from the entry of a unit to that of the next, in order of the calls.
-        overwritten: the units with an input into which the forward writes later, so that they can't
-            be run again from it.
+        overwritten: the units with an argument that they or the rest of the forward change, as a
+            cache of keys and values, so that they can't be run again from it.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -31,21 +31,22 @@ class UnitProfile:
     @contextmanager
     def measured(self, model: nn.Module) -> Iterator[None]:
         """Look at every forward of the model."""
-        entries: list[tuple[str, float, list[tuple[Tensor, int]]]] = []
+        entries: list[tuple[str, float, Any, list[tuple[Any, int]]]] = []
 
         def entering(unit: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-                entries.append((unit, time.perf_counter(), [(x, x._version) for x in inputs]))
+                arguments = (args, kwargs)
+                content = list(_content(arguments))
+                entries.append((unit, time.perf_counter(), arguments, content))
 
             return hook
 
         def left(*_: object) -> None:
-            ends = [begun for _, begun, _ in entries[1:]] + [time.perf_counter()]
-            for (unit, begun, inputs), end in zip(entries, ends, strict=True):
+            ends = [begun for _, begun, _, _ in entries[1:]] + [time.perf_counter()]
+            for (unit, begun, arguments, content), end in zip(entries, ends, strict=True):
                 spent = end - begun
                 self.seconds[unit] = min(spent, self.seconds.get(unit, spent))
-                if any(x._version != version for x, version in inputs):
+                if not _same(content, list(_content(arguments))):
                     self.overwritten.add(unit)
             entries.clear()
 
@@ -86,3 +87,29 @@ class UnitProfile:
                 parts.append(0.0)
             parts[-1] += spent
         return parts
+
+
+def _content(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, int]]:
+    """Yield each object inside of a value, with the version of its memory if it is a tensor."""
+    seen = set() if seen is None else seen
+    parts: Iterable[Any] = ()
+    if isinstance(value, Tensor):
+        yield value, value._version
+        return
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | FunctionType):
+        parts = vars(value).values()
+    yield value, 0
+    if id(value) not in seen:
+        seen.add(id(value))
+        for part in parts:
+            yield from _content(part, seen)
+
+
+def _same(before: Sequence[tuple[Any, int]], now: Sequence[tuple[Any, int]]) -> bool:
+    return len(before) == len(now) and all(
+        a is b and version == later for (a, version), (b, later) in zip(before, now, strict=True)
+    )

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,13 +23,16 @@ from cerebro_hydra.recipe import (
     merge_metrics,
     trial_seed,
 )
-from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.admission import AdmittedCut, admit
+from cerebro_hydra.shards.admission_key import admission_key
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, ShardReport
 from cerebro_hydra.shards.layout import initial_segments
+from cerebro_hydra.shards.sample import Example
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.tune.admission_progress import AdmissionProgress
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.range_check import check_value_ranges
 
@@ -86,7 +89,11 @@ def _refusing() -> Iterator[None]:
 
 
 class Admission:
-    """Admits the trials of one run, one model in memory at a time."""
+    """Admits the trials of one run, one model in memory at a time.
+
+    Trials whose recipes are equal but for what `admission_key` leaves free share the steps that one
+    of them took.
+    """
 
     def __init__(
         self,
@@ -106,6 +113,7 @@ class Admission:
         self._report = report
         self._ranges = value_ranges(examples.manifest, folder.store)
         self._cut_models = CutModelCache()
+        self._cuts: dict[Hashable, AdmittedCut] = {}
         self._reported: set[tuple[ShardReport, ...]] = set()
 
     def admit(
@@ -119,9 +127,18 @@ class Admission:
             ConfigurationError: `evaluation_metric` is not measured, or two trials give one metric
                 different directions, or measure different ones.
         """
+        with AdmissionProgress(len(candidates), self._report) as progress:
+            return self._admit_all(candidates, evaluation_metric, progress)
+
+    def _admit_all(
+        self,
+        candidates: Sequence[Mapping[str, Any]],
+        evaluation_metric: str,
+        progress: AdmissionProgress,
+    ) -> Admitted:
         admitted = Admitted()
         refused: list[tuple[Mapping[str, Any], str, str]] = []
-        for params in candidates:
+        for progress.done, params in enumerate(candidates):
             try:
                 with exclusive_generator:
                     spec, recipe = self._admit(len(admitted.specs), params)
@@ -158,8 +175,7 @@ class Admission:
         seed = trial_seed(self._seed, trial)
         examples = [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]
         with _refusing():
-            admission = admit(recipe, examples, seed, self._cut_models)
-            check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
+            admission = self._cut(recipe, examples, seed)
             initial = initial_segments(recipe, admission.layout)
         shards = []
         for segments in initial:
@@ -189,6 +205,17 @@ class Admission:
         )
         self._report_cut(spec, admission.report)
         return spec, recipe
+
+    def _cut(self, recipe: Recipe, examples: Sequence[Example], seed: int) -> AdmittedCut:
+        """Return the cut of a trial, as an equal one was admitted or after trying it."""
+        key = admission_key(recipe, examples)
+        if key is not None and key in self._cuts:
+            return self._cuts[key]
+        cut = admit(recipe, examples, seed, self._cut_models)
+        check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
+        if key is not None:
+            self._cuts[key] = cut
+        return cut
 
     def _report_cut(self, spec: TrialSpec, report: CutReport) -> None:
         """Report a cut, unless an earlier trial has the same one, batch size aside."""

@@ -130,6 +130,46 @@ def test_a_unit_whose_input_was_overwritten_is_not_run_again():
         trial.train(zoo.singly(zoo.vectors(8)))
 
 
+class KeepsKeys(nn.Module):
+    """Adds its input to a cache, as attention with a cache of keys does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, cache):
+        cache.keys.append(self.layer(x))
+        return torch.stack(cache.keys).sum(0)
+
+
+class KeyCache:
+    """Holds the keys of one forward."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+
+class Decoder(nn.Module):
+    """Hands one cache to all of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([KeepsKeys(), KeepsKeys(), KeepsKeys()])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        cache = KeyCache()
+        for layer in self.layers:
+            x = layer(x, cache)
+        return self.head(x)
+
+
+def test_units_that_change_an_object_that_they_are_given_are_cut_and_not_run_again():
+    trial = trial_of(Decoder(), shards=["layers.1", "layers.2"], mode="recompute")
+    assert trial.cut_model.num_shards == 3, trial.admission.report.text()
+    assert set(trial.admission.spec.overwritten) == {f"layers.{i}@0" for i in range(3)}
+
+
 def test_another_way_to_cut_is_refused():
     with pytest.raises(ConfigurationError, match=r"cut is 'layers'; it is one of \['export', "):
         mlp_recipe(cut="layers")()

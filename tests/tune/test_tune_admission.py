@@ -16,6 +16,7 @@ from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.tune.admission import Admission, Admitted
+from cerebro_hydra.tune.admission_progress import AdmissionProgress
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from tests.tune import tune_models
 
@@ -191,3 +192,44 @@ def test_a_metric_that_is_not_measured_ends_admission_at_the_first_trial(tmp_pat
     with pytest.raises(ConfigurationError, match=r"'f1', which is not measured; measured are"):
         admission.admit([{"lr": 0.1}, {"lr": 0.2}], "f1")
     assert built == [0.1]
+
+
+def test_equal_structures_take_their_first_steps_once_and_each_has_its_own_state(
+    tmp_path: Path,
+) -> None:
+    def forwards(*candidates: dict[str, Any]) -> int:
+        tune_models.Counted.forwards = 0
+        folder = RunFolder(LocalStore(str(tmp_path)), f"run-{len(list(tmp_path.iterdir()))}")
+        batches = examples(tmp_path, 70)
+        admission = Admission(tune_models.counted, COLUMNS, batches, folder, 3, lambda line: None)
+        admitted.extend(admission.admit(candidates).specs)
+        return tune_models.Counted.forwards
+
+    admitted: list[Any] = []
+    alone = forwards({"dropout": 0.1})
+    assert alone > 0
+    assert forwards({"lr": 0.1}, {"lr": 0.2}, {"lr": 0.2, "scale": 2.0}) == alone
+    first, second, scaled = admitted[1:]
+    assert first.shards == second.shards != scaled.shards
+    assert first.cut == second.cut == scaled.cut
+    assert forwards({"dropout": 0.1}, {"dropout": 0.2}) == 2 * alone
+    assert forwards({"lr": float("nan")}, {"lr": 0.1}) > alone, "a refusal speaks for no other"
+
+
+def test_slow_admission_reports_how_far_it_is() -> None:
+    told: list[str] = []
+    twice = threading.Event()
+
+    def report(line: str) -> None:
+        told.append(line)
+        if len(told) == 2:
+            twice.set()
+
+    with AdmissionProgress(8, report, seconds=0.01) as progress:
+        progress.done = 3
+        assert twice.wait(30)
+    count = len(told)
+    assert told[0] == "admission: 3 of 8 trials are checked after 0 s"
+    with AdmissionProgress(8, report, seconds=60):
+        pass
+    assert len(told) == count, "a fast admission tells nothing"

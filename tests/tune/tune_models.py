@@ -26,3 +26,27 @@ def small(params: dict[str, Any]) -> Recipe:
         batch_size=params.get("batch_size", 16),
         shards=2,
     )
+
+
+class Counted(nn.Module):
+    """Counts the forwards of all of its instances."""
+
+    forwards = 0
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.dropout, self.second = nn.Linear(16, 8), dropout, nn.Linear(8, 4)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        Counted.forwards += 1
+        hidden = torch.relu(self.first(features))
+        return self.second(nn.functional.dropout(hidden, self.dropout, self.training))
+
+
+def counted(params: dict[str, Any]) -> Recipe:
+    """Build a `Counted`, whose first layer may be scaled."""
+    model = Counted(params.get("dropout", 0.1))
+    with torch.no_grad():
+        model.first.weight.mul_(params.get("scale", 1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=params.get("lr", 0.1))
+    return Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=16, shards=2)
