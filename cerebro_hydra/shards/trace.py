@@ -66,7 +66,7 @@ class TracedModel:
 
     @property
     def any_rows(self) -> bool:
-        """Return whether the graphs hold for every number of rows, and not for the sample's."""
+        """Return whether the graphs hold for every number of rows, not for the sample's alone."""
         shapes = self.train.guards.shapes + self.eval.guards.shapes
         return all(shape[0] is None for shape in shapes if shape)
 
@@ -204,8 +204,11 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
 
 def _overwritten(node: fx.Node) -> fx.Node:
     """Return the tensor that operations in place have made into this one."""
-    while isinstance(node.target, OpOverload) and node.target._schema.name.endswith("_"):
-        node = node.args[0]  # type: ignore[assignment]
+    while isinstance(node.target, OpOverload) and node.target._schema.arguments:
+        first, info = node.args[0], node.target._schema.arguments[0].alias_info
+        if info is None or not info.is_write or not isinstance(first, fx.Node):
+            break
+        node = first
     return node
 
 

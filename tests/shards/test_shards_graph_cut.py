@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.trace import CutFailed, trace
 from tests.shards import zoo
@@ -56,6 +58,24 @@ def test_regions_without_gradients_and_of_a_precision_are_cut_as_all_else(mode):
         "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias",
     )  # fmt: skip
     assert trial.cut_model.num_shards == 4
+
+
+class Remembers(nn.Module):
+    """Writes what it makes of a buffer into the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
+
+    def forward(self, x):
+        self.seen.copy_(self.seen | (x > 1).any(0))
+        return self.last(self.a(x * self.seen))
+
+
+def test_a_buffer_is_overwritten_by_what_is_made_of_it():
+    trial = assert_equal_to_plain(seeded(Remembers), two_sub_epochs())
+    assert trial.tensors()["buffer:seen"].any()
 
 
 class Scale(nn.Module):
@@ -216,3 +236,42 @@ def test_a_decorated_forward_is_traced_by_its_own_arguments():
         "a@0",
         "drop@0",
     }
+
+
+def rotary_recipe(name, shards=3):
+    """Return a factory of language models whose rotary embedding lies in regions."""
+    import transformers
+
+    def make() -> Recipe:
+        torch.manual_seed(5)
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, intermediate_size=24, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, use_cache=False,
+        )  # fmt: skip
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return Recipe(model, optimizer, rotary_loss, shards=shards, clip_grad_norm=0.5)
+
+    return make
+
+
+def rotary_loss(outputs, tokens):
+    return zoo.language_loss(outputs.logits, tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("Llama", "recompute"),
+        *(
+            pytest.param(name, mode, marks=pytest.mark.long)
+            for name, mode in [("Llama", "keep"), *itertools.product(["Gemma2", "GPTNeoX"], MODES)]
+        ),
+    ],
+)
+def test_models_with_a_rotary_embedding_without_gradients_are_cut(name, mode):
+    sub_epochs = [zoo.singly(zoo.tokens(4, 3)), zoo.singly(zoo.tokens(4, seed=1))]
+    trial = assert_equal_to_plain(rotary_recipe(name), sub_epochs, mode)
+    assert trial.cut_model.num_shards == 3
+    assert trial.admission.report.fallback is None
