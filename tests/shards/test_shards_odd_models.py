@@ -80,13 +80,14 @@ class KeepsActivations(nn.Module):
 def normed() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        first = nn.utils.weight_norm(nn.Linear(6, 6))
-    return nn.Sequential(first, nn.Dropout(0.2), nn.Linear(6, 3))
+        first, last = (nn.utils.weight_norm(nn.Linear(6, n)) for n in (6, 3))
+    return nn.Sequential(first, nn.Dropout(0.2), last)
 
 
 def pruned() -> nn.Module:
     model = zoo.mlp()
-    prune.l1_unstructured(model[0], "weight", amount=0.4)
+    for layer in (model[0], model[8]):
+        prune.l1_unstructured(layer, "weight", amount=0.4)
     return model
 
 
