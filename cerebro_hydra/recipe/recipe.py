@@ -35,8 +35,9 @@ class Recipe:
     """Holds a model with everything that its training needs.
 
     Args:
-        model: the module under training. Feature columns go to the arguments of its forward that
-            have their names, or by position if not all do.
+        model: the module under training; a `DataParallel` stands for what it wraps. Feature columns
+            go to the arguments of its forward that have their names, or by position if not all do;
+            floating ones are float64 if all of its parameters are.
         optimizer: an instance over the model's parameters; cloned per shard, never stepped itself.
         loss: `loss(outputs, *labels)` gives the mean over the rows of a batch, a scalar; or a list
             with one loss per output and label column; or "model": forward is given the labels too
@@ -102,6 +103,7 @@ class Recipe:
                 "batch is a dict of column to tensor"
             )
         self.shards = checked_shards(self.shards, self.model)
+        self._configs: tuple[nn.Module | None, list[Any]] = (None, [])
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         self._in_double = kinds == {torch.float64}
         self._check_numbers()
@@ -186,8 +188,7 @@ class Recipe:
         of keys and values serves generation alone; models look for the wish in their `config`.
         """
         fast = torch.backends.mha.get_fastpath_enabled()
-        configs: list[Any] = [vars(module).get("config") for module in self.model.modules()]
-        caching = [c for c in configs if getattr(c, "use_cache", None) is True]
+        caching = [config for config in self._cache_configs() if config.use_cache is True]
         torch.backends.mha.set_fastpath_enabled(False)
         for config in caching:
             config.use_cache = False
@@ -199,6 +200,14 @@ class Recipe:
             torch.backends.mha.set_fastpath_enabled(fast)
             for config in caching:
                 config.use_cache = True
+
+    def _cache_configs(self) -> list[Any]:
+        model, configs = self._configs
+        if model is not self.model:  # a copied recipe may have another one
+            found = (vars(module).get("config") for module in self.model.modules())
+            configs = [config for config in found if hasattr(config, "use_cache")]
+            self._configs = (self.model, configs)
+        return configs
 
     def compute_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
         """Return the mean loss of one batch, a scalar with its graph."""

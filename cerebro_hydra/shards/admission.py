@@ -114,15 +114,16 @@ def _parameter_misused(recipe: Recipe, sample: Sample) -> str | None:
     """Return what a forward does to a parameter that it must not do, and the remedy, or None."""
     model = copy_model(recipe.model)
     places = {name: p.data_ptr() for name, p in model.named_parameters()}
-    with torch.no_grad(), recipe.precision():
+    with recipe.precision(), torch.no_grad():
         recipe.call.evaluate(model.eval(), sample.inputs, {})
-        for name, before in recipe.model.named_parameters():
-            if not same_bits(model.get_parameter(name), before):
-                return (
-                    f"the forward writes to parameter {name!r} in evaluation, which must not "
-                    "change a trial; write to it only if self.training, or use another tensor, "
-                    "such as weight * mask"
-                )
+    for name, before in recipe.model.named_parameters():
+        if not same_bits(model.get_parameter(name), before):
+            return (
+                f"the forward writes to parameter {name!r} in evaluation, which must not change a "
+                "trial; write to it only if self.training, or use another tensor, such as "
+                "weight * mask"
+            )
+    with recipe.precision():
         recipe.call.evaluate(model.train(), sample.inputs, {})
     for name, parameter in model.named_parameters():
         if parameter.data_ptr() != places[name]:

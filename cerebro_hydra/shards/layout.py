@@ -42,6 +42,12 @@ DTYPE_NAMES = {
     torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
 }  # fmt: skip
 
+_KINDS = {
+    "param": "parameter", "buffer": "buffer", "ema": "the moving average of parameter",
+    "optim": "the optimizer's state",
+}  # fmt: skip
+_REMEDIES = {torch.complex128: "use complex64, or keep its torch.view_as_real"}
+
 
 @dataclass(frozen=True)
 class LayoutEntry:
@@ -247,8 +253,10 @@ def _segment(
     at = 0
     for name, dtype, shape, strides in tensors:
         if dtype not in DTYPE_NAMES:
+            kind, _, rest = name.partition(":")
             raise ConfigurationError(
-                f"{name} has dtype {dtype}, which safetensors lacks; convert it to another dtype"
+                f"{_KINDS[kind]} {rest!r} has dtype {dtype}, which safetensors lacks; "
+                + _REMEDIES.get(dtype, "convert it to another dtype")
             )
         nbytes = math.prod(shape) * dtype.itemsize
         # A tensor whose dimensions lie in memory in another order is written in that order.

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.exported import load_exported, save_exported
 from tests.shards import plain, zoo
 from tests.shards.hopping import assert_equal_to_plain, start
 from tests.shards.test_shards_equivalence import mlp_recipe, two_sub_epochs
@@ -79,13 +80,14 @@ class KeepsActivations(nn.Module):
 def normed() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        first = nn.utils.weight_norm(nn.Linear(6, 6))
-    return nn.Sequential(first, nn.Dropout(0.2), nn.Linear(6, 3))
+        first, last = (nn.utils.weight_norm(nn.Linear(6, n)) for n in (6, 3))
+    return nn.Sequential(first, nn.Dropout(0.2), last)
 
 
 def pruned() -> nn.Module:
     model = zoo.mlp()
-    prune.l1_unstructured(model[0], "weight", amount=0.4)
+    for layer in (model[0], model[8]):
+        prune.l1_unstructured(layer, "weight", amount=0.4)
     return model
 
 
@@ -189,6 +191,29 @@ def test_shards_are_named_by_any_name_of_a_module():
     make = mlp_recipe(model=lambda: Named(outside_first=False), shards=["again.2", "last"])
     report = start(make(), two_sub_epochs()[0]).admission.report
     assert [shard.first_unit for shard in report.shards] == ["body.0", "body.2", "last"]
+
+
+def test_a_model_in_double_precision_is_saved_to_take_single_columns(tmp_path):
+    recipe = mlp_recipe(model=lambda: zoo.mlp().double())()
+    (features,) = zoo.vectors(8)[0].features
+    save_exported(recipe, (features,), tmp_path)
+    (found,) = load_exported(tmp_path)(features)
+    assert torch.equal(found, recipe.model.eval()(features.double()))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_type_that_no_file_holds_is_refused_by_name(kind):
+    def model():
+        made = zoo.mlp()
+        numbers = torch.ones(2, dtype=torch.complex128)
+        if kind == "buffer":
+            made.register_buffer("numbers", numbers)
+        else:
+            made.register_parameter("numbers", nn.Parameter(numbers))
+        return made
+
+    with pytest.raises(ConfigurationError, match=f"{kind} 'numbers' has .*complex128.* complex64"):
+        start(mlp_recipe(model=model)(), two_sub_epochs()[0])
 
 
 def test_regression_in_double_precision_on_single_columns():
