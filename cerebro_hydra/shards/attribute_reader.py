@@ -6,7 +6,7 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,9 @@ _LONGEST = 1000
 """Of a longer collection, the length alone is read."""
 
 
-def read_attributes(model: nn.Module, functions: Mapping[str, Any]) -> dict[str, Any]:
+def read_attributes(
+    model: nn.Module, functions: Mapping[str, Any], buffers: Collection[str]
+) -> dict[str, Any]:
     """Return what a model and functions hold, in tuples, dicts and sets of plain values.
 
     Each value goes by a description of its attribute. Objects are read if their class is from a
@@ -31,15 +33,19 @@ def read_attributes(model: nn.Module, functions: Mapping[str, Any]) -> dict[str,
 
     Args:
         functions: the recipe's functions by their names.
+        buffers: the names of those that hop; others are read as attributes are.
     """
-    reader = _Reader(model)
+    others = {name: buffer for name, buffer in model.named_buffers() if name not in buffers}
+    reader = _Reader(model, others.values())
     found = {
         f"attribute {name!r} of {_described(module_name, module)}": reader.read(value)
         for module_name, module in model.named_modules()
         for name, value in vars(module).items()
         if name not in _REGISTERED
     }
-    return found | {f"a value of the {name}": reader.read(f) for name, f in functions.items()}
+    found |= {f"a value of the {name}": reader.read(f) for name, f in functions.items()}
+    made = "buffer {!r}, which the first forward makes"
+    return found | {made.format(name): reader.read(buffer) for name, buffer in others.items()}
 
 
 def _described(name: str, module: nn.Module) -> str:
@@ -49,10 +55,10 @@ def _described(name: str, module: nn.Module) -> str:
 class _Reader:
     """Reads values beside the model's own modules, parameters and buffers."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, others: Iterable[Tensor]) -> None:
         modules = list(model.modules())
-        registered = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
-        self._known = {id(each) for each in (*modules, *registered)}
+        self._known = {id(each) for each in (*modules, *model.parameters(), *model.buffers())}
+        self._known -= {id(tensor) for tensor in others}
         self._packages = {_package(type(module)) for module in modules} - {"torch"}
         self._read: dict[int, tuple[Any, Any]] = {}  # with the value, which keeps its id
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+_CONTAINERS = (dict, OrderedDict, set, list, deque)
 
 
 class AttributeValues:
@@ -72,9 +74,7 @@ class _Swaps:
 
     def __call__(self, one: Any, other: Any) -> bool:
         """Swap two values if they are containers of the same type, and tell whether they are."""
-        if one is other or type(one) is not type(other):
-            return False
-        if not isinstance(one, dict | set | list | deque):
+        if one is other or type(one) is not type(other) or type(one) not in _CONTAINERS:
             return False
         if (id(one), id(other)) not in self._done:
             self._done.add((id(one), id(other)))

@@ -87,6 +87,7 @@ class SideEffects:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        self._buffers = {name for name, _ in recipe.model.named_buffers()}
         self._seen: list[_Attributes] = []
 
     def after_step(self) -> None:
@@ -151,4 +152,4 @@ class SideEffects:
 
     def _read(self) -> _Attributes:
         functions = {"loss": self._recipe.losses, "collate": self._recipe.collate}
-        return read_attributes(self._recipe.model, functions)
+        return read_attributes(self._recipe.model, functions, self._buffers)

@@ -154,6 +154,21 @@ def test_an_attribute_of_a_part_is_named_with_the_part():
         start(made(lambda: nn.Sequential(nn.Linear(6, 6), Counts()))(), zoo.singly(zoo.vectors(8)))
 
 
+class MakesABuffer(Keeps):
+    def add(self):
+        self.register_buffer("rows", None)
+
+    def keep(self, x, out):
+        self.rows = torch.tensor(len(x)) + (0 if self.rows is None else self.rows)
+
+
+def test_a_buffer_that_the_first_forward_makes_and_others_change_is_refused():
+    with pytest.raises(
+        ConfigurationError, match="each step changes buffer 'rows', which the first"
+    ):
+        start(made(MakesABuffer)(), zoo.singly(zoo.vectors(8)))
+
+
 class Smoothed(nn.Module):
     """A loss that keeps an average of itself."""
 
