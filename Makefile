@@ -9,6 +9,8 @@ MODERN_STAMP := $(MODERN)/.installed
 # Spark 4.0 over the packages of $(VENV), but for pyspark and py4j.
 SPARK4 := .venv-spark4
 CEREBRO := .venv-cerebro
+# timm and torchvision over the packages of $(VENV).
+ZOO := .venv-zoo
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
 # The decisions without their long searches, which know no library; what reads Arrow and
@@ -25,7 +27,7 @@ MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo test test-long test-modern test-spark4 lint format venv venv-modern clean
-.PHONY: map integration integration-spark integration-hdfs integration-cerebro
+.PHONY: zoo map integration integration-spark integration-hdfs integration-cerebro
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
@@ -33,6 +35,7 @@ help:
 	@echo "make test-long   long searches, real sizes, the demo and a standalone cluster"
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
 	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
+	@echo "make zoo       cut 80 architectures of three libraries, and write docs/models.md, in $(ZOO)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make map       write the table of rooms into docs/architecture.md"
 	@echo "make format    let ruff rewrite what it can"
@@ -62,6 +65,12 @@ test-modern: $(MODERN_STAMP)
 test-spark4: $(SPARK4)/.installed
 	@$(SPARK4)/bin/python -m pytest tests/ml/test_ml_params.py tests/ml/test_ml_pipelines.py \
 	  tests/spark/test_spark_transform.py
+
+# A quarter of an hour on one core. What an interrupted run lacks is measured by
+# `PYTHONPATH=. .venv-zoo/bin/python -m integration.zoo.run --missing`.
+zoo: $(ZOO)/.installed
+	@PYTHONPATH=. $(ZOO)/bin/python -m integration.zoo.run
+	@PYTHONPATH=. $(ZOO)/bin/python -m integration.zoo.results
 
 integration: integration-spark integration-hdfs integration-cerebro
 
@@ -110,13 +119,24 @@ $(STAMP) $(MODERN_STAMP): pyproject.toml
 	@$(@D)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
+# The packages of $(VENV) are seen behind the environment's own.
+define SEE_PACKAGES_OF_VENV
+	@$(BIN)/python -c 'import site, sysconfig; \
+	  print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+endef
+
 $(SPARK4)/.installed: $(STAMP)
 	@$(BIN)/python -m venv --clear $(SPARK4)
 	@$(SPARK4)/bin/python $(PIP_INSTALL) --no-deps \
 	  pyspark==4.0.5 py4j==0.10.9.9
-	@$(BIN)/python -c 'import site, sysconfig; \
-	  print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > $$($(SPARK4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(SEE_PACKAGES_OF_VENV)
+	@touch $@
+
+$(ZOO)/.installed: $(STAMP) integration/zoo/requirements.txt
+	@$(BIN)/python -m venv --clear $(ZOO)
+	@$(ZOO)/bin/python $(PIP_INSTALL) --no-deps -r integration/zoo/requirements.txt
+	$(SEE_PACKAGES_OF_VENV)
 	@touch $@
 
 # cerebro-dl asks for a server's packages that no longer install, so it comes without what it asks for.
@@ -128,7 +148,7 @@ $(CEREBRO)/.installed: integration/cerebro/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) integration/hdfs/.jars build dist *.egg-info
+	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) $(ZOO) integration/hdfs/.jars build dist *.egg-info
 	rm -rf spark-warehouse metastore_db derby.log
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,6 +22,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.randomness import unit_hooks
 from cerebro_hydra.shards.bound_model import BoundModel, bound_model
 from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.cut_spec import module_of
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
 
@@ -43,7 +44,8 @@ class ModuleTasks:
         self._bound = bound
         self._last = cut_model.num_shards - 1
         self._shard_of = cut_model.shard_of_unit
-        self._overwritten = cut_model.spec.overwritten
+        spec = cut_model.spec
+        self._run_again = {module_of(u) for u in spec.units if u not in spec.overwritten}
         self._modules = dict(recipe.model.named_modules())
         self._recompute = recompute
         self._batch: Microbatch
@@ -104,11 +106,14 @@ class ModuleTasks:
 
     @contextmanager
     def _recomputed_units(self) -> Iterator[None]:
-        """Run units under a checkpoint, except in the last shard, whose B follows at once."""
+        """Run units under a checkpoint, except in the last shard, whose B follows at once.
+
+        A unit whose hooks never ran, because its forward was called by name, has no key to restart.
+        """
         wrapped = [
             self._modules[name]
             for name, shard in self._shard_of.items()
-            if shard < self._last and f"{name}@0" not in self._overwritten
+            if shard < self._last and name in self._run_again
         ]
         before = {module: vars(module).get("forward") for module in wrapped}
         for module in wrapped:

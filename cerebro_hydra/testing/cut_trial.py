@@ -73,11 +73,12 @@ class CutTrial:
     def tensors(self) -> dict[str, Tensor]:
         """Return what the segments hold, without optimizer state that does not exist yet."""
         found: dict[str, Tensor] = {}
-        for content, _ in self.shards:
-            for segment in content.values():
-                tensors = read_tensors(np.frombuffer(segment, np.uint8))
+        for (content, _), layout in zip(self.shards, self.admission.layout.shards, strict=True):
+            for name, segment in (("frozen", layout.frozen), ("trainable", layout.trainable)):
+                tensors = read_tensors(np.frombuffer(content[name], np.uint8))
                 marks = tensors.pop(EXISTS).tolist() if EXISTS in tensors else []
-                state = [name for name in tensors if is_optimizer_state(name)]
+                # The library reads tensors in any order; that of the marks is the layout's.
+                state = [e.name for e in segment.entries if is_optimizer_state(e.name)]
                 absent = {n for n, exists in zip(state, marks, strict=True) if not exists}
                 found |= {n: t for n, t in tensors.items() if n not in absent}
         return found

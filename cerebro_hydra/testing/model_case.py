@@ -126,7 +126,7 @@ class ModelCase(ABC):
             assert [(t.loss_sum, t.rows) for t in totals] == sums
             different = set(trial.losses)
             assert len(different) == len(trial.losses), "one loss for all batches proves nothing"
-            _assert_same_state(trial.tensors(), plain)
+            assert_same_state(trial.tensors(), plain)
 
     def test_recompute_equals_keep(self) -> None:
         """Graphs that are kept and graphs that are made again give the same bytes."""
@@ -174,7 +174,7 @@ class ModelCase(ABC):
         plain = self.plain()
         for windows in self.sub_epochs():
             plain.train(windows)
-        _assert_same_state(trial.tensors(), plain)
+        assert_same_state(trial.tensors(), plain)
 
     def test_export_loads_without_its_source(self, tmp_path: Path) -> None:
         """A process that can't import the model gives the trained model's predictions."""
@@ -271,7 +271,8 @@ def _cut_models_of(case: type[ModelCase]) -> CutModelCache:
     return CutModelCache()
 
 
-def _assert_same_state(cut: Mapping[str, Tensor], plain: PlainTrainer) -> None:
+def assert_same_state(cut: Mapping[str, Tensor], plain: PlainTrainer) -> None:
+    """Check that a trial in shards holds the state of plain training, in every bit."""
     expected = plain.tensors()
     saved = plain.recipe.model.state_dict()
     # Buffers that no checkpoint holds and nobody writes to are not part of a trial's state.

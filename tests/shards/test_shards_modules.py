@@ -170,6 +170,27 @@ def test_units_that_change_an_object_that_they_are_given_are_cut_and_not_run_aga
     assert set(trial.admission.spec.overwritten) == {f"layers.{i}@0" for i in range(3)}
 
 
+class CallsByName(nn.Module):
+    """Calls the forward of its layers, so that no hook of them runs, as SqueezeBERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5)])
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer.forward(x)
+        return self.last(x)
+
+
+def test_a_layer_whose_forward_is_called_by_name_draws_no_other_numbers():
+    report = trial_of(CallsByName(), mode="recompute").admission.report
+    assert len(report.shards) == 2, report.text()
+
+
 def test_another_way_to_cut_is_refused():
     with pytest.raises(ConfigurationError, match=r"cut is 'layers'; it is one of \['export', "):
         mlp_recipe(cut="layers")()

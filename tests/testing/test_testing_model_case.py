@@ -62,6 +62,23 @@ def test_a_fine_model_passes():
     assert failing(Fine()) == set()
 
 
+class HasUnusedWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.unused, self.b = nn.Linear(6, 8), nn.Linear(2, 2), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class FineWithUnusedWeights(Fine):
+    build = HasUnusedWeights
+
+
+def test_a_model_with_weights_that_get_no_gradient_passes():
+    assert failing(FineWithUnusedWeights()) == set()
+
+
 class OtherRandomNumbers(Fine):
     def start(self, shards, mode="keep", cut="modules"):
         trial = super().start(shards, mode, cut)
