@@ -24,11 +24,12 @@ class Guards:
     """Holds the conditions on the arguments of a forward.
 
     `conditions` come from `torch.export`. `shapes` has the sizes of each input, with None where a
-    size may differ between batches.
+    size may differ between batches. `fixes_rows` says whether the number of rows may not.
     """
 
     conditions: tuple[str, ...]
     shapes: tuple[tuple[int | None, ...], ...]
+    fixes_rows: bool
     signature: inspect.Signature
     call: ForwardCall
 
@@ -36,13 +37,17 @@ class Guards:
     def of(cls, model: nn.Module, call: ForwardCall, program: ExportedProgram) -> Guards:
         """Return the conditions under which an exported program equals its model."""
         placeholders = program.graph.find_nodes(op="placeholder")
-        shapes = tuple(
-            tuple(map(_fixed, node.meta["val"].shape))
+        inputs = [
+            node.meta["val"].shape
             for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True)
             if spec.kind is InputKind.USER_INPUT and isinstance(node.meta["val"], Tensor)
+        ]
+        shapes = tuple(
+            tuple(size if isinstance(size, int) else None for size in shape) for shape in inputs
         )
+        fixes_rows = any(_is_fixed(shape[0]) for shape in inputs if shape)
         conditions = tuple(program._guards_code or ())
-        return cls(conditions, shapes, inspect.signature(model.forward), call)
+        return cls(conditions, shapes, fixes_rows, inspect.signature(model.forward), call)
 
     def violated(self, inputs: Sequence[Tensor]) -> str | None:
         """Return the first condition that a batch does not meet, or None."""
@@ -61,9 +66,9 @@ class Guards:
         return None
 
 
-def _fixed(size: int | torch.SymInt) -> int | None:
-    """Return a size if it is one number, which torch.export may have found out later."""
-    return int(size) if isinstance(size, int) or size.node.expr.is_number else None
+def _is_fixed(size: int | torch.SymInt) -> bool:
+    """Return whether a size is one number, which torch.export may have found out late."""
+    return isinstance(size, int) or bool(size.node.expr.is_number)
 
 
 def length_held_fixed(model: nn.Module, sample: Sample, guards: Guards) -> int | None:

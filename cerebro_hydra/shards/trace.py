@@ -67,8 +67,7 @@ class TracedModel:
     @property
     def any_rows(self) -> bool:
         """Return whether the graphs hold for every number of rows, not for the sample's alone."""
-        shapes = self.train.guards.shapes + self.eval.guards.shapes
-        return all(shape[0] is None for shape in shapes if shape)
+        return not (self.train.guards.fixes_rows or self.eval.guards.fixes_rows)
 
 
 def trace(model: nn.Module, sample: Sample, rows: int | None = None) -> TracedModel:
