@@ -37,7 +37,7 @@ def test_equal_models_are_exported_once_and_a_run_that_goes_on_takes_the_next_or
     assert len({id(runtime.engine._cut_model) for runtime in built}) == 1
     for runtime in built:
         parameters = list(runtime.recipe.model.parameters())
-    assert all(p.untyped_storage().nbytes() == p.element_size() for p in parameters)
+        assert all(p.untyped_storage().nbytes() == p.element_size() for p in parameters)
 
     def rows_of(document: RunDocument, epoch: int) -> torch.Tensor:
         windows = TrialBuilder(document, tune_models.small, {0: part}, {}).windows(0, epoch, 0)
