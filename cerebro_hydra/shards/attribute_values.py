@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+_ATOMS = (int, float, str, type(None))
 _CONTAINERS = (dict, OrderedDict, set, list, deque)
 
 
@@ -76,7 +77,7 @@ class _Swaps:
         """Swap two values if they are containers of the same type, and tell whether they are."""
         if one is other or type(one) is not type(other) or type(one) not in _CONTAINERS:
             return False
-        if (id(one), id(other)) not in self._done:
+        if (one or other) and (id(one), id(other)) not in self._done:
             self._done.add((id(one), id(other)))
             contents = copy.copy(one)
             _fill(one, other)
@@ -93,6 +94,8 @@ def _fill(container: Any, contents: Any) -> None:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, _ATOMS):
+        return value
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # such as a lock, or a tensor with a graph
