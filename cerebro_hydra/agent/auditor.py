@@ -18,13 +18,14 @@ from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import CerebroHydraError
 from cerebro_hydra.plan.audit_budget import AuditBudget
 from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.engine import Cursor
 from cerebro_hydra.shards.layout import Bytes, Segments
 from cerebro_hydra.shards.sample import copy_example
 from cerebro_hydra.shards.uncut import PlainStep
 
 STEPS_OF_AN_AUDIT = 4
-"""Steps that an audit is thought to last, beside the factory, before one was measured."""
+"""Steps of training that a trial's first audit is thought to last, beside the factory."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +51,43 @@ class Auditor:
         self.segments = segments
         self.watch = watch
         self.budget = AuditBudget(share)
-        self.seconds: dict[int, float] = {}  # of each trial's latest audit
-        self.impossible: set[int] = set()  # the trials that can't be audited here
+        self.recipes: dict[int, Recipe] = {}  # for the next audit of each trial
+        self._seconds: dict[int, float] = {}  # of each trial's latest audit
+        self._impossible: set[int] = set()  # the trials that can't be audited here
+
+    def prepare(self, task: StartSubEpoch) -> None:
+        """Let the factory build a model to audit with, while no engine uses the trial's own."""
+        trial, begun = task.trial, time.perf_counter()
+        if not self.budget.share or trial in self.recipes or trial in self._impossible:
+            return
+        seconds = self.builder.get(trial).build_seconds + self._seconds.get(trial, 0.0)
+        if self.budget.allows(seconds, first_epoch=task.epoch == 0):
+            with self.told_if_impossible(task), self.watch.waiting():
+                self.recipes[trial] = self.builder.another_recipe(trial)
+            self.budget.spent += time.perf_counter() - begun
+
+    def is_due(self, task: StartSubEpoch, step_seconds: float) -> bool:
+        """Return whether a step may be audited now."""
+        seconds = self._seconds.get(task.trial, STEPS_OF_AN_AUDIT * step_seconds)
+        allowed = self.budget.allows(seconds, first_epoch=task.epoch == 0)
+        return allowed and task.trial in self.recipes
+
+    def note(self, task: StartSubEpoch, seconds: float) -> None:
+        """Note how long an audit took, without the time of the factory."""
+        self._seconds[task.trial] = seconds
+
+    @contextmanager
+    def told_if_impossible(self, task: StartSubEpoch) -> Iterator[None]:
+        """Give audits of a trial up where the body raises; keep random numbers as they are."""
+        try:
+            with _random_numbers_kept():
+                yield
+        except Exception as error:
+            self._impossible.add(task.trial)
+            _log.warning(
+                "steps of this trial are no longer audited on worker %d: %s: %s",
+                task.worker, type(error).__name__, error,
+            )  # fmt: skip
 
     @contextmanager
     def sub_epoch(self, task: StartSubEpoch, runtime: TrialRuntime) -> Iterator[SubEpochAudit]:
@@ -79,8 +115,8 @@ class SubEpochAudit:
         self._step_began: float | None = None
         self._plain: PlainStep | None = None
         self._preparation = 0.0  # its seconds
+        self._over = False
         self.seconds = 0.0
-        self._over = auditor.budget.share == 0.0 or task.trial in auditor.impossible
 
     def windows(self, windows: Iterator[Sequence[Batch]]) -> Iterator[Sequence[Batch]]:
         """Pass windows on to the engine, which asks for each before it takes the step before."""
@@ -113,12 +149,8 @@ class SubEpochAudit:
         self._step_began = time.perf_counter()
 
     def _is_due(self, step_seconds: float) -> bool:
-        auditor, trial = self._auditor, self._task.trial
-        if self._over or self._ahead is None:
-            return False
-        guess = self._runtime.build_seconds + STEPS_OF_AN_AUDIT * step_seconds
-        seconds = auditor.seconds.get(trial, guess)
-        return auditor.budget.allows(seconds, first_epoch=self._task.epoch == 0)
+        possible = not self._over and self._ahead is not None
+        return possible and self._auditor.is_due(self._task, step_seconds)
 
     def _prepare(self, step: int, cursor: Cursor) -> None:
         """Copy the state and the batches of the next step for the uncut model."""
@@ -126,12 +158,13 @@ class SubEpochAudit:
         assert window is not None
         begun = time.perf_counter()
         self._over = True
-        with self._told_if_impossible(), auditor.watch.waiting():
+        recipe = auditor.recipes.pop(self._task.trial)
+        with auditor.told_if_impossible(self._task), auditor.watch.waiting():
             if not auditor.segments.has_room(runtime.layout.nbytes):
                 raise MemoryError("a second copy of its state does not fit into the memory budget")
             held = [self._held[k] for k in range(runtime.num_shards)]
             self._plain = PlainStep(
-                auditor.builder.another_recipe(self._task.trial),
+                recipe,
                 runtime.layout,
                 [{name: self._copy(buffer) for name, buffer in each.items()} for each in held],
                 cursor,
@@ -146,12 +179,12 @@ class SubEpochAudit:
         task, auditor = self._task, self._auditor
         difference = None
         begun = time.perf_counter()
-        with self._told_if_impossible():
+        with auditor.told_if_impossible(task):
             held = [self._held[k] for k in range(self._runtime.num_shards)]
             difference = plain.difference(loss, held)
             self.seconds = self._preparation + time.perf_counter() - begun
         self.close()
-        auditor.seconds[task.trial] = self._preparation + time.perf_counter() - begun
+        auditor.note(task, self._preparation + time.perf_counter() - begun)
         auditor.watch.batch(self._runtime.spec.accumulate)
         if difference is not None:
             raise StepDiffers(
@@ -163,19 +196,6 @@ class SubEpochAudit:
         copied = self._auditor.segments.allocate(buffer.nbytes)
         copied[:] = buffer
         return copied
-
-    @contextmanager
-    def _told_if_impossible(self) -> Iterator[None]:
-        """Give audits of the trial up where the body raises; keep random numbers as they are."""
-        try:
-            with _random_numbers_kept():
-                yield
-        except Exception as error:
-            self._auditor.impossible.add(self._task.trial)
-            _log.warning(
-                "steps of this trial are no longer audited on worker %d: %s: %s",
-                self._task.worker, type(error).__name__, error,
-            )  # fmt: skip
 
     def close(self) -> None:
         """Give the memory of the uncut model back."""

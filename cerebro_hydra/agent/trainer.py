@@ -124,6 +124,7 @@ class Trainer:
     # ------------------------------------------------------------------ training
 
     def _train(self, task: StartSubEpoch) -> None:
+        self._auditor.prepare(task)
         runtime = self._builder.get(task.trial)
         state = self._announce(task, runtime.num_shards)
         frozen: dict[int, tuple[str, Bytes]] = {}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from cerebro_hydra.agent.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state, build_recipe
-from cerebro_hydra.shards.cut_model import CutModelCache
+from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.layout import TrialLayout
@@ -33,11 +37,30 @@ class TrialRuntime:
     spec: TrialSpec
     recipe: Recipe
     layout: TrialLayout
+    cut_model: CutModel
     engine: Engine
     uncut: UncutEngine
-    num_shards: int
     build_seconds: float
     """What the user's factory took."""
+
+    @property
+    def num_shards(self) -> int:
+        return self.cut_model.num_shards
+
+    @classmethod
+    def of(
+        cls,
+        spec: TrialSpec,
+        recipe: Recipe,
+        layout: TrialLayout,
+        cut_model: CutModel,
+        build_seconds: float,
+    ) -> TrialRuntime:
+        """Make the engines of a recipe, and free its weights."""
+        of_engine = (cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
+        engine, uncut = Engine(*of_engine), UncutEngine(*of_engine)
+        _free_weights(recipe)
+        return cls(spec, recipe, layout, cut_model, engine, uncut, build_seconds)
 
 
 class TrialBuilder:
@@ -77,23 +100,30 @@ class TrialBuilder:
         sample = Sample.of(recipe, (example.features, example.labels))
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
-        of_engine = (cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
-        engine, uncut = Engine(*of_engine), UncutEngine(*of_engine)
-        _free_weights(recipe)
-        shards = cut_model.num_shards
-        return TrialRuntime(spec, recipe, layout, engine, uncut, shards, build_seconds)
+        return TrialRuntime.of(spec, recipe, layout, cut_model, build_seconds)
 
     def another_recipe(self, trial: int) -> Recipe:
-        """Run the user's factory again, for a recipe that shares nothing with the runtime's.
+        """Run the user's factory again, while no engine uses the trial's model; free the weights.
 
-        Its weights are freed, and the process's random numbers go on as if nothing had been built.
+        The process's random numbers go on as if nothing had been built.
+
+        Raises:
+            ConfigurationError: the factory gave a part of the same model again.
         """
-        spec = self._document.trials[trial]
-        recipe = build_keeping_random_state(
-            self._factory, spec.params, self._document.seed, self._columns
+        mine = self.get(trial)
+        other = build_keeping_random_state(
+            self._factory, mine.spec.params, self._document.seed, self._columns
         )
-        _free_weights(recipe)
-        return recipe
+        if not set(_parts(mine.recipe.model)).isdisjoint(_parts(other.model)):
+            # The factory may have changed the model, which fits the newer recipe then.
+            self._runtimes[trial] = TrialRuntime.of(
+                mine.spec, other, mine.layout, mine.cut_model, mine.build_seconds
+            )
+            raise ConfigurationError(
+                "estimator_gen_fn gives the same model twice; let it build one at each call"
+            )
+        _free_weights(other)
+        return other
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
         """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
@@ -115,6 +145,11 @@ class TrialBuilder:
 
     def _batches(self, part: CachedPartition, batch_size: int, order: Any) -> Iterator[Batch]:
         return batches(part, self._columns.features, self._columns.targets, batch_size, order)
+
+
+def _parts(model: nn.Module) -> Iterator[int]:
+    """Yield the identities of a model's modules, parameters and buffers."""
+    return map(id, itertools.chain(model.modules(), model.parameters(), model.buffers()))
 
 
 def _free_weights(recipe: Recipe) -> None:

@@ -52,6 +52,10 @@ def recipe(params: Any = None) -> Recipe:
         nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), Draws(),
         nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3),
     )  # fmt: skip
+    return recipe_of(model)
+
+
+def recipe_of(model: nn.Module) -> Recipe:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     made = Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=BATCH, shards=["5"], ema=0.9)
     return made.bind(COLUMNS)
@@ -228,7 +232,7 @@ def test_where_memory_is_short_a_line_says_that_nothing_is_audited(
         assert agent.train(visit).digests == agent.known(visit)
     (line,) = [r.getMessage() for r in caplog.records if r.name == auditor.__name__]
     assert "no longer audited on worker 0" in line and "memory budget" in line
-    assert len(agent.built) == 1
+    assert len(agent.built) == 2, "it is not tried again"
 
 
 def test_the_copy_of_an_audit_counts_against_the_memory_budget(tmp_path: Path) -> None:
@@ -251,6 +255,21 @@ def test_a_factory_that_fails_the_second_time_ends_no_trial(
     agent.builder._factory = fails
     assert agent.train().digests == agent.known(1)
     assert "the hub is gone" in caplog.text
+
+
+def test_a_factory_that_gives_one_model_twice_is_not_audited(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = recipe().model
+
+    def gives_it(params: Any) -> Recipe:
+        model[7] = nn.Linear(16, 3)  # the optimizer of an earlier recipe knows nothing of it
+        return recipe_of(model)
+
+    agent.builder._factory = gives_it
+    for visit in (1, 2):
+        assert agent.train(visit).digests == agent.known(visit)
+    assert "gives the same model twice" in caplog.text
 
 
 def test_no_memory_stays_after_an_audit(agent: Agent) -> None:

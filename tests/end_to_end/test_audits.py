@@ -22,7 +22,7 @@ FAULTS = ["none", "in shards", "counts"]
 
 def run(path: Path, audit_share: float, **options: Any) -> Any:
     space = {"fault": FAULTS, "driver": [os.getpid()]}
-    more = {"num_epochs": 2, "order": "seeded", "audit_share": audit_share, **options}
+    more = {"num_epochs": 3, "order": "seeded", "audit_share": audit_share, **options}
     return search(path, faulty, space, classes(800), **more)
 
 
