@@ -35,7 +35,7 @@ help:
 	@echo "make test-long   long searches, real sizes, the demo and a standalone cluster"
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
 	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
-	@echo "make zoo       cut 80 architectures of three libraries, and write docs/models.md, in $(ZOO)"
+	@echo "make zoo       cut 79 architectures of three libraries, and write docs/models.md, in $(ZOO)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make map       write the table of rooms into docs/architecture.md"
 	@echo "make format    let ruff rewrite what it can"

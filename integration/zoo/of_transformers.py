@@ -163,7 +163,7 @@ ARCHITECTURES = (
     _seq2seq("longt5", **_T5, local_radius=3),
     _seq2seq("marian", **_SEQ2SEQ),
     _seq2seq("t5", **_T5),
-    _image("cvt", 32, embed_dim=[8, 8, 16], num_heads=[1, 1, 2], depth=[1, 1, 2]),
+    _image("cvt", 32, embed_dim=[8, 8, 16], num_heads=[1, 1, 2], depth=[1, 2, 3]),
     _image("dinov2", **_IMAGE),
     _image("mobilevit", 32, hidden_sizes=[8, 12, 16], neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16],
            image_size=32, num_attention_heads=2),

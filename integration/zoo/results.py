@@ -39,9 +39,8 @@ def page_table(results: Sequence[Measured]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for each in results:
-        exact = "yes" if all(c.differs is None and c.got for c in each.cuts) else "no"
         cells = [each.name, each.library, f"{each.parameters:,}"]
-        cells += [_shards(each, "modules"), _shards(each, "export"), exact, _note(each)]
+        cells += [_shards(each, "modules"), _shards(each, "export"), _exact(each), _note(each)]
         lines.append(f"| {' | '.join(cells)} |")
     return BEGIN + "\n" + "\n".join(lines) + "\n\n" + END
 
@@ -54,9 +53,15 @@ def page_with_table(page: str, results: Sequence[Measured]) -> str:
 
 def _shards(measured: Measured, way: str) -> str:
     cut = measured.cut(way)
-    if cut is None or cut.mode != way:
-        return "–"
-    return str(cut.got)
+    if cut is None:
+        return ""  # not tried
+    return str(cut.got) if cut.mode == way else "–"
+
+
+def _exact(measured: Measured) -> str:
+    if any(cut.differs for cut in measured.cuts):
+        return "no"
+    return "yes" if all(cut.got for cut in measured.cuts) else "refused"
 
 
 def _note(measured: Measured) -> str:

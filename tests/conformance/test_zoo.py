@@ -1,0 +1,47 @@
+"""Architectures of transformers out of the zoo, and the table that was made of all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from integration.zoo.measure import WAYS, Measured, measure
+from integration.zoo.of_transformers import ARCHITECTURES
+from integration.zoo.results import PAGE, page_with_table, read_results
+
+BY_NAME = {each.name: each for each in ARCHITECTURES}
+
+ROTARY, EXPERTS, VALUES = "llama", "mixtral", "deberta"
+OTHERS = (
+    "cvt", "deepseek_v3", "gemma2", "longformer", "longt5", "mamba", "modernbert", "opt",
+    "squeezebert", "vit", "whisper", "xlnet",
+)  # fmt: skip
+
+
+def assert_cut_as_asked(measured: Measured) -> None:
+    for cut in measured.cuts:
+        assert cut.differs is None, cut
+        assert cut.way != "modules" or cut.as_asked, cut
+        assert cut.as_asked or cut.note, cut
+
+
+@pytest.mark.parametrize("name", [ROTARY, EXPERTS, VALUES])
+def test_a_model_is_cut_by_modules_into_the_shards_asked_for(name: str) -> None:
+    assert_cut_as_asked(measure(BY_NAME[name], ["modules"]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_is_cut_in_both_ways_or_the_report_says_why(name: str) -> None:
+    assert_cut_as_asked(measure(BY_NAME[name], WAYS))
+
+
+def test_of_sixty_architectures_fifty_seven_are_cut_as_asked_and_all_are_exact() -> None:
+    results = read_results()
+    as_asked = [all(c.as_asked for c in r.cuts if c.way == "modules") for r in results]
+    assert len(results) >= 60 and as_asked.count(True) >= 0.95 * len(results)
+    assert [c for r in results for c in r.cuts if c.differs is not None] == []
+
+
+def test_the_table_of_models_is_that_of_the_results() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == page_with_table(page, read_results()), "the table is old; run make zoo"
