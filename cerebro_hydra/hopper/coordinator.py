@@ -51,6 +51,7 @@ from cerebro_hydra.plan.instructions import (
     MergeMetrics,
     StartSubEpoch,
 )
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control_server import ControlServer
@@ -140,7 +141,8 @@ class Coordinator:
         self._join_timeout = join_timeout
         self._config = hop_config(document, manifest)
         self._merge_metrics = _checked(merge_metrics, self._config)
-        self._state = HopState(self._config)
+        self._scheduler = Scheduler(self._config)
+        self._state = self._scheduler.state
         self._roster = Roster(launcher.num_workers)
         self._numeric: dict[str, Any] = {}
         self._workers: dict[str, Any] = {}
@@ -189,7 +191,7 @@ class Coordinator:
         """Delete every state that was a trial's best until a better one came."""
         results = {
             number: {0, trial.result}
-            for number, trial in enumerate(self._state.trials)
+            for number, trial in self._state.trials.items()
             if trial.config.patience is not None and trial.result
         }
         if results:
@@ -229,7 +231,7 @@ class Coordinator:
     def _decide_until_over(self) -> None:
         while not self._state.finished:
             events = self._next_events()
-            decided = [(event, self._state.handle(event)) for event in events]
+            decided = [each for event in events for each in self._scheduler.handle(event)]
             for decision in self._journal.append(time.time(), decided):
                 self._carry_out(decision.instructions)
                 self._observers.on_record(decision)

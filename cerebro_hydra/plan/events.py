@@ -155,17 +155,32 @@ class TrialStopped:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Gives the trial's open task on a partition to the worker that holds the partition."""
+
+    trial: int
+    partition: int
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """These tasks were chosen to be begun, or to be reserved behind a task that is ending."""
+
+    tasks: tuple[Assignment, ...]
+
+
+AttemptEvent = SubEpochEnding | SubEpochDone | TaskFailed | TransferFailed | EvaluationDone
+
 Event = (
-    WorkerJoined
+    AttemptEvent
+    | WorkerJoined
     | WorkerLost
-    | SubEpochEnding
-    | SubEpochDone
     | StateReceived
-    | TaskFailed
-    | TransferFailed
-    | EvaluationDone
     | MetricsMerged
     | MetricsMergeFailed
     | Checkpointed
     | TrialStopped
+    | Assigned
 )

@@ -15,8 +15,8 @@ from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.hopper.coordinator import hop_config
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.plan.events import Checkpointed, Event, Hop, SubEpochDone, WorkerJoined
-from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Checkpoint, StartSubEpoch
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.digest import digest
@@ -97,13 +97,12 @@ def run_in_process(
         )  # fmt: skip
 
     config = hop_config(document, manifest)
-    state, journal = HopState(config), Journal(folder, config)
+    scheduler, journal = Scheduler(config), Journal(folder, config)
     events: deque[Event] = deque(WorkerJoined(n, f"agent-{n}", (n,)) for n in range(PARTITIONS))
-    while not state.finished:
-        event = events.popleft()
-        instructions = state.handle(event)
-        journal.append(0.0, [(event, instructions)])
-        for instruction in instructions:
+    while not scheduler.state.finished:
+        decided = scheduler.handle(events.popleft())
+        journal.append(0.0, decided)
+        for instruction in (each for _, instructions in decided for each in instructions):
             match instruction:
                 case StartSubEpoch():
                     events.append(train(instruction))

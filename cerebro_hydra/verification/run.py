@@ -101,7 +101,7 @@ class _Verification:
             problems.append(str(error))
         else:
             self._follow(lines[1:])
-            over = sum(trial.status is not None for trial in state.trials)
+            over = sum(trial.over for trial in state.trials.values())
             if not state.finished:
                 notes.append(f"the run did not end: {over} of {len(state.trials)} trials did")
         name = f"{self._name}: journal"

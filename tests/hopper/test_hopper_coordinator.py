@@ -312,7 +312,7 @@ def test_with_tls_the_run_is_the_same_and_neither_key_nor_secret_is_in_its_recor
 ) -> None:
     launcher = ScriptedLauncher(2, tls=True)
     folder, state, tape = run(tmp_path, launcher, document(3, 2, 2))
-    assert [trial.status for trial in state.trials] == ["finished"] * 3
+    assert [trial.status for trial in state.trials.values()] == ["finished"] * 3
     assert launcher.spec is not None and launcher.spec.control.startswith("tls://")
     written = [path.read_text() for path in Path(folder.path).rglob("*") if path.is_file()]
     assert len(written) > 2
@@ -352,7 +352,7 @@ def test_a_hello_that_can_not_be_used_is_refused_in_words_and_the_run_goes_on(
 
     launcher = ScriptedLauncher(2, script=script)
     _, state, _ = run(tmp_path, launcher, document(1, 2, 1))
-    assert [trial.status for trial in state.trials] == ["finished"]
+    assert [trial.status for trial in state.trials.values()] == ["finished"]
     assert re.search(why, refusals[0])
 
 
@@ -382,7 +382,7 @@ def test_an_agent_that_comes_when_the_run_is_over_leaves_at_once_and_quietly(
     doc = replace(document(2, 2, 1), store=LocalStore(str(tmp_path)).to_dict())
     _, state, _ = run(tmp_path, launcher, doc)
     assert time.monotonic() - began < 10
-    assert [trial.status for trial in state.trials] == ["finished"] * 2
+    assert [trial.status for trial in state.trials.values()] == ["finished"] * 2
     for thread in launcher.threads_left:
         thread.join(5)
         assert not thread.is_alive(), thread

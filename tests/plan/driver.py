@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction
 from cerebro_hydra.plan.progress import visit_order
+from cerebro_hydra.plan.scheduler import Scheduler
 
 
 def config(
@@ -32,13 +32,14 @@ class Driver:
     """A state with workers "a", "b", ... on partitions 0, 1, ...; validates after every event."""
 
     def __init__(self, **more) -> None:
-        self.state = HopState(config(**more))
+        self.scheduler = Scheduler(config(**more))
+        self.state = self.scheduler.state
         self.told: list[Instruction] = []
         for worker in range(self.state.config.partitions):
             self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
 
     def __call__(self, event: ev.Event) -> list[Instruction]:
-        self.last = self.state.handle(event)
+        self.last = [each for _, told in self.scheduler.handle(event) for each in told]
         self.state.validate()
         self.told += self.last
         return self.last
@@ -58,7 +59,7 @@ class Driver:
     @property
     def running(self) -> dict[str, int]:
         """The number of the running attempt by incarnation."""
-        agents = self.state.agents.values()
+        agents = self.state.workers
         return {a.incarnation: a.running.number for a in agents if a.running is not None}
 
 

@@ -7,18 +7,18 @@ from random import Random
 
 import pytest
 
-from cerebro_hydra.plan.events import Event
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.progress import TaskKind
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.plan.simulate import SimulatedTimeline, Simulation, WorkerCrash
 
 
 class Thorough(HopState):
     """Draws consequences for every trial after every event."""
 
-    def _trials_of(self, event: Event) -> Iterable[int]:
-        return range(len(self.trials))
+    def _draw_consequences(self, concerned: Iterable[int]) -> None:
+        super()._draw_consequences(sorted(self.trials))
 
 
 def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
@@ -43,7 +43,7 @@ def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
         crashes=crashes,
         metric=lambda trial, epoch: metrics[trial, epoch],
     )
-    simulation.state = kind(config)
+    simulation.scheduler = Scheduler(config, kind(config))
     return simulation.run()
 
 

@@ -102,7 +102,7 @@ def expected_result(config: HopConfig, index: int, trial: TrialProgress) -> tupl
 def check_outcome(world: World) -> None:
     config = world.config
     assert world.instructions.count(ins.FinishRun()) == 1
-    for index, trial in enumerate(world.state.trials):
+    for index, trial in world.state.trials.items():
         over = [
             i for i in world.instructions if isinstance(i, ins.FinishTrial) and i.trial == index
         ]
@@ -161,14 +161,15 @@ def test_every_run_ends_with_one_surviving_commit_per_sub_epoch(world, script) -
 def test_without_faults_of_its_own_every_trial_finishes(world, script) -> None:
     world.run(script)
     check_outcome(world)
-    assert {trial.status for trial in world.state.trials} == {"finished"}
+    assert {trial.status for trial in world.state.trials.values()} == {"finished"}
 
 
 def check_undisturbed(world: World) -> None:
     """Check that the world's histories and results are those of a run without losses."""
     calm = World(world.config, world.workers, Counter())
     calm.run([])
-    for index, (mine, other) in enumerate(zip(world.state.trials, calm.state.trials, strict=True)):
+    for index, mine in world.state.trials.items():
+        other = calm.state.trials[index]
         assert repr(mine.history) == repr(other.history)
         assert mine.result == other.result
         assert world.store[index, mine.result] == calm.store[index, mine.result]
@@ -200,7 +201,7 @@ def storms(draw):
 def test_best_states_survive_a_storm_of_losses(world, script) -> None:
     world.run(script)
     check_outcome(world)
-    assert {trial.status for trial in world.state.trials} == {"finished"}
+    assert {trial.status for trial in world.state.trials.values()} == {"finished"}
     if world.config.order == "seeded":
         check_undisturbed(world)
 

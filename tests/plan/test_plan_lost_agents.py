@@ -101,7 +101,7 @@ def test_an_agent_lost_in_a_cancelled_task_speaks_against_no_other_trial() -> No
     other = run.running[run.agent]
     assert run.state.attempts[other].trial != trial
     run.lose(cancelled)
-    assert [each.lost_agents for each in run.state.trials] == [[], []]
+    assert [each.lost_agents for each in run.state.trials.values()] == [[], []]
 
 
 def test_agents_that_are_lost_together_are_one_loss() -> None:
@@ -112,8 +112,8 @@ def test_agents_that_are_lost_together_are_one_loss() -> None:
     assert len(evaluations) == 4
     for worker in "abc":  # one machine with three agents, all of which evaluate the trial
         run(ev.WorkerLost(worker, "its executor was lost", "", evaluations[worker]))
-    (trial,) = run.state.trials
-    assert len(trial.lost_agents) == 1 and trial.status is None
+    (trial,) = run.state.trials.values()
+    assert len(trial.lost_agents) == 1 and not trial.over
 
 
 def test_after_a_loss_a_trial_is_evaluated_on_one_agent_at_a_time() -> None:
@@ -167,7 +167,7 @@ def test_lethal_trials_fail_after_three_losses_and_all_others_finish(lethal, scr
     world, killers, partition = lethal
     world.run(script)
     check_outcome(world)
-    for index, trial in enumerate(world.state.trials):
+    for index, trial in world.state.trials.items():
         deaths = world.killers.count(index)
         if index not in killers:
             assert (trial.status, deaths, trial.lost_agents) == ("finished", 0, [])
@@ -191,7 +191,7 @@ def test_other_losses_beside_lethal_trials_cost_no_innocent_trial(lethal, script
     world, killers, _ = lethal
     world.run(script)
     check_outcome(world)
-    failed = {i for i, trial in enumerate(world.state.trials) if trial.status == "failed"}
+    failed = {i for i, trial in world.state.trials.items() if trial.status == "failed"}
     assert failed == killers
     entries = [json.loads(json.dumps(entry)) for entry in world.journal]
     assert comparable(fold(world.config, entries)) == comparable(world.state)

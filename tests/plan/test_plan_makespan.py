@@ -175,9 +175,9 @@ def test_a_decision_looks_ahead_only_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     simulated: list[int] = []
     choose, rollout = policy.Policy.choose, policy._rollout
 
-    def counted_choose(self, state, choices):
+    def counted_choose(self, view):
         simulated.append(0)
-        return choose(self, state, choices)
+        return choose(self, view)
 
     def counted_rollout(*arguments):
         end, tasks = rollout(*arguments)

@@ -16,10 +16,11 @@ from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import record
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.plan.view import View
 
 Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit
 
@@ -63,7 +64,8 @@ class World:
         lethal: Callable[[ins.StartSubEpoch | ins.Evaluate], bool] = lambda task: False,
     ) -> None:
         self.config, self.workers, self.faults = config, workers, faults
-        self.state = HopState(config)
+        self.scheduler = Scheduler(config)
+        self.state = self.scheduler.state
         self.store: dict[tuple[int, int], Content] = {(t.trial, 0): () for t in config.trials}
         self.agents: list[FakeAgent] = []
         self.news: deque[ev.Event] = deque()  # from the shell itself
@@ -71,7 +73,7 @@ class World:
         self.journal: list[dict] = []
         self.broken_merge: int | None = None
         self.lethal = lethal  # the tasks whose agent dies of them
-        self.killers: list[int] = []  # the trial of each agent that died of its task
+        self.killers: list[int] = []  # the trial of each agent that was lost while it ran that
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
         for worker in range(len(workers)):
             self.join(worker)
@@ -84,9 +86,16 @@ class World:
         self.news.append(ev.WorkerJoined(worker, incarnation, self.workers[worker]))
 
     def handle(self, event: ev.Event) -> None:
-        given = self.state.handle(event)
+        given: list[ins.Instruction] = []
+        ran = self.state.attempts.get(getattr(event, "attempt", None))
+        if isinstance(event, ev.WorkerLost) and ran is not None:
+            self.killers.append(ran.trial)
+        for decided, instructions in self.scheduler.handle(event):
+            self.journal.append(record(len(self.journal), decided, instructions))
+            given += instructions
         self.state.validate()
-        self.journal.append(record(len(self.journal), event, given))
+        if not self.state.attempts:
+            assert not View(self.state.tables).choices(), "nothing runs, and yet there is work"
         self.instructions += given
         agents = {agent.incarnation: agent for agent in self.agents}
         for instruction in given:
@@ -163,7 +172,8 @@ class World:
         owner = next(a for a in self.agents if a.incarnation == source.incarnation)
         if owner.alive and key in owner.held:
             return lambda: self.receive(agent, key, owner.held[key])
-        if not owner.alive and self.state.agent(owner.incarnation) is None:  # retries are over
+        if not owner.alive and self.state.workers.get(owner.incarnation) is None:
+            # Its retries are over.
             return lambda: self.fail_fetch(agent, key)
         return None  # waits for the owner to publish
 
@@ -186,7 +196,6 @@ class World:
         assert len(content) == task.source.visit
         attempt, me = task.attempt, agent.incarnation
         if self.lethal(task):
-            self.killers.append(task.trial)
             self.lose(agent)
         elif isinstance(task, ins.Evaluate):
             del agent.tasks[attempt]
@@ -256,7 +265,8 @@ class World:
                 agent.outbox.clear()
         elif kind == "duplicate" and self.journal:
             event = from_json(self.journal[-random.randint(1, 30) :][0]["event"])
-            if not isinstance(event, ev.StateReceived):  # never sent twice: a stream keeps order
+            # A stream keeps its order, and choices are not sent.
+            if not isinstance(event, ev.StateReceived | ev.Assigned):
                 self.handle(event)
         elif kind in ("task", "transfer"):
             tasks = [(a, t) for a in living for t in a.tasks.values()]
