@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 
 from cerebro_hydra.plan.bound import lower_bound
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.events import Event
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.progress import TaskKind
@@ -90,10 +91,10 @@ def crashes(workers: int, trials: int, events: int | None) -> list[WorkerCrash]:
 def measure(workers: int, trials: int, events: int | None) -> Figures:
     """Run to the end, or for this many events."""
     cost, seconds = task_seconds(workers, trials)
-    config = HopConfig(
+    search = ClosedSearch(
+        HopConfig(partitions=workers),
         tuple(TrialConfig(t, cost[t], 10**8, (("frozen", f"t{t}"),)) for t in range(trials)),
-        partitions=workers,
-        epochs=EPOCHS,
+        EPOCHS,
     )
     slots = [(worker,) for worker in range(workers)]
     busy = 0.0
@@ -104,13 +105,13 @@ def measure(workers: int, trials: int, events: int | None) -> Figures:
         return seconds(kind, trial, partition)
 
     simulation = Simulation(
-        config,
+        search,
         slots,
         work,
         crashes=crashes(workers, trials, events),
         on_decision=lambda event, instructions: None,
     )
-    simulation.scheduler = scheduler = TimedScheduler(config)
+    simulation.scheduler = scheduler = TimedScheduler(search.config)
     spent, state = scheduler.milliseconds, scheduler.state
     while not state.finished and (events is None or len(spent) < events):
         simulation.step()
@@ -124,7 +125,7 @@ def measure(workers: int, trials: int, events: int | None) -> Figures:
         median_ms=ordered[len(ordered) // 2],
         p99_ms=ordered[len(ordered) * 99 // 100],
         max_ms=ordered[-1],
-        makespan_over_bound=simulation.now / lower_bound(config, slots, seconds)
+        makespan_over_bound=simulation.now / lower_bound(search, slots, seconds)
         if state.finished
         else None,
         busy_share=busy / workers / simulation.now,

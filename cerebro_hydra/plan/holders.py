@@ -59,6 +59,12 @@ class Holders:
         state = _KnownState((cursor, *dict.fromkeys(segments)), {})
         self._known.setdefault(trial, {})[visit] = state
 
+    def fork(self, parent: int, visit: int, trial: int) -> None:
+        """Define the state of a fork after ``visit`` by the segments of its parent's."""
+        segments = self._known[parent][visit].segments[1:]
+        state = _KnownState((f"cursor/{trial}/{visit}", *segments), {})
+        self._known.setdefault(trial, {})[visit] = state
+
     def add(self, trial: int, visit: int, where: str) -> None:
         """Note that this place holds the state whole."""
         state = self._known[trial][visit]
@@ -98,12 +104,12 @@ class Holders:
 
     def where(self, trial: int, visit: int) -> Collection[str]:
         """Return every place that holds the state whole, in the order in which they got it."""
-        state = self._known[trial].get(visit)
+        state = self._known.get(trial, {}).get(visit)
         return () if state is None else state.places
 
     def visits(self, trial: int) -> list[int]:
         """Return the visits of a trial's known states, oldest first."""
-        return sorted(self._known[trial])
+        return sorted(self._known.get(trial, ()))
 
     def states_at(self, where: str) -> Collection[State]:
         """Return the states that this place holds whole."""

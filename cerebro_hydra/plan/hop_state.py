@@ -16,6 +16,9 @@ provisional: state v - 1 is kept until state v survives the loss of any one work
 makes states unreachable, the trial rolls back to its newest reachable state (``Redo``), and every
 attempt that was built on a void state is cancelled. The best state of a trial with patience is
 kept in the same way until it is in the store, to which it is written while training goes on.
+
+The set of trials is open until ``SearchClosed``: a search adds trials and extends their budgets,
+pauses, forks and stops them (``plan/search_events.py``). A trial trains while it has budget.
 Events of attempts and incarnations that are over are ignored, so duplicates and late messages do
 no harm.
 """
@@ -34,21 +37,21 @@ from cerebro_hydra.plan.events import (
     Event,
     MetricsMerged,
     MetricsMergeFailed,
+    SearchEvent,
     StateReceived,
     SubEpochDone,
     SubEpochEnding,
     TaskFailed,
     TransferFailed,
-    TrialStopped,
     WorkerJoined,
     WorkerLost,
 )
-from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.instructions import Commit, FinishRun, Instruction
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS, story
 from cerebro_hydra.plan.progress import Attempt, TrialProgress
 from cerebro_hydra.plan.retention import Retention
+from cerebro_hydra.plan.search_events import SearchEvents
 from cerebro_hydra.plan.tables import RunTables
 from cerebro_hydra.plan.trial_course import TrialCourse
 from cerebro_hydra.plan.workers import LiveAgent
@@ -74,11 +77,7 @@ class HopState:
         self._attempts = Attempts(self.tables)
         self._course = TrialCourse(self.tables, self._attempts, self.retention)
         self._fenced: set[str] = set()  # lost incarnations, which may not join again
-        for trial in config.trials:
-            self.tables.add_trial(trial, config.epochs)
-            self.holders.define(trial.trial, 0, trial.initial_digests)
-            self.holders.add(trial.trial, 0, STORE)
-            self.tables.refresh(trial.trial)
+        self._search = SearchEvents(self.tables, self._attempts, self._course)
 
     # ------------------------------------------------------------------ the public interface
 
@@ -106,6 +105,14 @@ class HopState:
 
     def _apply(self, event: Event) -> Iterable[int]:
         """Do what the event means; return the trials whose epochs and copies it may change."""
+        if isinstance(event, SearchEvent):
+            return self._search.apply(event)
+        if isinstance(event, AttemptEvent):
+            attempt = self._attempts.running(event.attempt, event.incarnation)
+            if attempt is None:
+                return ()
+            self._apply_to_attempt(event, attempt)
+            return (attempt.trial,)
         match event:
             case Assigned():
                 self._assign(event)
@@ -118,20 +125,12 @@ class HopState:
                 self._state_received(event)
             case Checkpointed():
                 self._course.checkpointed(event)
-            case TrialStopped():
-                self._course.stop(event)
             case MetricsMerged():
                 if self._is_merging(event):
                     self._course.end_epoch(event.trial, event.values)
             case MetricsMergeFailed():
                 if self._is_merging(event):
                     self._course.end(event.trial, "failed", event.error)
-            case _:
-                attempt = self._attempts.running(event.attempt, event.incarnation)
-                if attempt is None:
-                    return ()
-                self._apply_to_attempt(event, attempt)
-                return (attempt.trial,)
         return (event.trial,)
 
     def _apply_to_attempt(self, event: AttemptEvent, attempt: Attempt) -> None:
@@ -273,12 +272,11 @@ class HopState:
     def _draw_consequences(self, concerned: Iterable[int]) -> None:
         """End epochs and trials, start reserved tasks, and drop copies that nobody needs."""
         for index in concerned:
-            if not self.trials[index].over:
-                self._course.advance(index, self.trials[index])
+            self._course.advance(index, self.trials[index])
         self._attempts.start_reserved()
         for index in concerned:
             self._course.drop_unneeded(index, self.trials[index])
             self.tables.refresh(index)
-        if not self.finished and self.tables.all_over:
+        if not self.finished and self.tables.search_closed and self.tables.all_over:
             self.finished = True
             self.tables.instructions.append(FinishRun())

@@ -26,8 +26,11 @@ def check(state: HopState) -> None:
         assert runs == bool(trial.attempts), f"trial {index} is {trial.status}: {trial.attempts}"
     owned = [a.number for trial in state.trials.values() for a in trial.attempts]
     assert sorted(owned) == sorted(state.attempts), "an attempt belongs to no trial, or to two"
-    over = all(trial.over for trial in state.trials.values())
-    assert state.finished == over, f"finished is {state.finished}, all trials over is {over}"
+    over = state.tables.search_closed and all(trial.over for trial in state.trials.values())
+    assert state.finished == over, f"finished is {state.finished}, but everything over is {over}"
+    awaiting = sorted(index for index, trial in state.trials.items() if trial.awaits is not None)
+    noted = sorted(fork for forks in state.tables.forks.values() for fork in forks)
+    assert awaiting == noted, f"the forks {awaiting} wait for their states, and {noted} are noted"
 
 
 def _check_agents(state: HopState) -> None:
@@ -89,12 +92,22 @@ def _check_states(state: HopState, index: int, trial: TrialProgress) -> None:
         )
         held = state.holders.holds(index, *trial.saving)
         assert held, f"trial {index}: state {trial.saving} is being saved, and dropped"
+    if trial.awaits is not None:
+        assert not visits, f"trial {index} waits for its first state and has {visits}"
+        return
+    pinned = {state.trials[fork].base for fork in state.tables.forks.get(index, ())}
+    for visit in pinned:
+        assert state.holders.where(index, visit), f"trial {index}: a fork waits for state {visit}"
+    if trial.status == "paused":
+        assert not trial.attempts, f"trial {index} is paused and runs"
+        stored = all(state.holders.holds(index, v, STORE) for v in state.retention.needed(trial))
+        assert stored or trial.saving, f"trial {index} is paused, and nothing is saved"
     if trial.over:
         assert not trial.attempts, f"trial {index} is over and runs"
         for visit in visits:
             copies = {(visit, place) for place in state.holders.where(index, visit)}
             extra = copies - {(visit, STORE), trial.saving}
-            assert not extra, f"trial {index} is over and still has the copies {extra}"
+            assert visit in pinned or not extra, f"trial {index} is over and has {extra}"
         if trial.status != "failed":
             assert trial.result == result_visit(state.config, trial), (
                 f"trial {index}: another result"

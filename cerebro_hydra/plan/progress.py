@@ -71,6 +71,8 @@ class TrialProgress:
     abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
     saving: tuple[int, str] | None = None  # (visit, incarnation) of the checkpoint under way
     stop_reason: str | None = None  # None until the trial is stopped
+    base: int = 0  # the visit of the oldest state that it may fall back to
+    awaits: int | None = None  # the parent whose state ``base`` is not in the store yet
     result: int | None = None  # the visit of the trial's result; None until it has ended
     log: list[str] = field(default_factory=list)
 
@@ -155,10 +157,14 @@ def visit_order(config: HopConfig, trial: int, epoch: int) -> tuple[int, ...]:
     return order[start:] + order[:start]
 
 
-def next_partition(config: HopConfig, trial: int, epoch: int, visits: int) -> int:
-    """Return the partition that comes after ``visits`` others in the trial's seeded order."""
-    order = _shuffled(config.seed, epoch, config.partitions)
-    return order[(trial + visits) % config.partitions]
+def next_partition(config: HopConfig, number: int, trial: TrialProgress) -> int:
+    """Return the first partition in the trial's seeded order that the epoch has not visited yet."""
+    partitions, epoch, visited = config.partitions, len(trial.history), trial.visited()
+    if trial.base > epoch * partitions:  # it inherited visits in another order
+        order = visit_order(config, number, epoch)
+        return next(partition for partition in order if not visited >> partition & 1)
+    order = _shuffled(config.seed, epoch, partitions)
+    return order[(number + visited.bit_count()) % partitions]
 
 
 @cache

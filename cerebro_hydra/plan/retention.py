@@ -34,8 +34,8 @@ class Retention:
     def fallback(self, index: int, trial: TrialProgress, lost: str | None = None) -> int:
         """Return the newest state to roll back to if the place ``lost`` were gone as well.
 
-        That state and the best state up to it are both held elsewhere. State 0 always is, because
-        it is in the store.
+        That state and the best state up to it are both held elsewhere. The first state, or the one
+        that a fork began with, always is, because it is in the store.
         """
         for visit in reversed(self._holders.visits(index)):
             if all(self._places_left(index, v, lost) for v in self._with_best(trial, visit)):
@@ -45,10 +45,15 @@ class Retention:
     def copies_to_keep(self, index: int, trial: TrialProgress) -> set[StateCopy]:
         """Return the copies that must not be dropped."""
         copies: set[StateCopy] = set() if trial.saving is None else {trial.saving}
-        if trial.over:
+        for fork in self._tables.forks.get(index, ()):
+            base = self._tables.trials[fork].base
+            copies.update((base, place) for place in self._holders.where(index, base))
+        if trial.over or trial.awaits is not None:
             return copies
         for visit in self.needed(trial):
             places = self._holders.where(index, visit)
+            if trial.status == "paused" and STORE in places:
+                continue  # the store keeps what it has, and memory is for those that train
             copies.update((visit, place) for place in places)
             if len(places) == 1 and STORE not in places:
                 copies.update(self._fallback_copies(index, trial, *places))

@@ -9,7 +9,7 @@ from functools import partial
 
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.progress import TaskKind
 from cerebro_hydra.plan.scheduler import Scheduler
@@ -41,9 +41,10 @@ _HeldState = tuple[str, int, int]  # incarnation, trial, visit
 
 
 class Simulation:
-    """Runs ``config`` once on simulated workers.
+    """Runs a search once on simulated workers.
 
     Args:
+        search: the trials and what is fixed for them.
         workers: the partitions of each worker.
         seconds: how long a task takes.
         hop_seconds: how long any fetch of a state takes.
@@ -54,7 +55,7 @@ class Simulation:
 
     def __init__(
         self,
-        config: HopConfig,
+        search: ClosedSearch,
         workers: Sequence[tuple[int, ...]],
         seconds: TaskSeconds,
         *,
@@ -63,7 +64,7 @@ class Simulation:
         metric: Callable[[int, int], float] = lambda trial, epoch: 1.0,
         on_decision: Callable[[ev.Event, list[ins.Instruction]], object] | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(search.config)
         self.now = 0.0
         self.timeline = SimulatedTimeline()
         self._on_decision = on_decision or self._keep
@@ -78,6 +79,9 @@ class Simulation:
         self._held: set[_HeldState] = set()
         self._fetches: dict[_HeldState, str | None] = {}  # the owner of each, None for the store
         self._waiting: dict[_HeldState, list[_HeldState]] = {}  # fetches of what is not made yet
+        self._configs = {trial.trial: trial for trial in search.trials}
+        for event in search.events():
+            self._schedule(0.0, partial(self._handle, event))
         for worker in range(len(workers)):
             self._schedule(0.0, partial(self._join, worker))
         for crash in crashes:
@@ -165,7 +169,7 @@ class Simulation:
                 self._held.discard(state)
                 self._fetches.pop(state, None)
             case ins.MergeMetrics():
-                names = self.state.config.trials[instruction.trial].custom_metrics
+                names = self._configs[instruction.trial].custom_metrics
                 value = self._metric(instruction.trial, instruction.epoch)
                 merged = ev.MetricsMerged(
                     instruction.attempt,
@@ -228,7 +232,7 @@ class Simulation:
         if task.attempt not in self._tasks_of[task.incarnation]:
             return
         self._remove_task(task)
-        trial = self.state.config.trials[task.trial]
+        trial = self._configs[task.trial]
         value = self._metric(task.trial, task.epoch)
         if isinstance(task, ins.Evaluate):
             sums = {"loss": (value, 1)}

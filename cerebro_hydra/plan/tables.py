@@ -35,9 +35,12 @@ class RunTables:
         self.holders = Holders()
         self.estimates = Estimates(config.partitions)
         self.open_tasks = OpenTasks(config.partitions)
-        self.search_closed = True  # whether no trial is added and no budget extended any more
+        self.forks: dict[int, list[int]] = {}  # by parent, those whose states are not stored yet
+        self.search_closed = False  # whether no trial is added and no budget extended any more
         self.events = 0
         self.instructions: list[Instruction] = []  # what the present event leads to
+        self.in_training = 0
+        """The trials that may go on now, as a mask."""
         self._next_attempt = 0
         self._statuses: dict[TrialStatus, int] = {}  # the trials of each status, as masks
         self._all_partitions = mask_of(range(config.partitions))
@@ -58,13 +61,14 @@ class RunTables:
 
     # ------------------------------------------------------------------ trials
 
-    def add_trial(self, trial: TrialConfig, budget: int) -> None:
+    def add_trial(self, config: TrialConfig, budget: int) -> TrialProgress:
         """Take in a trial that waits for its first task."""
-        tie_break = Random(seed_of(self.config.seed, "turn", trial.trial)).random()
-        log = VisitLog(self.config.partitions)
-        self.trials[trial.trial] = TrialProgress(trial, budget, tie_break, log)
-        self._statuses["waiting"] = self.with_status("waiting") | 1 << trial.trial
-        self.estimates.add(trial.trial, trial.cost)
+        tie_break = Random(seed_of(self.config.seed, "turn", config.trial)).random()
+        trial = TrialProgress(config, budget, tie_break, VisitLog(self.config.partitions))
+        self.trials[config.trial] = trial
+        self._statuses["waiting"] = self.with_status("waiting") | 1 << config.trial
+        self.estimates.add(config.trial, config.cost)
+        return trial
 
     def with_status(self, *statuses: TrialStatus) -> int:
         """Return the trials with one of these statuses, as a mask."""
@@ -85,10 +89,11 @@ class RunTables:
         """Return whether every trial has ended."""
         return self.with_status(*OVER).bit_count() == len(self.trials)
 
-    def in_training(self, trial: TrialProgress) -> bool:
+    def may_train(self, trial: TrialProgress) -> bool:
         """Return whether the trial may go on now: it has budget left and is not at its end."""
         return (
             trial.status in ("waiting", "running")
+            and trial.awaits is None
             and len(trial.history) < trial.budget
             and outcome(self.config, trial, self.search_closed) is None
         )
@@ -120,20 +125,19 @@ class RunTables:
         When the visits of an epoch are in seeded order, only the next one is among them.
         """
         trial = self.trials[number]
-        if not self.in_training(trial):
+        if not self.may_train(trial):
             return 0
         if self.phase(trial) == "evaluate":
             return self._all_partitions & ~trial.evaluation_begun()
         visited = trial.visited()
         if self.config.order == "seeded" and visited != self._all_partitions:
-            epoch = len(trial.history)
-            return 1 << next_partition(self.config, number, epoch, visited.bit_count())
+            return 1 << next_partition(self.config, number, trial)
         return self._all_partitions & ~visited
 
     def turn(self, number: int) -> Turn | None:
         """Return the turn of a trial that can begin a task now, else None."""
         trial = self.trials[number]
-        if not self.in_training(trial):
+        if not self.may_train(trial):
             return None
         if trial.lost_agents and (trial.pending_visits or trial.evaluations):
             return None  # one agent at a time, while it may be lethal
@@ -145,6 +149,10 @@ class RunTables:
     def refresh(self, number: int) -> None:
         """Bring the index of open tasks up to date with a trial that has changed."""
         self.open_tasks.put(number, self.open_partitions(number), self.turn(number))
+        if self.may_train(self.trials[number]):
+            self.in_training |= 1 << number
+        else:
+            self.in_training &= ~(1 << number)
 
     def check_indexes(self) -> None:
         """Raise AssertionError if an index is not what it is recomputed as."""
@@ -154,6 +162,8 @@ class RunTables:
         for status, mask in self._statuses.items():
             there = {n for n, trial in self.trials.items() if trial.status == status}
             assert set(members(mask)) == there, f"the trials {there} are {status}"
+        training = mask_of(n for n, trial in self.trials.items() if self.may_train(trial))
+        assert self.in_training == training, f"{training:b} may train, not {self.in_training:b}"
         for number, trial in self.trials.items():
             trial.evaluation.check()
             assert trial.evaluating == mask_of(trial.evaluations), f"trial {number}: {trial}"

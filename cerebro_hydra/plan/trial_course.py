@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from cerebro_hydra.plan.attempts import Attempts
 from cerebro_hydra.plan.evaluation import epoch_metrics
-from cerebro_hydra.plan.events import Checkpointed, TrialStopped
+from cerebro_hydra.plan.events import Checkpointed
 from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.instructions import (
     Checkpoint,
     Drop,
     EndEpoch,
     FinishTrial,
+    ForkState,
     MergeMetrics,
     Redo,
 )
@@ -64,14 +65,14 @@ class TrialCourse:
             self._tables.holders.add(event.trial, event.visit, STORE)
             self._tables.log(event.trial, f"state {event.visit} is in the store")
 
-    def stop(self, event: TrialStopped) -> None:
+    def stop(self, number: int, reason: str) -> None:
         """Let the trial end as soon as its result is in the store."""
-        trial = self._tables.trials[event.trial]
+        trial = self._tables.trials[number]
         if not trial.over and trial.stop_reason is None:
             if self._outcome(trial) is None:
-                trial.stop_reason = event.reason
+                trial.stop_reason = reason
                 trial.forget_evaluation()
-            self._tables.log(event.trial, f"stopped: {event.reason}")
+            self._tables.log(number, f"stopped: {reason}")
 
     def _outcome(self, trial: TrialProgress) -> Outcome | None:
         return outcome(self._config, trial, self._tables.search_closed)
@@ -87,7 +88,12 @@ class TrialCourse:
         self._tables.instructions.append(FinishTrial(index, status, reason, trial.result))
 
     def advance(self, index: int, trial: TrialProgress) -> None:
-        """End the trial's epoch and the trial itself if they are over."""
+        """End the trial's epoch and the trial itself if they are over, and save what must be."""
+        if trial.awaits is None and not trial.over:
+            self._end_what_is_over(index, trial)
+        self._settle_forks(index, trial)
+
+    def _end_what_is_over(self, index: int, trial: TrialProgress) -> None:
         partitions = self._config.partitions
         evaluation = trial.evaluation
         evaluated = evaluation.done.bit_count() == partitions or not self._config.evaluate
@@ -106,8 +112,32 @@ class TrialCourse:
             self._attempts.abandon_all(trial)
             if self._ensure_saved(index, trial, result_visit(self._config, trial)):
                 self.end(index, *over)
-        elif (best := best_visit(self._config, trial, trial.newest)) is not None:
+            return
+        if (best := best_visit(self._config, trial, trial.newest)) is not None:
             self._ensure_saved(index, trial, best)
+        if trial.status == "paused":
+            self._ensure_saved(index, trial, trial.newest)
+
+    def _settle_forks(self, index: int, trial: TrialProgress) -> None:
+        """Let forks begin whose state is in the store, and have those of the others written."""
+        holders = self._tables.holders
+        for number in self._tables.forks.pop(index, ()):
+            fork = self._tables.trials[number]
+            if not holders.where(index, fork.base):
+                kept = max(visit for visit in holders.visits(index) if visit < fork.base)
+                self._tables.log(number, f"state {fork.base} is lost; it goes on from {kept}")
+                fork.roll_back(kept, self._config.partitions)
+                fork.base = kept
+            if self._ensure_saved(index, trial, fork.base):
+                fork.awaits = None
+                holders.fork(index, fork.base, number)
+                holders.add(number, fork.base, STORE)
+                self._tables.instructions.append(ForkState(number, index, fork.base))
+                self._tables.log(number, f"state {fork.base} of trial {index} is now its own too")
+                self.advance(number, fork)
+                self._tables.refresh(number)
+            else:
+                self._tables.forks.setdefault(index, []).append(number)
 
     def end_epoch(self, index: int, custom: dict[str, float]) -> None:
         """End the trial's epoch with the metrics of all its visits and evaluations."""

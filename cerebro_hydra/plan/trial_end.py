@@ -28,7 +28,8 @@ def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Out
         return None
     newest = best_visit(config, trial, trial.newest)
     best = None if newest is None else newest // config.partitions - 1
-    if len(trial.history) - (0 if best is None else best + 1) < patience:
+    since = _first_epoch(config, trial) if best is None else best + 1
+    if len(trial.history) - since < patience:
         return None
     epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
     if best is None:
@@ -57,13 +58,20 @@ def best_epoch(values: Iterable[float], direction: str) -> int | None:
 def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
     """Return the visit of the best state among the epochs that the first ``visits`` complete.
 
-    It is None if the trial has no patience, or if no such epoch was finite.
+    It is None if the trial has no patience, or if no such epoch was finite. Of the epochs that a
+    fork inherits only the last one counts, and only if it goes on from the end of that.
     """
     if trial.config.patience is None:
         return None
-    values = [metrics[config.metric] for metrics in trial.history[: visits // config.partitions]]
-    best = best_epoch(values, config.direction)
-    return None if best is None else (best + 1) * config.partitions
+    first = _first_epoch(config, trial)
+    epochs = trial.history[first : visits // config.partitions]
+    best = best_epoch((metrics[config.metric] for metrics in epochs), config.direction)
+    return None if best is None else (first + best + 1) * config.partitions
+
+
+def _first_epoch(config: HopConfig, trial: TrialProgress) -> int:
+    """Return the first epoch after which a state was the trial's own."""
+    return max(0, -(-trial.base // config.partitions) - 1)
 
 
 def result_visit(config: HopConfig, trial: TrialProgress) -> int:

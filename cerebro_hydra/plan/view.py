@@ -110,14 +110,12 @@ class View:
         return self._tables.estimates.seconds(kind, trial, partition)
 
     def num_live(self) -> int:
-        """Return how many trials may still train, most of which do."""
-        return self._tables.with_status("waiting", "running").bit_count()
+        """Return how many trials have tasks left that they may begin now or later."""
+        return self._tables.in_training.bit_count()
 
     def live(self) -> dict[int, TrialView]:
         """Return every trial that has tasks left, by number."""
-        numbers = members(self._tables.with_status("waiting", "running"))
-        trials = ((number, self._tables.trials[number]) for number in numbers)
-        return {n: self._trial(n) for n, trial in trials if self._tables.in_training(trial)}
+        return {trial: self._trial(trial) for trial in members(self._tables.in_training)}
 
     def nbytes(self, trial: int) -> int:
         """Return the size of a trial's state."""

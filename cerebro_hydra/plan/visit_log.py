@@ -39,6 +39,13 @@ class VisitLog(Sequence[CommittedVisit]):
         for column in (self._visited, self._rows, self._losses):
             del column[visits:]
 
+    def first(self, visits: int) -> VisitLog:
+        """Return a log of the first ``visits`` visits."""
+        log = VisitLog(self._partitions)
+        log._visited = self._visited[:visits]
+        log._rows, log._losses = self._rows[:visits], self._losses[:visits]
+        return log
+
     def partitions_from(self, visit: int) -> Sequence[int]:
         """Return the partitions of the visits after the first ``visit``, in their order."""
         return self._visited[visit:]

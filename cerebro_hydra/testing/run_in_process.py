@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data.batches import batches, num_windows, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.hopper.coordinator import hop_config
+from cerebro_hydra.hopper.coordinator import closed_search
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.plan.events import Checkpointed, Event, Hop, SubEpochDone, WorkerJoined
 from cerebro_hydra.plan.instructions import Checkpoint, StartSubEpoch
@@ -96,9 +96,10 @@ def run_in_process(
             seconds=0.0, hop=Hop(0, 0, 0.0),
         )  # fmt: skip
 
-    config = hop_config(document, manifest)
-    scheduler, journal = Scheduler(config), Journal(folder, config)
-    events: deque[Event] = deque(WorkerJoined(n, f"agent-{n}", (n,)) for n in range(PARTITIONS))
+    search = closed_search(document, manifest)
+    scheduler, journal = Scheduler(search.config), Journal(folder, search.config)
+    events: deque[Event] = deque(search.events())
+    events.extend(WorkerJoined(n, f"agent-{n}", (n,)) for n in range(PARTITIONS))
     while not scheduler.state.finished:
         decided = scheduler.handle(events.popleft())
         journal.append(0.0, decided)

@@ -20,6 +20,7 @@ from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_watch import TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.plan import events
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import (
     Checkpoint,
@@ -167,7 +168,10 @@ class Cluster:
             self.folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": shards})
         digests = ((names["frozen"], names["trainable"]),)
         configs = tuple(TrialConfig(n, 1.0, nbytes, digests) for n in range(trials))
-        self.scheduler = Scheduler(HopConfig(configs, PARTITIONS, EPOCHS))
+        search = ClosedSearch(HopConfig(PARTITIONS), configs, EPOCHS)
+        self.scheduler = Scheduler(search.config)
+        for event in search.events():
+            self.events.put(event)
         self.state = self.scheduler.state
         self.results: dict[int, FinishTrial] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import Instruction
 from cerebro_hydra.plan.progress import visit_order
@@ -16,11 +17,11 @@ def config(
     custom: tuple[str, ...] = (),
     patience: int | None = None,
     **more,
-) -> HopConfig:
+) -> ClosedSearch:
     each = (
         TrialConfig(t, 1.0, 100, ((f"f{t}", f"t{t}"),), custom, patience) for t in range(trials)
     )
-    return HopConfig(tuple(each), partitions, epochs, **more)
+    return ClosedSearch(HopConfig(partitions, **more), tuple(each), epochs)
 
 
 def done(attempt: int, worker: str, loss: float = 1.0) -> ev.SubEpochDone:
@@ -32,9 +33,12 @@ class Driver:
     """A state with workers "a", "b", ... on partitions 0, 1, ...; validates after every event."""
 
     def __init__(self, **more) -> None:
-        self.scheduler = Scheduler(config(**more))
+        search = config(**more)
+        self.scheduler = Scheduler(search.config)
         self.state = self.scheduler.state
         self.told: list[Instruction] = []
+        for event in search.events():
+            self(event)
         for worker in range(self.state.config.partitions):
             self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
 
@@ -72,7 +76,7 @@ def in_order(*partitions: int, epochs: int = 1) -> int:
     each = max(partitions) + 1
     for seed in range(10_000):
         run = config(partitions=each, epochs=epochs, order="seeded", seed=seed)
-        visits = [p for epoch in range(epochs) for p in visit_order(run, 0, epoch)]
+        visits = [p for epoch in range(epochs) for p in visit_order(run.config, 0, epoch)]
         if visits[: len(partitions)] == list(partitions):
             return seed
     raise AssertionError(f"no seed visits {partitions}")

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.progress import TaskKind
@@ -28,7 +29,7 @@ def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
         TrialConfig(t, 1.0, 100, (("same", f"t{t}"),), patience=patience)
         for t in range(random.randint(2, 9))
     )
-    config = HopConfig(each, workers, 3, seed=seed, order=random.choice(["dynamic", "seeded"]))
+    config = HopConfig(workers, seed=seed, order=random.choice(["dynamic", "seeded"]))
     crashes = [WorkerCrash(random.uniform(1, 20), random.randrange(workers), 0.5) for _ in range(3)]
     metrics = {(trial, epoch): random.random() for trial in range(9) for epoch in range(3)}
 
@@ -36,7 +37,7 @@ def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
         return 1 + 0.1 * trial + 0.3 * partition
 
     simulation = Simulation(
-        config,
+        ClosedSearch(config, each, 3),
         [(p,) for p in range(workers)],
         seconds,
         hop_seconds=0.05,

@@ -174,13 +174,16 @@ def test_merged_metrics_of_a_void_epoch_are_ignored_and_merged_again() -> None:
 
 
 def test_a_metric_over_no_rows_is_nan_and_its_journal_folds() -> None:
-    scheduler, journal = Scheduler(config(partitions=1)), []
+    search = config(partitions=1)
+    scheduler, journal = Scheduler(search.config), []
     state = scheduler.state
 
     def tell(event: ev.Event) -> None:
         for decided, told in scheduler.handle(event):
             journal.append(record(len(journal), decided, told))
 
+    for event in search.events():
+        tell(event)
     tell(ev.WorkerJoined(0, "a", (0,)))
     tell(done(0, "a"))
     tell(evaluated(1, "a", 0.0, rows=0))
@@ -263,12 +266,12 @@ def test_seeded_visits_do_not_depend_on_timing() -> None:
     ).run()
     assert any(isinstance(i, ins.Redo) for _, given in rough.records for i in given)
     assert calm.visit_logs == rough.visit_logs
-    assert calm.visit_logs[2] == [(e, p) for e in range(3) for p in visit_order(run, 2, e)]
+    assert calm.visit_logs[2] == [(e, p) for e in range(3) for p in visit_order(run.config, 2, e)]
 
 
 def test_seeded_trials_start_on_different_partitions() -> None:
     run = config(trials=4, partitions=4, order="seeded", seed=3)
-    square = [visit_order(run, trial, 0) for trial in range(4)]
+    square = [visit_order(run.config, trial, 0) for trial in range(4)]
     assert all(len(set(column)) == 4 for column in zip(*square, strict=True))
 
 
@@ -276,14 +279,14 @@ def test_the_journal_names_the_record_whose_decision_differs() -> None:
     run = config(trials=2)
     timeline = Simulation(run, [(0,), (1,)], lambda *_: 1.0).run()
     journal = [record(n, event, given) for n, (event, given) in enumerate(timeline.records)]
-    fold(run, journal)
+    fold(run.config, journal)
     at = next(n for n, entry in enumerate(journal) if len(entry["instructions"]) > 1)
     changed = json.loads(json.dumps(journal))
     changed[at]["instructions"].pop()
     with pytest.raises(JournalError, match=f"record {at} "):
-        fold(run, changed)
+        fold(run.config, changed)
     with pytest.raises(JournalError, match="record 4 stands where record 3 belongs"):
-        fold(run, journal[:3] + journal[4:])
+        fold(run.config, journal[:3] + journal[4:])
 
 
 def test_the_same_events_lead_to_the_same_state() -> None:
@@ -291,7 +294,7 @@ def test_the_same_events_lead_to_the_same_state() -> None:
     events = [
         event for event, _ in Simulation(run, [(0,), (1,), (2,)], lambda *_: 1.0).run().records
     ]
-    one, other = HopState(run), HopState(run)
+    one, other = HopState(run.config), HopState(run.config)
     for event in events:
         assert one.handle(event) == other.handle(event)
     assert comparable(one) == comparable(other)
@@ -360,7 +363,10 @@ def test_a_repeated_done_changes_nothing_while_the_first_is_held_back() -> None:
 
 
 def test_nobody_waits_for_an_agent_that_may_never_come() -> None:
-    state = HopState(config(partitions=2, evaluate=False))
+    search = config(partitions=2, evaluate=False)
+    state = HopState(search.config)
+    for event in search.events():
+        state.handle(event)
     state.workers.add(LiveAgent(0, "a", (0,)))
     prefers_1 = {0: [0.0, 9.0]}
     _, tasks = snapshot(View(state.tables)).rollout(prefers_1, max_wait=0.9, horizon=9)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
@@ -132,16 +133,16 @@ def lethal_worlds(draw, kills: int = 0, order: str | None = None):
     """Draw a world in which some trials kill the agent of some of their tasks."""
     partitions, count = draw(st.integers(1, 4)), draw(st.integers(2, 6))
     cut = draw(st.integers(1, partitions))
+    trials = tuple(TrialConfig(t, 1.0, 100, ((f"f/{t}", f"t/{t}"),)) for t in range(count))
+    epochs = draw(st.integers(1, 3))
     config = HopConfig(
-        tuple(TrialConfig(t, 1.0, 100, ((f"f/{t}", f"t/{t}"),)) for t in range(count)),
         partitions,
-        epochs=draw(st.integers(1, 3)),
         order=order or draw(st.sampled_from(["dynamic", "seeded"])),
         seed=draw(st.integers(0, 2**16)),
         evaluate=draw(st.booleans()),
     )
     killers = draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count - 1))
-    epoch = draw(st.integers(0, config.epochs - 1))
+    epoch = draw(st.integers(0, epochs - 1))
     partition = draw(st.none() | st.integers(0, partitions - 1))
     kind = draw(st.sampled_from([ins.StartSubEpoch, ins.Evaluate]))
     if not config.evaluate:
@@ -152,7 +153,7 @@ def lethal_worlds(draw, kills: int = 0, order: str | None = None):
         return task.trial in killers and where and isinstance(task, kind)
 
     world = World(
-        config,
+        ClosedSearch(config, trials, epochs),
         [tuple(range(partitions))[i::cut] for i in range(cut)],
         Counter(kill=draw(st.integers(0, kills))),
         slow_saves=draw(st.booleans()),
@@ -202,7 +203,7 @@ def test_other_losses_beside_lethal_trials_cost_no_innocent_trial(lethal, script
 def test_innocent_trials_have_the_results_of_a_run_without_lethal_ones(lethal, script) -> None:
     world, killers, _ = lethal
     world.run(script)
-    calm = World(world.config, world.workers, Counter())
+    calm = World(world.search, world.workers, Counter())
     calm.run([])
     for index in set(range(len(world.state.trials))) - killers:
         mine, other = world.state.trials[index], calm.state.trials[index]

@@ -7,15 +7,17 @@ content is the visit log that made it, so a wrong state is seen as a wrong log.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf, nan
 from random import Random
 
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import record
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
 from cerebro_hydra.plan.scheduler import Scheduler
@@ -23,6 +25,7 @@ from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.plan.view import View
 
 Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit
+Proposal = Callable[[HopState], ev.Event | None]  # what a search proposes, given the state
 
 
 SCORES = (nan, inf, 0.0, 0.25, 0.5, 0.75, 1.0)
@@ -57,16 +60,19 @@ class FakeAgent:
 class World:
     def __init__(
         self,
-        config: HopConfig,
+        search: ClosedSearch | HopConfig,
         workers: list[tuple[int, ...]],
         faults: Counter,
         slow_saves: bool = False,
         lethal: Callable[[ins.StartSubEpoch | ins.Evaluate], bool] = lambda task: False,
+        proposals: Iterable[Proposal] = (),
     ) -> None:
-        self.config, self.workers, self.faults = config, workers, faults
-        self.scheduler = Scheduler(config)
+        self.search, self.workers, self.faults = search, workers, faults
+        self.config = search.config if isinstance(search, ClosedSearch) else search
+        self.proposals = deque(proposals)  # of an open search, each made at any time, in order
+        self.scheduler = Scheduler(self.config)
         self.state = self.scheduler.state
-        self.store: dict[tuple[int, int], Content] = {(t.trial, 0): () for t in config.trials}
+        self.store: dict[tuple[int, int], Content] = {}
         self.agents: list[FakeAgent] = []
         self.news: deque[ev.Event] = deque()  # from the shell itself
         self.instructions: list[ins.Instruction] = []
@@ -75,6 +81,8 @@ class World:
         self.lethal = lethal  # the tasks whose agent dies of them
         self.killers: list[int] = []  # the trial of each agent that was lost while it ran that
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
+        for event in search.events() if isinstance(search, ClosedSearch) else ():
+            self.handle(event)
         for worker in range(len(workers)):
             self.join(worker)
 
@@ -87,6 +95,8 @@ class World:
 
     def handle(self, event: ev.Event) -> None:
         given: list[ins.Instruction] = []
+        if isinstance(event, ev.TrialAdded):
+            self.store[event.config.trial, 0] = ()
         ran = self.state.attempts.get(getattr(event, "attempt", None))
         if isinstance(event, ev.WorkerLost) and ran is not None:
             self.killers.append(ran.trial)
@@ -101,6 +111,9 @@ class World:
         for instruction in given:
             if incarnation := getattr(instruction, "incarnation", None):
                 agents[incarnation].inbox.append(instruction)
+            if isinstance(instruction, ins.ForkState):
+                forked = self.store[instruction.parent, instruction.visit]
+                self.store[instruction.trial, instruction.visit] = forked
             if isinstance(instruction, ins.MergeMetrics):
                 self.news.append(self.merge_metrics(instruction))
 
@@ -115,12 +128,19 @@ class World:
         value = score(task.trial, task.epoch, self.config.seed)
         return ev.MetricsMerged(*named, {"score": value, "seen": val_loss(content, 0)[0]})
 
+    def propose(self) -> None:
+        event = self.proposals.popleft()(self.state)
+        if event is not None:
+            self.handle(event)
+
     # -------------------------------------------------------------- what can happen next
 
     def steps(self) -> list:
         found, saves = [], []
         if self.news:
             found.append(lambda: self.handle(self.news.popleft()))
+        if self.proposals:
+            found.append(self.propose)
         for agent in self.agents:
             if agent.outbox:
                 found.append(lambda a=agent: self.handle(a.outbox.popleft()))
@@ -227,7 +247,8 @@ class World:
         else:
             assert task.epoch == before
             loss = score(task.trial, task.epoch - 1, self.config.seed)
-            assert repr(task.metrics["train_loss"]) == repr(loss)
+            inherited = self.state.trials[task.trial].base > (before - 1) * self.config.partitions
+            assert inherited or repr(task.metrics["train_loss"]) == repr(loss)
 
     # -------------------------------------------------------------- faults
 
@@ -277,10 +298,9 @@ class World:
                 event_type = ev.TaskFailed if kind == "task" else ev.TransferFailed
                 agent.outbox.append(event_type(task.attempt, agent.incarnation, "injected"))
         elif kind == "merge":
-            self.broken_merge = random.randrange(len(self.config.trials))
-        elif kind == "stop":
-            trial = random.randrange(len(self.config.trials))
-            self.news.append(ev.TrialStopped(trial, "pruned"))
+            self.broken_merge = random.choice([*self.state.trials, 0])
+        elif kind == "stop" and self.state.trials:
+            self.news.append(ev.TrialStopped(random.choice([*self.state.trials]), "pruned"))
 
     def run(self, script: list[int]) -> None:
         """Follow the script, then go on in some order until the run is over."""
