@@ -77,7 +77,7 @@ class Policy:
     """Proposes the tasks of one run; its memory depends on what it has seen alone."""
 
     def __init__(self, config: HopConfig) -> None:
-        self._seed, self._partitions = config.seed, config.partitions
+        self._partitions = config.partitions
         self._random = Random(seed_of(config.seed, "policy"))
         self._rule = DispatchRule({}, 0.0)
         # Every trial goes round the same ring, one partition apart: optimal if all tasks are equal.
@@ -97,9 +97,11 @@ class Policy:
         lookahead = snapshot(view)
         bound = lookahead.bound * GOOD_ENOUGH
         bytes_there = _bytes_there(view, choices)
+        random = self._random.random
         for trial in lookahead.trials:
             if trial not in self._rule.preferences:
-                self._rule.preferences[trial] = self._plain(trial)
+                plain = [TIE_BREAK * random() for _ in range(self._partitions)]
+                self._rule.preferences[trial] = plain
         end, tasks = _rollout(lookahead, self._rule, bytes_there)
         effort = len(tasks)
         while end > bound and effort < EFFORT:
@@ -109,10 +111,6 @@ class Policy:
             if other_end < end:
                 self._rule, end, tasks = rule, other_end, other_tasks
         return [view.assignment(t.trial, t.partition) for t in _first(lookahead, tasks, choices)]
-
-    def _plain(self, trial: int) -> list[float]:
-        random = Random(seed_of(self._seed, "preferences", trial)).random
-        return [TIE_BREAK * random() for _ in range(self._partitions)]
 
     def _other_rule(self, lookahead: Lookahead) -> DispatchRule:
         if self._untried_rings:

@@ -24,9 +24,11 @@ class Chooser(Protocol):
 class Scheduler:
     """Decides for one run; the coordinator, the in-process driver and the simulator drive it."""
 
-    def __init__(self, config: HopConfig, state: HopState | None = None) -> None:
+    def __init__(
+        self, config: HopConfig, state: HopState | None = None, policy: Chooser | None = None
+    ) -> None:
         self.state = state or HopState(config)
-        self._policy: Chooser = Policy(config)
+        self._policy = policy or Policy(config)
         self._view = View(self.state.tables)
 
     def handle(self, event: Event) -> list[Decision]:
