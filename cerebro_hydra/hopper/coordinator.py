@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +32,7 @@ from cerebro_hydra.observe.records import (
     RunStarted,
     SlowBatch,
 )
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import (
     Event,
@@ -51,6 +52,7 @@ from cerebro_hydra.plan.instructions import (
     MergeMetrics,
     StartSubEpoch,
 )
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control_server import ControlServer
@@ -138,9 +140,10 @@ class Coordinator:
         self._manifest = manifest
         self._observers = Observers(observers)
         self._join_timeout = join_timeout
-        self._config = hop_config(document, manifest)
-        self._merge_metrics = _checked(merge_metrics, self._config)
-        self._state = HopState(self._config)
+        self._search = closed_search(document, manifest)
+        self._merge_metrics = _checked(merge_metrics, self._search)
+        self._scheduler = Scheduler(self._search.config)
+        self._state = self._scheduler.state
         self._roster = Roster(launcher.num_workers)
         self._numeric: dict[str, Any] = {}
         self._workers: dict[str, Any] = {}
@@ -161,7 +164,7 @@ class Coordinator:
         begun = time.monotonic()
         credentials = new_credentials(self._launcher.tls)
         self._observers.on_record(RunStarted(self._document))
-        self._journal = Journal(self._folder, self._config)
+        self._journal = Journal(self._folder, self._search.config)
         self._control = ControlServer(
             self._launcher.host, credentials, self._on_hello, self._on_message, self._on_closed
         )
@@ -189,7 +192,7 @@ class Coordinator:
         """Delete every state that was a trial's best until a better one came."""
         results = {
             number: {0, trial.result}
-            for number, trial in enumerate(self._state.trials)
+            for number, trial in self._state.trials.items()
             if trial.config.patience is not None and trial.result
         }
         if results:
@@ -227,12 +230,15 @@ class Coordinator:
     # ------------------------------------------------------------------ the loop
 
     def _decide_until_over(self) -> None:
+        self._decide(self._search.events())
         while not self._state.finished:
-            events = self._next_events()
-            decided = [(event, self._state.handle(event)) for event in events]
-            for decision in self._journal.append(time.time(), decided):
-                self._carry_out(decision.instructions)
-                self._observers.on_record(decision)
+            self._decide(self._next_events())
+
+    def _decide(self, events: Iterable[Event]) -> None:
+        decided = [each for event in events for each in self._scheduler.handle(event)]
+        for decision in self._journal.append(time.time(), decided):
+            self._carry_out(decision.instructions)
+            self._observers.on_record(decision)
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""
@@ -345,7 +351,7 @@ class Coordinator:
 
     def _merged_metrics(self, task: MergeMetrics) -> MetricsMerged | MetricsMergeFailed:
         named = (task.attempt, task.trial, task.epoch)
-        names = self._config.trials[task.trial].custom_metrics
+        names = self._state.trials[task.trial].config.custom_metrics
         try:
             values = self._merge_metrics(task.trial, list(task.states))
             if values.keys() != set(names):
@@ -358,10 +364,10 @@ class Coordinator:
             return MetricsMergeFailed(*named, traceback.format_exc())
 
 
-def _checked(merge_metrics: MergeStates | None, config: HopConfig) -> MergeStates:
+def _checked(merge_metrics: MergeStates | None, search: ClosedSearch) -> MergeStates:
     if merge_metrics is not None:
         return merge_metrics
-    for trial in config.trials:
+    for trial in search.trials:
         if trial.custom_metrics:
             raise ConfigurationError(
                 f"trial {trial.trial} has the custom metrics {list(trial.custom_metrics)}, and "
@@ -370,7 +376,7 @@ def _checked(merge_metrics: MergeStates | None, config: HopConfig) -> MergeState
     return lambda trial, states: {}
 
 
-def hop_config(document: RunDocument, manifest: Manifest) -> HopConfig:
+def closed_search(document: RunDocument, manifest: Manifest) -> ClosedSearch:
     """Return what decisions are made from; a trial's work is its rows times its bytes."""
     trials = tuple(
         TrialConfig(
@@ -383,13 +389,12 @@ def hop_config(document: RunDocument, manifest: Manifest) -> HopConfig:
         )
         for spec in document.trials
     )
-    return HopConfig(
-        trials=trials,
+    config = HopConfig(
         partitions=manifest.num_partitions,
-        epochs=document.num_epochs,
         order=document.order,
         seed=document.seed,
         evaluate=manifest.has_validation,
         metric=("val_" if manifest.has_validation else "train_") + document.evaluation_metric,
         direction=document.metrics[document.evaluation_metric],
     )
+    return ClosedSearch(config, trials, document.num_epochs)

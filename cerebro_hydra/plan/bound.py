@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.simulate import TaskSeconds
 
 
 def lower_bound(
-    config: HopConfig, workers: Sequence[tuple[int, ...]], seconds: TaskSeconds
+    search: ClosedSearch, workers: Sequence[tuple[int, ...]], seconds: TaskSeconds
 ) -> float:
     """Return the larger of the longest trial and the fullest worker, in seconds.
 
@@ -17,10 +17,11 @@ def lower_bound(
     worker runs one task at a time. It is the bound of an open shop, with evaluations between the
     epochs.
     """
-    trials = range(len(config.trials))
+    trials = [trial.trial for trial in search.trials]
+    partitions_of_all = range(search.config.partitions)
 
     def evaluation(trial: int, partitions: Sequence[int]) -> float:
-        if not config.evaluate:
+        if not search.config.evaluate:
             return 0.0
         return sum(seconds("evaluate", trial, partition) for partition in partitions)
 
@@ -28,7 +29,7 @@ def lower_bound(
         return sum(seconds("train", trial, partition) for partition in partitions)
 
     longest_trial = max(
-        training(trial, range(config.partitions))
+        training(trial, partitions_of_all)
         + max(evaluation(trial, partitions) for partitions in workers)
         for trial in trials
     )
@@ -36,4 +37,4 @@ def lower_bound(
         sum(training(trial, partitions) + evaluation(trial, partitions) for trial in trials)
         for partitions in workers
     )
-    return config.epochs * max(longest_trial, fullest_worker)
+    return search.epochs * max(longest_trial, fullest_worker)

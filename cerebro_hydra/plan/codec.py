@@ -10,13 +10,21 @@ from typing import Any, get_args
 
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import JournalError, StoreError
-from cerebro_hydra.plan.events import Event, Hop
+from cerebro_hydra.plan.events import Assignment, Event, Hop
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import Instruction, StateSource
 
 _TYPES: dict[str, type] = {
     kind.__name__: kind
-    for kind in (*get_args(Event), *get_args(Instruction), Hop, StateSource, HopConfig, TrialConfig)
+    for kind in (
+        *get_args(Event),
+        *get_args(Instruction),
+        Assignment,
+        Hop,
+        StateSource,
+        HopConfig,
+        TrialConfig,
+    )
 }
 
 

@@ -5,64 +5,67 @@ This is the only notion of time that the decisions have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from math import isnan, nan
 
 from cerebro_hydra.plan.progress import TaskKind
 
-SecondsTable = dict[TaskKind, list[list[float]]]  # expected seconds, by kind, trial and partition
+KINDS: tuple[TaskKind, ...] = ("train", "evaluate")
+EVALUATION_SHARE = 1 / 3  # of a sub-epoch, the share of a forward pass
 
 
 class Estimates:
     """Estimates seconds per (kind, trial, partition), and keeps a clock that follows the events.
 
     A duration is modelled as cost(trial) x pace(partition) until that very pair was measured. The
-    prior is the trial's relative cost at pace 1. An evaluation starts at a third of a sub-epoch,
-    the share of a forward pass.
+    prior is the trial's relative cost at pace 1; the first measurement says what its unit is.
     """
 
-    def __init__(self, costs: Sequence[float], partitions: int) -> None:
+    def __init__(self, partitions: int) -> None:
         self.now = 0.0
-        self._cost: dict[TaskKind, list[float]] = {
-            "train": list(costs),
-            "evaluate": [cost / 3 for cost in costs],
-        }
-        self._pace: dict[TaskKind, list[float]] = {
-            "train": [1.0] * partitions,
-            "evaluate": [1.0] * partitions,
-        }
-        self._seen: dict[TaskKind, list[list[float | None]]] = {
-            kind: [[None] * partitions for _ in costs] for kind in self._cost
-        }
+        self._partitions = partitions
+        self._unit = 1.0  # seconds per unit of cost
         self._has_seen_any = False
-        self.seconds: SecondsTable = {
-            kind: [[cost] * partitions for cost in costs] for kind, costs in self._cost.items()
-        }
-        """The expected duration of every task, by kind, trial and partition; only to be read."""
+        self._cost: dict[TaskKind, dict[int, float]] = {kind: {} for kind in KINDS}
+        self._pace: dict[TaskKind, list[float]] = {kind: [1.0] * partitions for kind in KINDS}
+        # By trial, from its first measurement on: the seconds by partition, NaN where unknown.
+        self._seen: dict[TaskKind, dict[int, array[float]]] = {kind: {} for kind in KINDS}
+
+    def add(self, trial: int, cost: float) -> None:
+        """Take in a trial by the relative cost of one of its sub-epochs."""
+        self._cost["train"][trial] = cost
+        self._cost["evaluate"][trial] = cost * EVALUATION_SHARE
+
+    def cost(self, kind: TaskKind, trial: int) -> float:
+        """Return the relative cost of one task of a trial; its unit never changes."""
+        return self._cost[kind][trial]
+
+    def pace(self, kind: TaskKind, partition: int) -> float:
+        """Return how long tasks of cost 1 take on a partition, in any unit."""
+        return self._pace[kind][partition]
+
+    def seconds(self, kind: TaskKind, trial: int, partition: int) -> float:
+        """Return the expected duration of a task."""
+        seen = self._seen[kind].get(trial)
+        if seen is not None and not isnan(known := seen[partition]):
+            return known
+        return self._modelled(kind, trial, partition)
 
     def learn(self, kind: TaskKind, trial: int, partition: int, seconds: float) -> None:
         """Update the estimates with a measured duration."""
         if not seconds > 0:
             return
-        costs, paces, seen = self._cost[kind], self._pace[kind], self._seen[kind]
-        error = seconds / (costs[trial] * paces[partition])
-        if not self._has_seen_any:  # the unit of the costs becomes seconds
+        error = seconds / self._modelled(kind, trial, partition)
+        if self._has_seen_any:  # cost and pace share the error equally
+            self._cost[kind][trial] *= error**0.5
+            self._pace[kind][partition] *= error**0.5
+        else:
             self._has_seen_any = True
-            for each, known in self._cost.items():
-                known[:] = [cost * error for cost in known]
-                self.seconds[each] = [[cost] * len(paces) for cost in known]
-        else:  # cost and pace share the error equally
-            costs[trial] *= error**0.5
-            paces[partition] *= error**0.5
+            self._unit *= error
+        seen = self._seen[kind]
+        if trial not in seen:
+            seen[trial] = array("d", [nan]) * self._partitions
         seen[trial][partition] = seconds
-
-        table = self.seconds[kind]
-        for number, pace in enumerate(paces):
-            if seen[trial][number] is None:
-                table[trial][number] = costs[trial] * pace
-        for row, known_row, cost in zip(table, seen, costs, strict=True):
-            if known_row[partition] is None:
-                row[partition] = cost * paces[partition]
-        table[trial][partition] = seconds
 
     def advance_clock(self, moment: float) -> None:
         """Advance the clock to the moment at which a task ended, if that is later."""
@@ -70,9 +73,17 @@ class Estimates:
 
     def comparable(self) -> dict[str, object]:
         """Return everything that the estimates depend on, for comparisons."""
+        seen = {
+            kind: {trial: [None if isnan(each) else each for each in row] for trial, row in rows}
+            for kind, rows in ((kind, by_trial.items()) for kind, by_trial in self._seen.items())
+        }
         return {
             "now": self.now,
-            "cost": {kind: list(costs) for kind, costs in self._cost.items()},
+            "unit": self._unit,
+            "cost": {kind: dict(costs) for kind, costs in self._cost.items()},
             "pace": {kind: list(paces) for kind, paces in self._pace.items()},
-            "seen": {kind: [list(row) for row in rows] for kind, rows in self._seen.items()},
+            "seen": seen,
         }
+
+    def _modelled(self, kind: TaskKind, trial: int, partition: int) -> float:
+        return self._unit * self._cost[kind][trial] * self._pace[kind][partition]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cerebro_hydra.plan.hop_config import TrialConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Hop:
@@ -159,6 +161,54 @@ class Checkpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class TrialAdded:
+    """The search proposes a trial, which may train up to the epoch ``budget``.
+
+    Trials are numbered as they were proposed. One that can't be built is never added, and its
+    number stays free.
+    """
+
+    config: TrialConfig
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrialForked:
+    """The search proposes a trial that goes on from another one's state after ``visit``.
+
+    It inherits the visits and epochs up to there, and the state itself; its own ``config`` says
+    how it goes on. It may train up to the epoch ``budget``, inherited epochs included.
+    """
+
+    config: TrialConfig
+    parent: int
+    visit: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetExtended:
+    """The search lets a trial train up to the epoch ``budget``, if that is later than before."""
+
+    trial: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPaused:
+    """The search lets a trial rest: its state goes to the store and leaves the workers' memory."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResumed:
+    """The search lets a paused trial go on."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrialStopped:
     """The search or the user gives this trial up before its last epoch."""
 
@@ -166,18 +216,49 @@ class TrialStopped:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class SearchClosed:
+    """The search proposes nothing more: trials end with their budgets, and then the run does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Gives the trial's open task on a partition to the worker that holds the partition."""
+
+    trial: int
+    partition: int
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """These tasks were chosen to be begun, or to be reserved behind a task that is ending."""
+
+    tasks: tuple[Assignment, ...]
+
+
+SearchEvent = (
+    TrialAdded
+    | TrialForked
+    | BudgetExtended
+    | TrialPaused
+    | TrialResumed
+    | TrialStopped
+    | SearchClosed
+)
+
+AttemptEvent = (
+    SubEpochEnding | SubEpochDone | TaskFailed | AuditFailed | TransferFailed | EvaluationDone
+)
+
 Event = (
-    WorkerJoined
+    AttemptEvent
+    | WorkerJoined
     | WorkerLost
-    | SubEpochEnding
-    | SubEpochDone
     | StateReceived
-    | TaskFailed
-    | AuditFailed
-    | TransferFailed
-    | EvaluationDone
     | MetricsMerged
     | MetricsMergeFailed
     | Checkpointed
-    | TrialStopped
+    | SearchEvent
+    | Assigned
 )

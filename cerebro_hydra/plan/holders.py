@@ -5,10 +5,12 @@ Hops, redo, the count of bytes already there and garbage collection all read thi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 STORE = "store"
+
+State = tuple[int, int]  # trial, visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,14 @@ class Holder:
     tier: str
 
 
+@dataclass(slots=True)
+class _KnownState:
+    """Holds the segments of a state, its cursor first, and the places that hold all of them."""
+
+    segments: tuple[str, ...]
+    places: dict[str, None]
+
+
 class Holders:
     """Keeps a table of :class:`Holder` rows and answers questions about states.
 
@@ -28,10 +38,11 @@ class Holders:
     """
 
     def __init__(self) -> None:
-        self._segments: dict[int, dict[int, tuple[str, ...]]] = {}  # by trial and visit
+        self._known: dict[int, dict[int, _KnownState]] = {}  # by trial and visit
         self._frozen: set[str] = set()
         # By place and segment, how many states that are whole there name the segment.
-        self._at: dict[str, dict[str, int]] = {STORE: {}}
+        self._at: dict[str, dict[str, int]] = {}
+        self._whole: dict[str, dict[State, None]] = {}  # the states that are whole, by place
 
     def __iter__(self) -> Iterator[Holder]:
         """Iterate over all rows, sorted by place and digest."""
@@ -45,23 +56,34 @@ class Holders:
         self._frozen.update(frozen for frozen, _ in pairs)
         segments = (digest for pair in pairs for digest in pair)
         cursor = f"cursor/{trial}/{visit}"
-        self._segments.setdefault(trial, {})[visit] = (cursor, *dict.fromkeys(segments))
+        state = _KnownState((cursor, *dict.fromkeys(segments)), {})
+        self._known.setdefault(trial, {})[visit] = state
+
+    def fork(self, parent: int, visit: int, trial: int) -> None:
+        """Define the state of a fork after ``visit`` by the segments of its parent's."""
+        segments = self._known[parent][visit].segments[1:]
+        state = _KnownState((f"cursor/{trial}/{visit}", *segments), {})
+        self._known.setdefault(trial, {})[visit] = state
 
     def add(self, trial: int, visit: int, where: str) -> None:
         """Note that this place holds the state whole."""
+        state = self._known[trial][visit]
+        if where in state.places:
+            return
+        state.places[where] = None
+        self._whole.setdefault(where, {})[trial, visit] = None
         there = self._at.setdefault(where, {})
-        segments = self._segments[trial][visit]
-        if segments[0] not in there:
-            for segment in segments:
-                there[segment] = there.get(segment, 0) + 1
+        for segment in state.segments:
+            there[segment] = there.get(segment, 0) + 1
 
     def drop(self, trial: int, visit: int, where: str) -> None:
         """Take the state away from this place, which holds it whole.
 
         Its frozen segments stay, and so do segments that other states there share.
         """
-        there = self._at[where]
-        for segment in self._segments[trial][visit]:
+        state, there = self._known[trial][visit], self._at[where]
+        del state.places[where], self._whole[where][trial, visit]
+        for segment in state.segments:
             there[segment] -= 1
             if not there[segment] and segment not in self._frozen:
                 del there[segment]
@@ -69,29 +91,51 @@ class Holders:
     def forget_worker(self, incarnation: str) -> None:
         """Remove everything that this incarnation held."""
         self._at.pop(incarnation, None)
+        for trial, visit in self._whole.pop(incarnation, ()):
+            del self._known[trial][visit].places[incarnation]
 
     def forget_state(self, trial: int, visit: int) -> None:
-        """Remove a state that is void or dropped everywhere; it must not be named again."""
-        self._segments.get(trial, {}).pop(visit, None)
+        """Remove a state that no place holds any more; it must not be named again."""
+        del self._known[trial][visit]
 
     def holds(self, trial: int, visit: int, where: str) -> bool:
         """Return whether the state is known and this place holds it whole."""
-        segments = self._segments.get(trial, {}).get(visit)
-        return segments is not None and segments[0] in self._at.get(where, {})
+        return where in self.where(trial, visit)
 
-    def where(self, trial: int, visit: int) -> list[str]:
-        """Return every place that holds the state whole, in the order in which places joined."""
-        segments = self._segments.get(trial, {}).get(visit)
-        if segments is None:
-            return []
-        return [place for place, there in self._at.items() if segments[0] in there]
+    def where(self, trial: int, visit: int) -> Collection[str]:
+        """Return every place that holds the state whole, in the order in which they got it."""
+        state = self._known.get(trial, {}).get(visit)
+        return () if state is None else state.places
 
     def visits(self, trial: int) -> list[int]:
         """Return the visits of a trial's known states, oldest first."""
-        return sorted(self._segments.get(trial, ()))
+        return sorted(self._known.get(trial, ()))
+
+    def states_at(self, where: str) -> Collection[State]:
+        """Return the states that this place holds whole."""
+        return self._whole.get(where, ())
 
     def share(self, trial: int, visit: int, where: str) -> float:
         """Return the share of the state's segments that this place already has."""
-        segments = self._segments[trial][visit]
+        segments = self._known[trial][visit].segments
         there = self._at.get(where, {})
         return sum(map(there.__contains__, segments)) / len(segments)
+
+    def check(self) -> None:
+        """Raise AssertionError if an index is not what the places of the known states give."""
+        whole: dict[str, set[State]] = {}
+        counts: dict[str, dict[str, int]] = {}
+        for trial, known in self._known.items():
+            for visit, state in known.items():
+                for place in state.places:
+                    whole.setdefault(place, set()).add((trial, visit))
+                    there = counts.setdefault(place, {})
+                    for segment in state.segments:
+                        there[segment] = there.get(segment, 0) + 1
+        kept = {place: set(states) for place, states in self._whole.items() if states}
+        assert kept == whole, f"places hold {whole}, and the index says {kept}"
+        for place, there in self._at.items():
+            named = {segment: count for segment, count in there.items() if count}
+            assert named == counts.get(place, {}), f"{place} counts {named} for its segments"
+            left = there.keys() - named.keys()
+            assert left <= self._frozen, f"{place} keeps {left}, which no state there names"

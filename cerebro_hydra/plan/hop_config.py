@@ -1,4 +1,4 @@
-"""Defines the configuration of a run, which is the first record of its journal."""
+"""Defines what is fixed for a run, which is the first record of its journal, and its trials."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ DIRECTIONS = ("min", "max")
 class TrialConfig:
     """Holds the facts about one trial that decisions depend on.
 
-    ``cost`` is the relative work of one sub-epoch, in any positive unit that all trials share.
-    ``nbytes`` is the size of its state. ``initial_digests`` has one (frozen, trainable) pair per
-    shard. ``custom_metrics`` names the metrics that the user's code merges after every epoch
+    ``trial`` is its number, the place in which it was proposed. ``cost`` is the relative work of
+    one sub-epoch, in any positive unit that all trials share. ``nbytes`` is the size of its state.
+    ``initial_digests`` has one (frozen, trainable) pair per shard; a fork has its parent's.
+    ``custom_metrics`` names the metrics that the user's code merges after every epoch
     (``MergeMetrics``). A trial with a ``patience`` ends when that many epochs in a row were not
     better, and its result is the state after its best epoch. With None it trains all epochs, and
     its result is the newest state.
+
+    Raises:
+        ConfigurationError: a number can't be used.
     """
 
     trial: int
@@ -30,10 +34,25 @@ class TrialConfig:
     custom_metrics: tuple[str, ...] = ()
     patience: int | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse a trial that no run can train."""
+        if self.trial < 0:
+            raise ConfigurationError(f"trial={self.trial} is negative; number the trials from 0")
+        if not (isfinite(self.cost) and self.cost > 0):
+            raise ConfigurationError(
+                f"cost={self.cost} of trial {self.trial} must be finite and positive"
+            )
+        patience = self.patience
+        if patience is not None and (type(patience) is not int or patience < 1):
+            raise ConfigurationError(
+                f"patience={patience!r} of trial {self.trial} must be a whole number of epochs "
+                "from 1"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class HopConfig:
-    """Holds all trials of a run, and the partitions and epochs they train.
+    """Holds what is the same for all trials of a run.
 
     ``metric`` is a name in the metrics of an epoch, such as "val_loss", and ``direction`` is "min"
     or "max"; together they define which epoch of a trial with patience is its best.
@@ -42,9 +61,7 @@ class HopConfig:
         ConfigurationError: a number or a name can't be used.
     """
 
-    trials: tuple[TrialConfig, ...]
     partitions: int
-    epochs: int
     order: str = "dynamic"
     seed: int = 0
     evaluate: bool = True
@@ -59,30 +76,17 @@ class HopConfig:
             raise ConfigurationError(
                 f"direction={self.direction!r} is unknown; choose one of {DIRECTIONS}"
             )
-        for name in ("partitions", "epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)} must be at least 1")
-        if not self.trials:
-            raise ConfigurationError("there are no trials; a run needs at least one trial")
-        for index, trial in enumerate(self.trials):
-            if trial.trial != index:
-                raise ConfigurationError(
-                    f"trial {trial.trial} stands at index {index}; number the trials from 0"
-                )
-            if not (isfinite(trial.cost) and trial.cost > 0):
-                raise ConfigurationError(
-                    f"cost={trial.cost} of trial {index} must be finite and positive"
-                )
-            if trial.patience is not None:
-                self._check_patience(index, trial.patience)
+        if self.partitions < 1:
+            raise ConfigurationError(f"partitions={self.partitions} must be at least 1")
 
-    def _check_patience(self, index: int, patience: int) -> None:
-        if type(patience) is not int or patience < 1:
+    def check_trial(self, trial: TrialConfig) -> None:
+        """Refuse a trial that this run can't train.
+
+        Raises:
+            ConfigurationError: it has patience with a metric that no epoch will have.
+        """
+        if trial.patience is not None and not self.evaluate and self.metric != "train_loss":
             raise ConfigurationError(
-                f"patience={patience!r} of trial {index} must be a whole number of epochs from 1"
-            )
-        if not self.evaluate and self.metric != "train_loss":
-            raise ConfigurationError(
-                f"trial {index} has patience with metric={self.metric!r}, which needs validation "
-                "data; add validation data, or use metric='train_loss'"
+                f"trial {trial.trial} has patience with metric={self.metric!r}, which needs "
+                "validation data; add validation data, or use metric='train_loss'"
             )

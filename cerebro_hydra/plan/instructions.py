@@ -93,6 +93,18 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ForkState:
+    """Name the parent's state after ``visit``, which is in the store, as the trial's own.
+
+    No byte is copied: both states name the same segments.
+    """
+
+    trial: int
+    parent: int
+    visit: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Forget this state and end any fetch of it.
 
@@ -172,6 +184,7 @@ Instruction = (
     | MergeMetrics
     | Cancel
     | Checkpoint
+    | ForkState
     | Drop
     | Commit
     | Redo

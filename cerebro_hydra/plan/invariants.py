@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.progress import Attempt, TrialProgress
-from cerebro_hydra.plan.trial_end import best_visit, needed_visits, result_visit
+from cerebro_hydra.plan.trial_end import best_visit, result_visit
 
 if TYPE_CHECKING:
     from cerebro_hydra.plan.hop_state import HopState
@@ -15,34 +14,36 @@ if TYPE_CHECKING:
 
 def check(state: HopState) -> None:
     """Raise AssertionError for the first broken invariant, naming it and its object."""
+    state.tables.check_indexes()
     _check_agents(state)
-    for index, trial in enumerate(state.trials):
+    for index, trial in state.trials.items():
         _check_visits(state, index, trial)
         _check_pending_visits(index, trial)
         _check_states(state, index, trial)
         for attempt in trial.attempts:
             _check_attempt(state, trial, attempt)
-    owned = [a.number for trial in state.trials for a in trial.attempts]
+        runs = trial.status == "running"
+        assert runs == bool(trial.attempts), f"trial {index} is {trial.status}: {trial.attempts}"
+    owned = [a.number for trial in state.trials.values() for a in trial.attempts]
     assert sorted(owned) == sorted(state.attempts), "an attempt belongs to no trial, or to two"
-    over = all(trial.status is not None for trial in state.trials)
-    assert state.finished == over, f"finished is {state.finished}, all trials over is {over}"
-    if not state.attempts and any(agent.open for agent in state.agents.values()):
-        assert not state.choices(), "workers are idle, nothing runs, and yet there is work"
+    over = state.tables.search_closed and all(trial.over for trial in state.trials.values())
+    assert state.finished == over, f"finished is {state.finished}, but everything over is {over}"
+    awaiting = sorted(index for index, trial in state.trials.items() if trial.awaits is not None)
+    noted = sorted(fork for forks in state.tables.forks.values() for fork in forks)
+    assert awaiting == noted, f"the forks {awaiting} wait for their states, and {noted} are noted"
 
 
 def _check_agents(state: HopState) -> None:
-    partitions = Counter(p for agent in state.agents.values() for p in agent.partitions)
-    assert all(n == 1 for n in partitions.values()), f"a partition has two workers: {partitions}"
-    live = {agent.incarnation for agent in state.agents.values()}
+    live = {agent.incarnation for agent in state.workers}
     for holder in state.holders:
         assert holder.where == STORE or holder.where in live, f"{holder} is not alive"
-    for agent in state.agents.values():
+    for agent in state.workers:
         for attempt in (agent.running, agent.reserved):
             if attempt is not None:
                 assert state.attempts.get(attempt.number) is attempt, f"{attempt} is over"
                 assert attempt.incarnation == agent.incarnation, f"{attempt} is elsewhere"
-        assert agent.running is None or agent.running.started, f"{agent.running} was not started"
-        assert agent.reserved is None or not agent.reserved.started, f"{agent.reserved} started"
+                reserved = attempt.status == "reserved"
+                assert reserved == (attempt is agent.reserved), f"{attempt} is at the wrong place"
         assert agent.running or not agent.reserved, f"{agent.reserved} waits for nothing"
 
 
@@ -60,10 +61,10 @@ def _check_visits(state: HopState, index: int, trial: TrialProgress) -> None:
     late = complete - ended
     assert late == 0 or (late == 1 and begun == 0), f"trial {index} goes on before its evaluation"
     if trial.merge_attempt is not None:
-        whole = late == 1 and len(trial.evaluated) == partitions
+        whole = late == 1 and trial.evaluation.done.bit_count() == partitions
         assert whole, f"trial {index} merges its metrics before it is evaluated everywhere"
-    visited = trial.visited(partitions)
-    assert len(set(visited)) == len(visited), f"trial {index} would visit twice: {visited}"
+    visits = trial.trained.bit_count() + len(trial.pending_visits)
+    assert trial.visited().bit_count() == visits, f"trial {index} would visit a partition twice"
 
 
 def _check_pending_visits(index: int, trial: TrialProgress) -> None:
@@ -79,22 +80,34 @@ def _check_pending_visits(index: int, trial: TrialProgress) -> None:
         )
     if len(trial.pending_visits) == 2:
         first, second = trial.pending_visits
-        assert first.ending, f"{second} waits for {first}, which is not ending"
+        assert first.status == "ending", f"{second} waits for {first}, which is not ending"
         assert second.source.incarnation == first.incarnation, f"{second} has another source"
 
 
 def _check_states(state: HopState, index: int, trial: TrialProgress) -> None:
     visits = state.holders.visits(index)
     if trial.saving is not None:
-        assert state.agent(trial.saving[1]), f"trial {index} is saved by {trial.saving[1]}: lost"
+        assert state.workers.get(trial.saving[1]), (
+            f"trial {index} is saved by {trial.saving[1]}: lost"
+        )
         held = state.holders.holds(index, *trial.saving)
         assert held, f"trial {index}: state {trial.saving} is being saved, and dropped"
-    if trial.status is not None:
+    if trial.awaits is not None:
+        assert not visits, f"trial {index} waits for its first state and has {visits}"
+        return
+    pinned = {state.trials[fork].base for fork in state.tables.forks.get(index, ())}
+    for visit in pinned:
+        assert state.holders.where(index, visit), f"trial {index}: a fork waits for state {visit}"
+    if trial.status == "paused":
+        assert not trial.attempts, f"trial {index} is paused and runs"
+        stored = all(state.holders.holds(index, v, STORE) for v in state.retention.needed(trial))
+        assert stored or trial.saving, f"trial {index} is paused, and nothing is saved"
+    if trial.over:
         assert not trial.attempts, f"trial {index} is over and runs"
         for visit in visits:
             copies = {(visit, place) for place in state.holders.where(index, visit)}
             extra = copies - {(visit, STORE), trial.saving}
-            assert not extra, f"trial {index} is over and still has the copies {extra}"
+            assert visit in pinned or not extra, f"trial {index} is over and has {extra}"
         if trial.status != "failed":
             assert trial.result == result_visit(state.config, trial), (
                 f"trial {index}: another result"
@@ -103,26 +116,28 @@ def _check_states(state: HopState, index: int, trial: TrialProgress) -> None:
             assert saved, f"trial {index}: its result, state {trial.result}, is not in the store"
         return
     assert max(visits) <= trial.newest, f"trial {index}: states {visits} of {trial.newest} visits"
-    for visit in needed_visits(state.config, trial):
+    for visit in state.retention.needed(trial):
         assert state.holders.where(index, visit), f"trial {index}: state {visit} is nowhere"
     best = best_visit(state.config, trial, trial.newest)
     if best is not None and not state.holders.holds(index, best, STORE):
         assert trial.saving, f"trial {index}: state {best} is its best, and nothing is saved"
-    for lost in state.agents.values():
+    for lost in state.workers:
         back = state.retention.fallback(index, trial, lost.incarnation)
         assert back <= trial.newest, f"trial {index} would not outlive worker {lost.worker}"
 
 
 def _check_attempt(state: HopState, trial: TrialProgress, attempt: Attempt) -> None:
-    agent = state.agent(attempt.incarnation)
+    agent = state.workers.get(attempt.incarnation)
     assert agent is not None, f"{attempt} has no live agent"
+    assert (attempt.status == "done") == (attempt.done is not None), f"{attempt} is contradictory"
     if attempt.done is None:
-        task = agent.running if attempt.started else agent.reserved
-        assert task is attempt, f"{attempt} is not what its agent does"
-    waits_for_writer = trial.pending_visits[1:] == [attempt]
-    if not attempt.received and not waits_for_writer:
+        assert attempt in (agent.running, agent.reserved), f"{attempt} is not what its agent does"
+    if attempt.status in ("reserved", "fetching") and trial.pending_visits[1:] != [attempt]:
         place = attempt.source.incarnation or STORE
-        held = state.holders.holds(attempt.trial, attempt.source.visit, place)
-        assert held, f"{attempt} starts from a state that {place} does not hold"
+        there = any(
+            state.holders.holds(attempt.trial, attempt.source.visit, each)
+            for each in (place, attempt.incarnation)
+        )
+        assert there, f"{attempt} starts from a state that {place} does not hold"
     if attempt.kind == "evaluate":
         assert attempt.visit == attempt.source.visit == trial.newest, f"{attempt} looks elsewhere"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.plan.codec import from_json, to_json
+from cerebro_hydra.plan.evaluation import Evaluation
 from cerebro_hydra.plan.events import Event
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction
+from cerebro_hydra.plan.progress import TrialProgress
+from cerebro_hydra.plan.visit_log import VisitLog
 
 
 def record(seq: int, event: Event, instructions: Sequence[Instruction]) -> dict[str, Any]:
@@ -53,14 +56,20 @@ def fold(config: HopConfig, records: Iterable[dict[str, Any]]) -> HopState:
 def comparable(state: HopState) -> dict[str, Any]:
     """Return everything that the state's next decisions depend on, as a comparable dict."""
     return {
-        "trials": [_comparable(asdict(trial)) for trial in state.trials],
-        "agents": {worker: asdict(agent) for worker, agent in state.agents.items()},
+        "trials": {number: _comparable(_trial(trial)) for number, trial in state.trials.items()},
+        "agents": {agent.worker: asdict(agent) for agent in state.workers},
         "attempts": sorted(state.attempts),
+        "next attempt": state.tables.next_attempt,
         "holders": [asdict(holder) for holder in state.holders],
-        "estimates": state.estimates.comparable(),
-        "policy": state.policy.comparable(),
+        "estimates": state.tables.estimates.comparable(),
         "finished": state.finished,
     }
+
+
+def _trial(trial: TrialProgress) -> dict[str, Any]:
+    plain = replace(trial, visits=VisitLog(1), evaluation=Evaluation())
+    visits = [asdict(visit) for visit in trial.visits]
+    return asdict(plain) | {"visits": visits, "evaluation": trial.evaluation.comparable()}
 
 
 def _comparable(value: Any) -> Any:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cerebro_hydra.plan.estimates import SecondsTable
-from cerebro_hydra.plan.progress import TaskKind, TrialProgress, visit_order
-from cerebro_hydra.plan.trial_end import outcome
+from cerebro_hydra.plan.estimates import KINDS
+from cerebro_hydra.plan.progress import TaskKind
+from cerebro_hydra.plan.view import OVERDUE_SHARE, TrialView, View
 
-if TYPE_CHECKING:
-    from cerebro_hydra.plan.hop_state import HopState
-
-PairValues = list[list[float]]  # by trial and partition
-
-# An overdue task, or an agent that has yet to join, is expected after this share of a task's time.
-OVERDUE_SHARE = 0.05
+PairValues = dict[int, list[float]]  # by trial and partition
+SecondsTable = dict[TaskKind, PairValues]  # expected seconds, by kind, trial and partition
 
 
 class PlannedTask(NamedTuple):
@@ -33,6 +28,7 @@ class Forecast:
     """Follows a trial in the simulated future; times are seconds by the clock of the estimates."""
 
     epoch: int
+    epochs: int  # up to which it trains
     kind: TaskKind  # what it does now
     unassigned: list[int]  # the partitions that are still to be assigned for that
     ready: float  # when its newest state is there
@@ -42,14 +38,17 @@ class Forecast:
     def copy(self) -> Forecast:
         """Return a forecast that changes by itself; faster than ``dataclasses.replace``."""
         unassigned = self.unassigned.copy()
-        return Forecast(self.epoch, self.kind, unassigned, self.ready, self.work, self.evaluated)
+        return Forecast(
+            self.epoch, self.epochs, self.kind, unassigned, self.ready, self.work, self.evaluated
+        )
 
 
 @dataclass(slots=True)
 class Lookahead:
     """Rolls out futures from a snapshot of the present, by the state's own estimates."""
 
-    state: HopState
+    view: View
+    trials: dict[int, TrialView]
     workers: list[int]  # by partition; a negative number where an agent has yet to join
     seconds: SecondsTable
     mean: float  # seconds of a mean sub-epoch
@@ -107,7 +106,6 @@ class Lookahead:
         self.free_at[worker] = until
         self.load[worker] -= seconds
         forecast.unassigned.remove(partition)
-        config = self.state.config
         if kind == "train":
             forecast.ready = until
             forecast.work -= seconds
@@ -115,17 +113,17 @@ class Lookahead:
             forecast.evaluated = max(forecast.evaluated, until)
         if forecast.unassigned:
             return worker, until
-        if kind == "train" and config.evaluate:
+        if kind == "train" and self.view.evaluates:
             forecast.kind = "evaluate"
-            forecast.unassigned = list(range(config.partitions))
+            forecast.unassigned = list(range(self.view.partitions))
             return worker, until
         if kind == "evaluate":
             forecast.ready = forecast.evaluated
             forecast.work -= max(self.seconds["evaluate"][trial])
         forecast.epoch += 1
         forecast.kind = "train"
-        if forecast.epoch < config.epochs:
-            forecast.unassigned = list(visit_order(config, trial, forecast.epoch))
+        if forecast.epoch < forecast.epochs:
+            forecast.unassigned = self.view.visits_of(trial, forecast.epoch)
         return worker, until
 
 
@@ -180,81 +178,50 @@ class TaskQueues:
     def _queue_tasks(self, trial: int) -> None:
         future, turn = self._future, self._turns[trial]
         forecast, preferences = future.forecasts[trial], self._preferences[trial]
-        seeded = forecast.kind == "train" and future.state.config.order == "seeded"
+        seeded = forecast.kind == "train" and future.view.seeded_order
         for partition in forecast.unassigned[:1] if seeded else forecast.unassigned:
             entry = (-forecast.work - preferences[partition], trial, partition, turn)
             heapq.heappush(self._queues[future.workers[partition]], entry)
 
 
-def snapshot(state: HopState) -> Lookahead:
-    """Return the present of a state, by its own estimates."""
-    config, estimates = state.config, state.estimates
-    partitions = range(config.partitions)
-    seconds = estimates.seconds
-    mean = sum(map(sum, seconds["train"])) / (len(state.trials) * config.partitions)
-    workers = [agent.worker if (agent := state.agent_of(p)) else -1 - p for p in partitions]
-    free_at, ends = _running_tasks(state, seconds)
+def snapshot(view: View) -> Lookahead:
+    """Return the present of a run, by its own estimates."""
+    partitions = range(view.partitions)
+    trials = view.live()
+    seconds: SecondsTable = {
+        kind: {trial: [view.seconds(kind, trial, p) for p in partitions] for trial in trials}
+        for kind in KINDS
+    }
+    mean = sum(map(sum, seconds["train"].values())) / max(1, len(trials) * len(partitions))
+    held = [view.worker(partition) for partition in partitions]
+    workers = [-1 - p if worker is None else worker for p, worker in enumerate(held)]
     # Agents join one by one and come back, so an absent one is expected soon.
-    absent = {worker: estimates.now + OVERDUE_SHARE * mean for worker in workers if worker < 0}
-    free_at = absent | free_at
+    absent = {worker: view.now + OVERDUE_SHARE * mean for worker in workers if worker < 0}
+    free_at = absent | view.free_at()
 
     load = dict.fromkeys(free_at, 0.0)
     forecasts = {}
-    for index, trial in enumerate(state.trials):
-        if trial.status is not None or trial.restarting or outcome(config, trial) is not None:
-            continue
-        forecast = forecasts[index] = _forecast(state, index, trial, ends)
-        training, evaluating = seconds["train"][index], seconds["evaluate"][index]
-        later_epochs = config.epochs - forecast.epoch - 1
-        trains = forecast.kind == "train"
+    for number, trial in trials.items():
+        training, evaluating = seconds["train"][number], seconds["evaluate"][number]
+        later_epochs = trial.epochs - trial.epoch - 1
+        trains = trial.kind == "train"
+        work = later_epochs * sum(training)
+        if trains:
+            work += sum([training[p] for p in trial.unassigned])
+        if view.evaluates:
+            work += (later_epochs + 1) * max(evaluating)
+        forecasts[number] = Forecast(
+            trial.epoch,
+            trial.epochs,
+            trial.kind,
+            list(trial.unassigned),
+            trial.ready,
+            work,
+            trial.evaluated,
+        )
         for partition, worker in enumerate(workers):
-            unassigned = partition in forecast.unassigned
+            unassigned = partition in trial.unassigned
             load[worker] += (later_epochs + (trains and unassigned)) * training[partition]
-            if config.evaluate:
+            if view.evaluates:
                 load[worker] += (later_epochs + (trains or unassigned)) * evaluating[partition]
-    return Lookahead(state, workers, seconds, mean, forecasts, free_at, load)
-
-
-def _running_tasks(
-    state: HopState, seconds: SecondsTable
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Return when each live worker is free, and when each attempt ends."""
-    now = state.estimates.now
-    free_at: dict[int, float] = {}
-    ends: dict[int, float] = {}
-    for worker, agent in state.agents.items():
-        free_at[worker] = now
-        for attempt in (agent.running, agent.reserved):
-            if attempt is not None:
-                expected = seconds[attempt.kind][attempt.trial][attempt.partition]
-                start = attempt.started_at if attempt.started else free_at[worker]
-                # An overdue task is not over yet, and idle workers should not wait for it.
-                soonest = now + (0.0 if attempt.ending else OVERDUE_SHARE * expected)
-                free_at[worker] = ends[attempt.number] = max(soonest, start + expected)
-    return free_at, ends
-
-
-def _forecast(
-    state: HopState, index: int, trial: TrialProgress, ends: dict[int, float]
-) -> Forecast:
-    config, epoch = state.config, len(trial.history)
-    partitions = range(config.partitions)
-    training = state.estimates.seconds["train"][index]
-    later_epochs = config.epochs - epoch - 1
-    work = later_epochs * sum(training)
-    kind: TaskKind = "evaluate" if trial.epoch_trained(config.partitions) else "train"
-    if kind == "train":
-        visited = trial.visited(config.partitions)
-        work += sum([training[p] for p in partitions if p not in visited])
-        unassigned = [p for p in visit_order(config, index, epoch) if p not in visited]
-    else:
-        begun = trial.evaluation_begun()
-        unassigned = [p for p in partitions if p not in begun]
-    if config.evaluate:
-        work += (later_epochs + 1) * max(state.estimates.seconds["evaluate"][index])
-    forecast = Forecast(epoch, kind, unassigned, 0.0, work)
-    for attempt in trial.pending_visits:
-        forecast.ready = max(forecast.ready, ends.get(attempt.number, 0.0))
-    for attempt in trial.evaluations.values():
-        forecast.evaluated = max(forecast.evaluated, ends[attempt.number])
-    return forecast
+    return Lookahead(view, trials, workers, seconds, mean, forecasts, free_at, load)

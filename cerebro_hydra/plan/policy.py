@@ -1,27 +1,30 @@
-"""The assignment policy chooses which of the possible tasks to assign now.
+"""The assignment policy proposes which open tasks to begin, on which workers.
 
-Whenever a worker is free and a trial is ready, the pair with the most work left goes first
-(longest remaining work of the trial plus the worker's; Pinedo, "Scheduling", open shops), then the
-pair with the most bytes already there, then a seeded tie-break. That rule is weakest with as many
-trials as workers, which run into conflicts near the end of an epoch. So each decision rolls out
-the future a few times with different preferences and follows the one that ends first. The best
-rule is kept for the next decision, so that the schedule only gets better, as far as the estimates
-are true.
+The rule: whenever a worker is free and a trial is ready, the pair with the most work left goes
+first (longest remaining work; Pinedo, "Scheduling", open shops), then the pair with the most bytes
+already there, then a seeded tie-break. With many trials per worker it is nearly optimal, and
+indexes answer it (``most_work_first``).
+
+With few trials per worker they run into conflicts near the end of an epoch. There each decision
+rolls out the future a few times with different preferences and follows the one that ends first.
+The best rule is kept for the next decision, so that the schedule only gets better, as far as the
+estimates are true.
 """
 
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from cerebro_hydra.plan.bits import members
+from cerebro_hydra.plan.events import Assignment
+from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.lookahead import Lookahead, PairValues, PlannedTask, snapshot
-from cerebro_hydra.plan.progress import TaskChoice
 from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.plan.view import View
 
-if TYPE_CHECKING:
-    from cerebro_hydra.plan.hop_config import HopConfig
-    from cerebro_hydra.plan.hop_state import HopState
-
+FEW_PER_WORKER = 2  # trials per worker, below which conflicts are worth a look ahead
+MOST_PAIRS = 1024  # of trials and partitions, beyond which a look ahead takes too long
 HORIZON = 160  # tasks in one rollout
 EFFORT = 640  # tasks in all rollouts of a decision
 GOOD_ENOUGH = 1.002  # times the lower bound; beyond it more rollouts would not pay
@@ -29,6 +32,34 @@ MUTATION_RATE = 0.25  # the share of preferences that a new rule draws anew
 MAX_WAITS = (0.0, 0.1, 0.3)  # of a rule, in mean sub-epochs
 # Preferences too small to outweigh anything but equal work, in mean sub-epochs.
 TIE_BREAK, BYTES_THERE = 1e-4, 1e-3
+
+
+def most_work_first(view: View) -> list[Assignment]:
+    """Give every open worker a task, if there is one for it, from the trial with the most work.
+
+    A trial goes to the worker with the longest backlog, and of those to one with most of its bytes.
+    """
+    free = view.open_partitions
+    chosen: list[Assignment] = []
+    for trial in view.ready():
+        while tasks := view.tasks(trial) & free:
+            partition = _longest_backlog(view, trial, tasks)
+            chosen.append(view.assignment(trial, partition))
+            free &= ~view.partitions_beside(partition)
+            if view.one_at_a_time(trial):
+                break
+        if not free:
+            break
+    return chosen
+
+
+def _longest_backlog(view: View, trial: int, tasks: int) -> int:
+    if tasks & (tasks - 1) == 0:
+        return tasks.bit_length() - 1
+    backlogs = {partition: view.backlog(partition) for partition in members(tasks)}
+    longest = max(backlogs.values())
+    best = [partition for partition, backlog in backlogs.items() if backlog == longest]
+    return max(best, key=lambda partition: view.share_there(trial, partition))
 
 
 class DispatchRule(NamedTuple):
@@ -43,60 +74,75 @@ class DispatchRule(NamedTuple):
 
 
 class Policy:
-    """Chooses the tasks of one run; its memory depends on the events alone."""
+    """Proposes the tasks of one run; its memory depends on what it has seen alone."""
 
     def __init__(self, config: HopConfig) -> None:
-        trials, partitions = range(len(config.trials)), range(config.partitions)
+        self._partitions = config.partitions
         self._random = Random(seed_of(config.seed, "policy"))
-        plain = [[TIE_BREAK * self._random.random() for _ in partitions] for _ in trials]
+        self._rule = DispatchRule({}, 0.0)
         # Every trial goes round the same ring, one partition apart: optimal if all tasks are equal.
-        ring = [[-float((p - t) % len(partitions)) for p in partitions] for t in trials]
-        self.rule = DispatchRule(plain, 0.0)
-        self._untried = [DispatchRule(ring, max_wait) for max_wait in MAX_WAITS]
+        self._untried_rings = list(MAX_WAITS)
 
-    def choose(self, state: HopState, choices: list[TaskChoice]) -> list[TaskChoice]:
-        """Return the choices to take: at most one per worker and one sub-epoch per trial."""
-        lookahead = snapshot(state)
+    def choose(self, view: View) -> list[Assignment]:
+        """Return the tasks to begin: at most one per worker, and one sub-epoch per trial."""
+        if not view.open_partitions:
+            return []
+        live = view.num_live()
+        if live >= FEW_PER_WORKER * view.num_workers or live * self._partitions > MOST_PAIRS:
+            return most_work_first(view)
+        choices = view.choices()
+        return self._look_ahead(view, choices) if choices else []
+
+    def _look_ahead(self, view: View, choices: dict[int, int]) -> list[Assignment]:
+        lookahead = snapshot(view)
         bound = lookahead.bound * GOOD_ENOUGH
-        bytes_there = _bytes_there(state, choices)
-        end, tasks = _rollout(lookahead, self.rule, bytes_there)
+        bytes_there = _bytes_there(view, choices)
+        random = self._random.random
+        for trial in lookahead.trials:
+            if trial not in self._rule.preferences:
+                plain = [TIE_BREAK * random() for _ in range(self._partitions)]
+                self._rule.preferences[trial] = plain
+        end, tasks = _rollout(lookahead, self._rule, bytes_there)
         effort = len(tasks)
         while end > bound and effort < EFFORT:
-            rule = self._untried.pop() if self._untried else self._mutated_rule()
+            rule = self._other_rule(lookahead)
             other_end, other_tasks = _rollout(lookahead, rule, bytes_there)
             effort += max(1, len(other_tasks))
             if other_end < end:
-                self.rule, end, tasks = rule, other_end, other_tasks
-        return _first_tasks(lookahead, tasks, choices)
+                self._rule, end, tasks = rule, other_end, other_tasks
+        return [view.assignment(t.trial, t.partition) for t in _first(lookahead, tasks, choices)]
 
-    def _mutated_rule(self) -> DispatchRule:
+    def _other_rule(self, lookahead: Lookahead) -> DispatchRule:
+        if self._untried_rings:
+            size = range(self._partitions)
+            ring = {t: [-float((p - t) % len(size)) for p in size] for t in lookahead.trials}
+            return DispatchRule(ring, self._untried_rings.pop())
         random = self._random.random
-        preferences = [
-            [random() if random() < MUTATION_RATE else value for value in row]
-            for row in self.rule.preferences
-        ]
+        preferences = {
+            trial: [
+                random() if random() < MUTATION_RATE else value
+                for value in self._rule.preferences[trial]
+            ]
+            for trial in lookahead.trials
+        }
         return DispatchRule(preferences, self._random.choice(MAX_WAITS))
 
-    def comparable(self) -> object:
-        """Return everything that the next choice depends on, for comparisons."""
-        return self.rule, self._untried, self._random.getstate()
 
-
-def _first_tasks(
-    lookahead: Lookahead, tasks: list[PlannedTask], choices: list[TaskChoice]
-) -> list[TaskChoice]:
+def _first(
+    lookahead: Lookahead, tasks: list[PlannedTask], choices: dict[int, int]
+) -> list[PlannedTask]:
     """Return the choices that come first in this future for their worker and for their trial."""
-    possible = {PlannedTask(c.trial, c.kind, c.partition): c for c in choices}
     workers: set[int] = set()
     trials: set[int] = set()
     chosen = []
     for task in tasks:
         worker = lookahead.workers[task.partition]
-        suspect = bool(lookahead.state.trials[task.trial].lost_agents)
-        if suspect and task not in possible:
+        possible = choices.get(task.trial, 0) >> task.partition & 1
+        suspect = lookahead.trials[task.trial].suspect
+        if suspect and not possible:
             continue  # nobody waits for a trial that may be lethal
-        if worker not in workers and task.trial not in trials and task in possible:
-            chosen.append(possible[task])
+        if worker not in workers and task.trial not in trials and possible:
+            chosen.append(task)
         workers.add(worker)
         if task.kind == "train" or suspect:
             trials.add(task.trial)
@@ -108,20 +154,23 @@ def _first_tasks(
 def _rollout(
     lookahead: Lookahead, rule: DispatchRule, bytes_there: dict[tuple[int, int], float]
 ) -> tuple[float, list[PlannedTask]]:
-    preferences = [[lookahead.mean * value for value in row] for row in rule.preferences]
+    preferences = {
+        trial: [lookahead.mean * value for value in rule.preferences[trial]]
+        for trial in lookahead.trials
+    }
     for (trial, partition), preference in bytes_there.items():
         preferences[trial][partition] += lookahead.mean * preference
     return lookahead.rollout(preferences, rule.max_wait * lookahead.mean, HORIZON)
 
 
-def _bytes_there(state: HopState, choices: list[TaskChoice]) -> dict[tuple[int, int], float]:
+def _bytes_there(view: View, choices: dict[int, int]) -> dict[tuple[int, int], float]:
     """Return preferences for workers that have bytes of the trial's state already."""
-    largest = max(1, *(trial.nbytes for trial in state.config.trials))
-    preferences = {}
-    for choice in choices:
-        trial = state.trials[choice.trial]
-        share = state.holders.share(choice.trial, trial.newest, choice.agent.incarnation)
-        preferences[choice.trial, choice.partition] = (
-            BYTES_THERE * share * trial.config.nbytes / largest
-        )
-    return preferences
+    largest = max(1, *(view.nbytes(trial) for trial in choices), 1)
+    return {
+        (trial, partition): BYTES_THERE
+        * view.share_there(trial, partition)
+        * view.nbytes(trial)
+        / largest
+        for trial, partitions in choices.items()
+        for partition in members(partitions)
+    }

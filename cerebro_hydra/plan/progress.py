@@ -1,4 +1,4 @@
-"""Records live agents, attempts and each trial's progress for the state machine."""
+"""Records attempts and each trial's progress for the state machine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ from functools import cache
 from random import Random
 from typing import Literal
 
-from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone, WorkerLost
+from cerebro_hydra.plan.bits import mask_of
+from cerebro_hydra.plan.evaluation import Evaluation
+from cerebro_hydra.plan.events import SubEpochDone, WorkerLost
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import StateSource
 from cerebro_hydra.plan.lost_agents import LostAgent
 from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.plan.visit_log import VisitLog
 
 TaskKind = Literal["train", "evaluate"]
+AttemptStatus = Literal["reserved", "fetching", "running", "ending", "done", "cancelled"]
+TrialStatus = Literal["waiting", "running", "paused", "finished", "stopped", "failed"]
+
+OVER: tuple[TrialStatus, ...] = ("finished", "stopped", "failed")
+STORY_LINES = 100  # of a trial that are kept; the journal has all of them
 
 
 @dataclass(slots=True)
 class Attempt:
-    """Records one task given to one worker: a sub-epoch or the evaluation of one partition."""
+    """Records one task given to one worker: a sub-epoch or the evaluation of one partition.
+
+    ``plan/attempts.py`` has the table of what happens when its status changes.
+    """
 
     number: int
     kind: TaskKind
@@ -29,48 +40,9 @@ class Attempt:
     worker: int
     incarnation: str
     source: StateSource
-    started: bool = False  # False: it is reserved, behind another task of the worker
-    received: bool = False  # the source state is whole at the worker
-    ending: bool = False  # its last window has begun
+    status: AttemptStatus = "reserved"
     done: SubEpochDone | None = None  # held back until the visit before it is committed
     started_at: float = 0.0  # seconds by the clock of the estimates
-
-
-@dataclass(slots=True)
-class LiveAgent:
-    """Records one live incarnation of a worker, the task it runs and the task it will run next."""
-
-    worker: int
-    incarnation: str
-    partitions: tuple[int, ...]
-    running: Attempt | None = None
-    reserved: Attempt | None = None
-
-    @property
-    def open(self) -> bool:
-        """Return whether it can be given a task: idle or ending one, with nothing reserved."""
-        return self.reserved is None and (self.running is None or self.running.ending)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskChoice:
-    """Names a task that could be given to an agent now."""
-
-    trial: int
-    kind: TaskKind
-    partition: int
-    agent: LiveAgent
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedVisit:
-    """Records a sub-epoch that counts."""
-
-    attempt: int
-    epoch: int
-    partition: int
-    rows: int
-    loss_sum: float
 
 
 @dataclass(slots=True)
@@ -78,25 +50,38 @@ class TrialProgress:
     """Records one trial's committed visits, its ended epochs, and the tasks that are under way."""
 
     config: TrialConfig
-    visits: list[CommittedVisit] = field(default_factory=list)
+    budget: int  # the epoch up to which it may train now
+    tie_break: float  # decides between trials with as much work left
+    visits: VisitLog
+    status: TrialStatus = "waiting"
     history: list[dict[str, float]] = field(default_factory=list)  # metrics by epoch
+    trained: int = 0  # the partitions of the present epoch that are committed, as a mask
     pending_visits: list[Attempt] = field(default_factory=list)  # at most two, in order
     evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
-    evaluated: dict[int, EvaluationDone] = field(default_factory=dict)  # this epoch's, by partition
+    evaluating: int = 0  # the partitions of ``evaluations``, as a mask
+    evaluation: Evaluation = field(default_factory=Evaluation)  # of the present epoch
     merge_attempt: int | None = None  # the number of a ``MergeMetrics`` that has no answer yet
     transfer_failures: int = 0  # in a row, since the last task that succeeded
     lost_agents: list[LostAgent] = field(default_factory=list)  # in a row, by the trial's tasks
     innocent_below: int = 0  # attempts given out before the latest of them is known
     furthest: tuple[int, int] = (0, 0)  # most visits, and the evaluations after them, ever done
-    # (visit, incarnation) of each cancelled fetch: its ``StateReceived`` may still arrive, late.
+    # (visit, incarnation) of states that arrived before they were committed, and of each cancelled
+    # fetch, whose ``StateReceived`` may still arrive, late.
+    arrived: set[tuple[int, str]] = field(default_factory=set)
     abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
     saving: tuple[int, str] | None = None  # (visit, incarnation) of the checkpoint under way
     uncut: bool = False  # an audit has failed, so it is trained in one piece
     restarting: bool = False  # it goes back to state 0 as soon as no checkpoint is under way
     stop_reason: str | None = None  # None until the trial is stopped
-    status: str | None = None  # "finished", "failed" or "stopped"; None until it has ended
+    base: int = 0  # the visit of the oldest state that it may fall back to
+    awaits: int | None = None  # the parent whose state ``base`` is not in the store yet
     result: int | None = None  # the visit of the trial's result; None until it has ended
     log: list[str] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Return whether the trial has ended."""
+        return self.status in OVER
 
     @property
     def newest(self) -> int:
@@ -107,6 +92,12 @@ class TrialProgress:
     def attempts(self) -> list[Attempt]:
         """Return all attempts of the trial, running or reserved."""
         return [*self.pending_visits, *self.evaluations.values()]
+
+    def tell(self, line: str) -> None:
+        """Add a line to the trial's story; the oldest ones go."""
+        self.log.append(line)
+        if len(self.log) > STORY_LINES:
+            del self.log[0]
 
     def note_lost_agent(self, ran: Attempt, lost: WorkerLost, next_attempt: int) -> None:
         """Hold the loss of an agent against the trial, which ran on it.
@@ -127,23 +118,30 @@ class TrialProgress:
         Doing again what a loss has undone is no progress, or a trial that kills each agent at the
         same place would do so for ever.
         """
-        reached = (len(self.visits), len(self.evaluated))
+        reached = (len(self.visits), self.evaluation.done.bit_count())
         if reached > self.furthest:
             self.furthest = reached
             self.lost_agents = []
 
     def forget_evaluation(self) -> None:
         """Drop what was measured, because the epoch is over or void."""
-        self.evaluated, self.merge_attempt = {}, None
+        self.evaluation, self.merge_attempt = Evaluation(), None
 
-    def visited(self, partitions: int) -> list[int]:
-        """Return this epoch's partitions that are trained or being trained, in visit order."""
-        epoch = self.visits[len(self.history) * partitions :]
-        return [visit.partition for visit in epoch] + [a.partition for a in self.pending_visits]
+    def roll_back(self, visit: int, partitions: int) -> None:
+        """Make ``visit`` the newest state again."""
+        self.visits.truncate(visit)
+        del self.history[visit // partitions :]
+        self.trained = mask_of(self.visits.partitions_from(len(self.history) * partitions))
+        self.arrived = {(each, place) for each, place in self.arrived if each <= visit}
+        self.forget_evaluation()
 
-    def evaluation_begun(self) -> set[int]:
-        """Return this epoch's partitions that are evaluated or being evaluated."""
-        return self.evaluated.keys() | self.evaluations.keys()
+    def visited(self) -> int:
+        """Return this epoch's partitions that are trained or being trained, as a mask."""
+        return self.trained | mask_of(attempt.partition for attempt in self.pending_visits)
+
+    def evaluation_begun(self) -> int:
+        """Return this epoch's partitions that are evaluated or being evaluated, as a mask."""
+        return self.evaluation.done | self.evaluating
 
     def epoch_trained(self, partitions: int) -> bool:
         """Return whether the present epoch is trained on every partition and committed."""
@@ -159,6 +157,16 @@ def visit_order(config: HopConfig, trial: int, epoch: int) -> tuple[int, ...]:
     order = _shuffled(config.seed, epoch, config.partitions)
     start = trial % config.partitions
     return order[start:] + order[:start]
+
+
+def next_partition(config: HopConfig, number: int, trial: TrialProgress) -> int:
+    """Return the first partition in the trial's seeded order that the epoch has not visited yet."""
+    partitions, epoch, visited = config.partitions, len(trial.history), trial.visited()
+    if trial.base > epoch * partitions:  # it inherited visits in another order
+        order = visit_order(config, number, epoch)
+        return next(partition for partition in order if not visited >> partition & 1)
+    order = _shuffled(config.seed, epoch, partitions)
+    return order[(number + visited.bit_count()) % partitions]
 
 
 @cache

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cerebro_hydra.plan.holders import STORE, Holders
-from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.progress import TrialProgress
+from cerebro_hydra.plan.tables import RunTables
 from cerebro_hydra.plan.trial_end import best_visit, needed_visits
 
 StateCopy = tuple[int, str]  # visit, place
@@ -18,21 +18,24 @@ class Retention:
     the best state up to that one are kept elsewhere.
     """
 
-    def __init__(self, config: HopConfig, holders: Holders) -> None:
-        self._config = config
-        self._holders = holders
+    def __init__(self, tables: RunTables) -> None:
+        self._config = tables.config
+        self._tables = tables
+        self._holders = tables.holders
+
+    def needed(self, trial: TrialProgress) -> set[int]:
+        """Return the visits of the states that the trial needs."""
+        return needed_visits(self._config, trial, self._tables.search_closed)
 
     def intact(self, index: int, trial: TrialProgress) -> bool:
         """Return whether every state that the trial needs is held somewhere."""
-        return all(
-            self._holders.where(index, visit) for visit in needed_visits(self._config, trial)
-        )
+        return all(self._holders.where(index, visit) for visit in self.needed(trial))
 
     def fallback(self, index: int, trial: TrialProgress, lost: str | None = None) -> int:
         """Return the newest state to roll back to if the place ``lost`` were gone as well.
 
-        That state and the best state up to it are both held elsewhere. State 0 always is, because
-        it is in the store.
+        That state and the best state up to it are both held elsewhere. The first state, or the one
+        that a fork began with, always is, because it is in the store.
         """
         for visit in reversed(self._holders.visits(index)):
             if all(self._places_left(index, v, lost) for v in self._with_best(trial, visit)):
@@ -42,13 +45,18 @@ class Retention:
     def copies_to_keep(self, index: int, trial: TrialProgress) -> set[StateCopy]:
         """Return the copies that must not be dropped."""
         copies: set[StateCopy] = set() if trial.saving is None else {trial.saving}
-        if trial.status is not None:
+        for fork in self._tables.forks.get(index, ()):
+            base = self._tables.trials[fork].base
+            copies.update((base, place) for place in self._holders.where(index, base))
+        if trial.over or trial.awaits is not None:
             return copies
-        for visit in needed_visits(self._config, trial):
+        for visit in self.needed(trial):
             places = self._holders.where(index, visit)
+            if trial.status == "paused" and STORE in places:
+                continue  # the store keeps what it has, and memory is for those that train
             copies.update((visit, place) for place in places)
-            if len(places) == 1 and places[0] != STORE:
-                copies.update(self._fallback_copies(index, trial, places[0]))
+            if len(places) == 1 and STORE not in places:
+                copies.update(self._fallback_copies(index, trial, *places))
         return copies
 
     def _fallback_copies(self, index: int, trial: TrialProgress, lost: str) -> set[StateCopy]:

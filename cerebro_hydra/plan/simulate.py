@@ -9,9 +9,10 @@ from functools import partial
 
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.progress import TaskKind
+from cerebro_hydra.plan.scheduler import Scheduler
 
 TaskSeconds = Callable[[TaskKind, int, int], float]  # by kind, trial and partition
 ENDING_SHARE = 0.1  # of a sub-epoch's time is left when it says that it is ending
@@ -40,39 +41,47 @@ _HeldState = tuple[str, int, int]  # incarnation, trial, visit
 
 
 class Simulation:
-    """Runs ``config`` once on simulated workers.
+    """Runs a search once on simulated workers.
 
     Args:
+        search: the trials and what is fixed for them.
         workers: the partitions of each worker.
         seconds: how long a task takes.
         hop_seconds: how long any fetch of a state takes.
         crashes: the workers that die, and when.
         metric: the value of every metric of a trial, by trial and epoch.
+        on_decision: is given every event with its instructions; else the timeline keeps them.
     """
 
     def __init__(
         self,
-        config: HopConfig,
+        search: ClosedSearch,
         workers: Sequence[tuple[int, ...]],
         seconds: TaskSeconds,
         *,
         hop_seconds: float = 0.0,
         crashes: Sequence[WorkerCrash] = (),
         metric: Callable[[int, int], float] = lambda trial, epoch: 1.0,
+        on_decision: Callable[[ev.Event, list[ins.Instruction]], object] | None = None,
     ) -> None:
-        self.state = HopState(config)
+        self.scheduler = Scheduler(search.config)
         self.now = 0.0
         self.timeline = SimulatedTimeline()
+        self._on_decision = on_decision or self._keep
         self._workers = workers
         self._seconds, self._hop_seconds, self._metric = seconds, hop_seconds, metric
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
         self._live: dict[int, str] = {}  # incarnation by worker
         self._incarnations = 0
-        self._tasks: dict[int, _Task] = {}
+        self._tasks_of: dict[str, dict[int, _Task]] = {}  # by incarnation and attempt
         self._computing: set[int] = set()  # attempts
         self._held: set[_HeldState] = set()
         self._fetches: dict[_HeldState, str | None] = {}  # the owner of each, None for the store
+        self._waiting: dict[_HeldState, list[_HeldState]] = {}  # fetches of what is not made yet
+        self._configs = {trial.trial: trial for trial in search.trials}
+        for event in search.events():
+            self._schedule(0.0, partial(self._handle, event))
         for worker in range(len(workers)):
             self._schedule(0.0, partial(self._join, worker))
         for crash in crashes:
@@ -84,42 +93,58 @@ class Simulation:
         Raises:
             RuntimeError: nothing is left to happen, but the run is not over.
         """
-        while self._heap and not self.state.finished:
-            self.now, _, happen = heapq.heappop(self._heap)
-            happen()
-        if not self.state.finished:
-            raise RuntimeError(f"the run stands still at {self.now:.3f} s: nothing is scheduled")
+        while not self.state.finished:
+            self.step()
         self.timeline.makespan = self.now
         self.timeline.visit_logs = [
             [(visit.epoch, visit.partition) for visit in trial.visits]
-            for trial in self.state.trials
+            for trial in self.state.trials.values()
         ]
         return self.timeline
 
+    @property
+    def state(self) -> HopState:
+        """The state of the run."""
+        return self.scheduler.state
+
+    def step(self) -> None:
+        """Let the next thing happen.
+
+        Raises:
+            RuntimeError: nothing is left to happen, but the run is not over.
+        """
+        if not self._heap:
+            raise RuntimeError(f"the run stands still at {self.now:.3f} s: nothing is scheduled")
+        self.now, _, happen = heapq.heappop(self._heap)
+        happen()
+
     # ------------------------------------------------------------------ events and instructions
+
+    def _keep(self, event: ev.Event, instructions: list[ins.Instruction]) -> None:
+        self.timeline.records.append((event, instructions))
 
     def _schedule(self, moment: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (moment, self._scheduled, happen))
         self._scheduled += 1
 
     def _handle(self, event: ev.Event) -> None:
-        instructions = self.state.handle(event)
-        self.timeline.records.append((event, instructions))
-
-        for instruction in instructions:
-            self._carry_out(instruction)
+        for decision in self.scheduler.handle(event):
+            self._on_decision(*decision)
+            for instruction in decision[1]:
+                self._carry_out(instruction)
 
     def _join(self, worker: int) -> None:
         self._live[worker] = f"worker-{worker}-{self._incarnations}"
         self._incarnations += 1
+        self._tasks_of[self._live[worker]] = {}
         self._handle(ev.WorkerJoined(worker, self._live[worker], self._workers[worker]))
 
     def _crash(self, crash: WorkerCrash) -> None:
         incarnation = self._live.pop(crash.worker, None)
         if incarnation is None:
             return
-        for task in [t for t in self._tasks.values() if t.incarnation == incarnation]:
-            self._remove_task(task.attempt)
+        for task in list(self._tasks_of[incarnation].values()):
+            self._remove_task(task)
         self._held = {state for state in self._held if state[0] != incarnation}
         self._fetches = {
             state: source
@@ -132,19 +157,19 @@ class Simulation:
     def _carry_out(self, instruction: ins.Instruction) -> None:
         match instruction:
             case ins.StartSubEpoch() | ins.Evaluate():
-                self._tasks[instruction.attempt] = instruction
+                self._tasks_of[instruction.incarnation][instruction.attempt] = instruction
                 self._fetch(instruction.incarnation, instruction.trial, instruction.source)
                 self._start_task(instruction)
             case ins.FetchShards():
                 self._fetch(instruction.incarnation, instruction.trial, instruction.source)
             case ins.Cancel():
-                self._remove_task(instruction.attempt)
+                self._remove_task(instruction)
             case ins.Drop():
                 state = (instruction.incarnation, instruction.trial, instruction.visit)
                 self._held.discard(state)
                 self._fetches.pop(state, None)
             case ins.MergeMetrics():
-                names = self.state.config.trials[instruction.trial].custom_metrics
+                names = self._configs[instruction.trial].custom_metrics
                 value = self._metric(instruction.trial, instruction.epoch)
                 merged = ev.MetricsMerged(
                     instruction.attempt,
@@ -170,9 +195,11 @@ class Simulation:
 
     def _start_transfer(self, state: _HeldState) -> None:
         """Start the transfer if the owner has published the state."""
-        owner = self._fetches.get(state)
+        owner = self._fetches[state]
         if owner is None or (owner, *state[1:]) in self._held:
             self._schedule(self.now + self._hop_seconds, partial(self._receive, state))
+        else:
+            self._waiting.setdefault((owner, *state[1:]), []).append(state)
 
     def _receive(self, state: _HeldState) -> None:
         if state not in self._fetches:
@@ -181,8 +208,8 @@ class Simulation:
         self._held.add(state)
         incarnation, trial, visit = state
         self._handle(ev.StateReceived(trial, visit, incarnation))
-        for task in list(self._tasks.values()):
-            if (task.incarnation, task.trial, task.source.visit) == state:
+        for task in list(self._tasks_of[incarnation].values()):
+            if (task.trial, task.source.visit) == (trial, visit):
                 self._start_task(task)
 
     def _start_task(self, task: _Task) -> None:
@@ -198,14 +225,14 @@ class Simulation:
         self._schedule(self.now + seconds, partial(self._end_task, task, seconds))
 
     def _announce_end(self, task: _Task) -> None:
-        if task.attempt in self._tasks:
+        if task.attempt in self._tasks_of[task.incarnation]:
             self._handle(ev.SubEpochEnding(task.attempt, task.incarnation))
 
     def _end_task(self, task: _Task, seconds: float) -> None:
-        if task.attempt not in self._tasks:
+        if task.attempt not in self._tasks_of[task.incarnation]:
             return
-        self._remove_task(task.attempt)
-        trial = self.state.config.trials[task.trial]
+        self._remove_task(task)
+        trial = self._configs[task.trial]
         value = self._metric(task.trial, task.epoch)
         if isinstance(task, ins.Evaluate):
             sums = {"loss": (value, 1)}
@@ -226,9 +253,10 @@ class Simulation:
         self._handle(
             ev.SubEpochDone(task.attempt, task.incarnation, 1, value, digests, nbytes, seconds, hop)
         )
-        for state in [s for s, owner in self._fetches.items() if (owner, *s[1:]) == made]:
-            self._start_transfer(state)
+        for state in self._waiting.pop(made, ()):
+            if self._fetches.get(state) == task.incarnation:
+                self._start_transfer(state)
 
-    def _remove_task(self, attempt: int) -> None:
-        self._tasks.pop(attempt, None)
-        self._computing.discard(attempt)
+    def _remove_task(self, task: _Task | ins.Cancel) -> None:
+        self._tasks_of[task.incarnation].pop(task.attempt, None)
+        self._computing.discard(task.attempt)

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import inf, isfinite
 from typing import NamedTuple
 
 from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.progress import TrialProgress
+from cerebro_hydra.plan.progress import TrialProgress, TrialStatus
 
 
 class Outcome(NamedTuple):
     """Holds the status and reason with which a trial ends once its result is in the store."""
 
-    status: str
+    status: TrialStatus
     reason: str
 
 
-def outcome(config: HopConfig, trial: TrialProgress) -> Outcome | None:
-    """Return the trial's outcome, or None while it has epochs to train."""
+def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Outcome | None:
+    """Return the trial's outcome, or None while it has epochs to train or may be given more."""
     if trial.stop_reason is not None:
         return Outcome("stopped", trial.stop_reason)
-    if len(trial.history) == config.epochs:
+    if search_closed and len(trial.history) >= trial.budget:
         return Outcome("finished", "")
     patience = trial.config.patience
     if patience is None:
         return None
-    best = best_epoch(_values(config, trial), config.direction)
-    if len(trial.history) - (0 if best is None else best + 1) < patience:
+    newest = best_visit(config, trial, trial.newest)
+    best = None if newest is None else newest // config.partitions - 1
+    since = _first_epoch(config, trial) if best is None else best + 1
+    if len(trial.history) - since < patience:
         return None
     epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
     if best is None:
@@ -56,13 +58,20 @@ def best_epoch(values: Iterable[float], direction: str) -> int | None:
 def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
     """Return the visit of the best state among the epochs that the first ``visits`` complete.
 
-    It is None if the trial has no patience, or if no such epoch was finite.
+    It is None if the trial has no patience, or if no such epoch was finite. Of the epochs that a
+    fork inherits only the last one counts, and only if it goes on from the end of that.
     """
     if trial.config.patience is None:
         return None
-    values = _values(config, trial)[: visits // config.partitions]
-    best = best_epoch(values, config.direction)
-    return None if best is None else (best + 1) * config.partitions
+    first = _first_epoch(config, trial)
+    epochs = trial.history[first : visits // config.partitions]
+    best = best_epoch((metrics[config.metric] for metrics in epochs), config.direction)
+    return None if best is None else (first + best + 1) * config.partitions
+
+
+def _first_epoch(config: HopConfig, trial: TrialProgress) -> int:
+    """Return the first epoch after which a state was the trial's own."""
+    return max(0, -(-trial.base // config.partitions) - 1)
 
 
 def result_visit(config: HopConfig, trial: TrialProgress) -> int:
@@ -71,12 +80,8 @@ def result_visit(config: HopConfig, trial: TrialProgress) -> int:
     return trial.newest if best is None else best
 
 
-def needed_visits(config: HopConfig, trial: TrialProgress) -> set[int]:
+def needed_visits(config: HopConfig, trial: TrialProgress, search_closed: bool) -> set[int]:
     """Return the visits of the states that a trial needs: its result and, to go on, its newest."""
-    if outcome(config, trial) is not None:
+    if outcome(config, trial, search_closed) is not None:
         return {result_visit(config, trial)}
     return {result_visit(config, trial), trial.newest}
-
-
-def _values(config: HopConfig, trial: TrialProgress) -> Sequence[float]:
-    return [metrics[config.metric] for metrics in trial.history]

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data.batches import batches, num_windows, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.hopper.coordinator import hop_config
+from cerebro_hydra.hopper.coordinator import closed_search
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.plan.events import Checkpointed, Event, Hop, SubEpochDone, WorkerJoined
-from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Checkpoint, StartSubEpoch
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.digest import digest
@@ -96,14 +96,14 @@ def run_in_process(
             seconds=0.0, hop=Hop(0, 0, 0.0),
         )  # fmt: skip
 
-    config = hop_config(document, manifest)
-    state, journal = HopState(config), Journal(folder, config)
-    events: deque[Event] = deque(WorkerJoined(n, f"agent-{n}", (n,)) for n in range(PARTITIONS))
-    while not state.finished:
-        event = events.popleft()
-        instructions = state.handle(event)
-        journal.append(0.0, [(event, instructions)])
-        for instruction in instructions:
+    search = closed_search(document, manifest)
+    scheduler, journal = Scheduler(search.config), Journal(folder, search.config)
+    events: deque[Event] = deque(search.events())
+    events.extend(WorkerJoined(n, f"agent-{n}", (n,)) for n in range(PARTITIONS))
+    while not scheduler.state.finished:
+        decided = scheduler.handle(events.popleft())
+        journal.append(0.0, decided)
+        for instruction in (each for _, instructions in decided for each in instructions):
             match instruction:
                 case StartSubEpoch():
                     events.append(train(instruction))

@@ -9,8 +9,9 @@ from typing import Any
 
 from cerebro_hydra.data.prepared import read_manifest
 from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
-from cerebro_hydra.hopper.coordinator import hop_config
-from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.hopper.coordinator import closed_search
+from cerebro_hydra.plan.closed_search import ClosedSearch
+from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import fold
@@ -101,7 +102,7 @@ class _Verification:
             problems.append(str(error))
         else:
             self._follow(lines[1:])
-            over = sum(trial.status is not None for trial in state.trials)
+            over = sum(trial.over for trial in state.trials.values())
             if not state.finished:
                 notes.append(f"the run did not end: {over} of {len(state.trials)} trials did")
         name = f"{self._name}: journal"
@@ -119,7 +120,7 @@ class _Verification:
         manifest = None
         with suppress(StoreError):  # which the part of the data says
             manifest = read_manifest(self._folder.store, document.fingerprint)
-        if manifest is not None and hop_config(document, manifest) != config:
+        if manifest is not None and not _begins_with(closed_search(document, manifest), lines):
             raise JournalError(
                 f"the journal of {path!r} is that of another run than {RUN_FILE} describes; "
                 "restore both from one copy"
@@ -174,3 +175,10 @@ class _Verification:
             except StoreError as error:
                 self._objects[digest] = str(error)
         return self._objects[digest]
+
+
+def _begins_with(search: ClosedSearch, lines: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a journal begins with this configuration, and adds these trials first."""
+    events = [to_json(event) for event in search.events()]
+    first = [line.get("event") for line in lines[1 : 1 + len(events)]]
+    return from_json(lines[0]["config"]) == search.config and first == events[: len(first)]

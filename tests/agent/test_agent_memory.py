@@ -20,8 +20,8 @@ from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_watch import TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.plan import events
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import (
     Checkpoint,
     Drop,
@@ -31,6 +31,7 @@ from cerebro_hydra.plan.instructions import (
     FinishTrial,
     StartSubEpoch,
 )
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -167,7 +168,11 @@ class Cluster:
             self.folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": shards})
         digests = ((names["frozen"], names["trainable"]),)
         configs = tuple(TrialConfig(n, 1.0, nbytes, digests) for n in range(trials))
-        self.state = HopState(HopConfig(configs, PARTITIONS, EPOCHS))
+        search = ClosedSearch(HopConfig(PARTITIONS), configs, EPOCHS)
+        self.scheduler = Scheduler(search.config)
+        for event in search.events():
+            self.events.put(event)
+        self.state = self.scheduler.state
         self.results: dict[int, FinishTrial] = {}
 
     @contextmanager
@@ -182,7 +187,8 @@ class Cluster:
             self.events.put(events.WorkerJoined(worker, name, held))
         while not self.state.finished:
             if not self.events.empty() or not any(a.tasks for a in self.agents.values()):
-                for instruction in self.state.handle(self.events.get(timeout=SECONDS)):
+                decided = self.scheduler.handle(self.events.get(timeout=SECONDS))
+                for instruction in (each for _, told in decided for each in told):
                     self._obey(instruction)
                 continue
             for agent in self.agents.values():

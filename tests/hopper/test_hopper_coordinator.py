@@ -16,7 +16,7 @@ from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, par
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.hopper import journal as journal_module
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
-from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator, hop_config
+from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator, closed_search
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan import events
@@ -161,8 +161,7 @@ def test_only_decisions_to_carry_out_make_a_segment_and_the_others_wait_for_it(
     tmp_path: Any,
 ) -> None:
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    config = hop_config(document(1, 1, 1), manifest(1))
-    log = Journal(folder, config)
+    log = Journal(folder, closed_search(document(1, 1, 1), manifest(1)).config)
     quiet, start = events.StateReceived(0, 0, "a"), Cancel(0, "a")
     log.append(1.0, [(quiet, [])])
     assert log.waiting
@@ -271,9 +270,9 @@ def test_the_evaluation_metric_decides_which_epoch_is_best(
     data = manifest(2)
     if not validated:
         data = replace(data, partitions=data.partitions[:2])
-    config = hop_config(doc, data)
-    assert (config.metric, config.direction) == decides
-    assert config.trials[0].patience == 4
+    search = closed_search(doc, data)
+    assert (search.config.metric, search.config.direction) == decides
+    assert search.trials[0].patience == 4
 
 
 def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp_path: Any) -> None:
@@ -312,7 +311,7 @@ def test_with_tls_the_run_is_the_same_and_neither_key_nor_secret_is_in_its_recor
 ) -> None:
     launcher = ScriptedLauncher(2, tls=True)
     folder, state, tape = run(tmp_path, launcher, document(3, 2, 2))
-    assert [trial.status for trial in state.trials] == ["finished"] * 3
+    assert [trial.status for trial in state.trials.values()] == ["finished"] * 3
     assert launcher.spec is not None and launcher.spec.control.startswith("tls://")
     written = [path.read_text() for path in Path(folder.path).rglob("*") if path.is_file()]
     assert len(written) > 2
@@ -352,7 +351,7 @@ def test_a_hello_that_can_not_be_used_is_refused_in_words_and_the_run_goes_on(
 
     launcher = ScriptedLauncher(2, script=script)
     _, state, _ = run(tmp_path, launcher, document(1, 2, 1))
-    assert [trial.status for trial in state.trials] == ["finished"]
+    assert [trial.status for trial in state.trials.values()] == ["finished"]
     assert re.search(why, refusals[0])
 
 
@@ -382,7 +381,7 @@ def test_an_agent_that_comes_when_the_run_is_over_leaves_at_once_and_quietly(
     doc = replace(document(2, 2, 1), store=LocalStore(str(tmp_path)).to_dict())
     _, state, _ = run(tmp_path, launcher, doc)
     assert time.monotonic() - began < 10
-    assert [trial.status for trial in state.trials] == ["finished"] * 2
+    assert [trial.status for trial in state.trials.values()] == ["finished"] * 2
     for thread in launcher.threads_left:
         thread.join(5)
         assert not thread.is_alive(), thread

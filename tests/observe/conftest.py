@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.simulate import Simulation, WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -81,19 +82,17 @@ def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
         patience: int | None = None,
         loss: Callable[[int, int], float] = lambda trial, epoch: 1.0,
     ) -> tuple[Simulation, list[Record]]:
+        trials = tuple(
+            TrialConfig(t, 1.0, 1_000_000, (DIGESTS,), patience=patience) for t in range(num_trials)
+        )
         config = HopConfig(
-            trials=tuple(
-                TrialConfig(t, 1.0, 1_000_000, (DIGESTS,), patience=patience)
-                for t in range(num_trials)
-            ),
             partitions=PARTITIONS,
-            epochs=EPOCHS,
             evaluate=validated,
             metric="val_loss" if validated else "train_loss",
         )
         workers = [(partition,) for partition in range(PARTITIONS)]
         simulation = Simulation(
-            config,
+            ClosedSearch(config, trials, EPOCHS),
             workers,
             lambda kind, trial, partition: 1.0 + 0.1 * trial,
             hop_seconds=0.01,

@@ -49,7 +49,7 @@ def test_visit_logs_and_histories_are_those_of_the_state_machine(simulate, losse
     simulation, records = simulate(4, losses)
     view = fold(records)
     assert [trial.visit_log for trial in view.trials] == simulation.timeline.visit_logs
-    for trial, truth in zip(view.trials, simulation.state.trials, strict=True):
+    for trial, truth in zip(view.trials, simulation.state.trials.values(), strict=True):
         assert trial.status == truth.status
         assert [trial.epochs[e] for e in sorted(trial.epochs)] == truth.history
     assert view.seconds == simulation.timeline.makespan
@@ -139,7 +139,7 @@ def test_a_trial_with_patience_counts_by_its_best_epoch(simulate, losses) -> Non
     assert [t.best_epoch for t in view.trials] == [0, 2, None]
     assert [len(t.epochs) for t in view.trials] == [2, 3, 1]
     assert [t.result_visit for t in view.trials] == [2, 6, 2]
-    assert [t.result for t in simulation.state.trials] == [2, 6, 2]
+    assert [t.result for t in simulation.state.trials.values()] == [2, 6, 2]
     assert [t.stopped_early for t in view.trials] == [True, False, True]
     assert [t.trial for t in view.best_first()] == [1, 0, 2]
     assert view.score(view.trials[0]) == 0.5

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Instruction
 from cerebro_hydra.plan.progress import visit_order
+from cerebro_hydra.plan.scheduler import Scheduler
 
 
 def config(
@@ -15,12 +16,14 @@ def config(
     epochs: int = 1,
     custom: tuple[str, ...] = (),
     patience: int | None = None,
+    shards: int = 1,
     **more,
-) -> HopConfig:
+) -> ClosedSearch:
     each = (
-        TrialConfig(t, 1.0, 100, ((f"f{t}", f"t{t}"),), custom, patience) for t in range(trials)
+        TrialConfig(t, 1.0, 100, ((f"f{t}", f"t{t}"),) * shards, custom, patience)
+        for t in range(trials)
     )
-    return HopConfig(tuple(each), partitions, epochs, **more)
+    return ClosedSearch(HopConfig(partitions, **more), tuple(each), epochs)
 
 
 def done(attempt: int, worker: str, loss: float = 1.0) -> ev.SubEpochDone:
@@ -32,13 +35,17 @@ class Driver:
     """A state with workers "a", "b", ... on partitions 0, 1, ...; validates after every event."""
 
     def __init__(self, **more) -> None:
-        self.state = HopState(config(**more))
+        search = config(**more)
+        self.scheduler = Scheduler(search.config)
+        self.state = self.scheduler.state
         self.told: list[Instruction] = []
+        for event in search.events():
+            self(event)
         for worker in range(self.state.config.partitions):
             self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
 
     def __call__(self, event: ev.Event) -> list[Instruction]:
-        self.last = self.state.handle(event)
+        self.last = [each for _, told in self.scheduler.handle(event) for each in told]
         self.state.validate()
         self.told += self.last
         return self.last
@@ -58,7 +65,7 @@ class Driver:
     @property
     def running(self) -> dict[str, int]:
         """The number of the running attempt by incarnation."""
-        agents = self.state.agents.values()
+        agents = self.state.workers
         return {a.incarnation: a.running.number for a in agents if a.running is not None}
 
 
@@ -71,7 +78,7 @@ def in_order(*partitions: int, epochs: int = 1) -> int:
     each = max(partitions) + 1
     for seed in range(10_000):
         run = config(partitions=each, epochs=epochs, order="seeded", seed=seed)
-        visits = [p for epoch in range(epochs) for p in visit_order(run, 0, epoch)]
+        visits = [p for epoch in range(epochs) for p in visit_order(run.config, 0, epoch)]
         if visits[: len(partitions)] == list(partitions):
             return seed
     raise AssertionError(f"no seed visits {partitions}")

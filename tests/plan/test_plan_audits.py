@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.audit_budget import LATER_SHARE, AuditBudget
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.hop_state import HopState
 from tests.examples import examples
 from tests.plan.driver import Driver, of
 from tests.plan.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
@@ -21,17 +19,7 @@ class AuditedDriver(Driver):
     """One worker "a" and one trial of two shards, or as many as are said."""
 
     def __init__(self, shards: int = 2, **more) -> None:
-        super().__init__(partitions=1, evaluate=False, **more)
-        (trial,) = self.state.config.trials
-        digests = tuple((f"f{k}", f"t{k}") for k in range(shards))
-        patience = trial.patience
-        config = HopConfig(
-            (TrialConfig(0, 1.0, 100, digests, patience=patience),),
-            1, self.state.config.epochs, evaluate=False,
-        )  # fmt: skip
-        self.state = HopState(config)
-        self.told.clear()
-        self(ev.WorkerJoined(0, "a", (0,)))
+        super().__init__(partitions=1, evaluate=False, shards=shards, **more)
 
     def fail_audit(self) -> list[ins.Instruction]:
         return self(ev.AuditFailed(self.running["a"], "a", DIFFERENCE))
@@ -103,7 +91,7 @@ def test_the_story_tells_of_the_audit() -> None:
 def test_whatever_differs_ends_with_the_states_of_an_undisturbed_run_or_fails(world, script):
     world.run(script)
     check_outcome(world)
-    statuses = {trial.status for trial in world.state.trials}
+    statuses = {trial.status for trial in world.state.trials.values()}
     assert statuses <= {"finished", "failed"}
     if statuses == {"finished"}:
         check_undisturbed(world)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cerebro_hydra.errors import ConfigurationError, JournalError
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import EvaluationDone, Event, StateReceived
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
@@ -23,26 +24,16 @@ json_values = st.recursive(
 states = st.dictionaries(st.text(), json_values, max_size=3)
 st.register_type_strategy(EvaluationDone, st.builds(EvaluationDone, states=states))
 st.register_type_strategy(MergeMetrics, st.builds(MergeMetrics, states=st.lists(states).map(tuple)))
+trials = st.builds(
+    TrialConfig,
+    trial=st.integers(0, 2**63),
+    cost=st.floats(0.1, 9.0),
+    patience=st.none() | st.integers(1, 9),
+)
+st.register_type_strategy(TrialConfig, trials)
 records = st.one_of(*(st.from_type(kind) for kind in (*get_args(Event), *get_args(Instruction))))
-configs = st.integers(1, 3).flatmap(
-    lambda trials: st.builds(
-        HopConfig,
-        st.tuples(
-            *(
-                st.builds(
-                    TrialConfig,
-                    trial=st.just(t),
-                    cost=st.floats(0.1, 9.0),
-                    nbytes=st.integers(0, 10**12),
-                    patience=st.none() | st.integers(1, 9),
-                )
-                for t in range(trials)
-            )
-        ),
-        partitions=st.integers(1, 9),
-        epochs=st.integers(1, 9),
-        order=st.sampled_from(["dynamic", "seeded"]),
-    )
+configs = st.builds(
+    HopConfig, partitions=st.integers(1, 9), order=st.sampled_from(["dynamic", "seeded"])
 )
 
 
@@ -90,29 +81,36 @@ def test_other_objects_are_refused() -> None:
         to_json([1])
 
 
+GOOD_TRIAL = TrialConfig(0, 1.0, 0, ())
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        ({"order": "random"}, "order='random' is unknown"),
-        ({"partitions": 0}, "partitions=0 must be at least 1"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"trials": ()}, "at least one trial"),
-        ({"trials": (TrialConfig(1, 1.0, 0, ()),)}, "trial 1 stands at index 0"),
-        ({"trials": (TrialConfig(0, float("nan"), 0, ()),)}, "cost=nan"),
-        ({"direction": "up"}, "direction='up' is unknown"),
-        ({"trials": (TrialConfig(0, 1.0, 0, (), (), 0),)}, "patience=0 of trial 0 must be a whole"),
-        ({"trials": (TrialConfig(0, 1.0, 0, (), (), 1.5),)}, "patience=1.5 of trial 0"),
+        (HopConfig, {"order": "random"}, "order='random' is unknown"),
+        (HopConfig, {"partitions": 0}, "partitions=0 must be at least 1"),
+        (HopConfig, {"direction": "up"}, "direction='up' is unknown"),
+        (TrialConfig, {"trial": -1}, "trial=-1 is negative"),
+        (TrialConfig, {"cost": float("nan")}, "cost=nan of trial 0"),
+        (TrialConfig, {"patience": 0}, "patience=0 of trial 0 must be a whole"),
+        (TrialConfig, {"patience": 1.5}, "patience=1.5 of trial 0"),
+        (ClosedSearch, {"epochs": 0}, "epochs=0"),
+        (ClosedSearch, {"trials": ()}, "at least one trial"),
         (
+            ClosedSearch,
             {
+                "config": HopConfig(1, evaluate=False, metric="val_loss"),
                 "trials": (TrialConfig(0, 1.0, 0, (), (), 1),),
-                "evaluate": False,
-                "metric": "val_loss",
             },
             "trial 0 has patience with metric='val_loss', which needs validation data",
         ),
     ],
 )
-def test_a_run_that_cannot_start_is_refused(change: dict, message: str) -> None:
-    good = {"trials": (TrialConfig(0, 1.0, 0, ()),), "partitions": 1, "epochs": 1}
+def test_a_run_that_cannot_start_is_refused(kind: type, change: dict, message: str) -> None:
+    good = {
+        HopConfig: {"partitions": 1},
+        TrialConfig: {"trial": 0, "cost": 1.0, "nbytes": 0, "initial_digests": ()},
+        ClosedSearch: {"config": HopConfig(1), "trials": (GOOD_TRIAL,), "epochs": 1},
+    }
     with pytest.raises(ConfigurationError, match=message):
-        HopConfig(**(good | change))
+        kind(**(good[kind] | change))

@@ -7,18 +7,19 @@ from random import Random
 
 import pytest
 
-from cerebro_hydra.plan.events import Event
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.progress import TaskKind
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.plan.simulate import SimulatedTimeline, Simulation, WorkerCrash
 
 
 class Thorough(HopState):
     """Draws consequences for every trial after every event."""
 
-    def _trials_of(self, event: Event) -> Iterable[int]:
-        return range(len(self.trials))
+    def _draw_consequences(self, concerned: Iterable[int]) -> None:
+        super()._draw_consequences(sorted(self.trials))
 
 
 def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
@@ -28,7 +29,7 @@ def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
         TrialConfig(t, 1.0, 100, (("same", f"t{t}"),), patience=patience)
         for t in range(random.randint(2, 9))
     )
-    config = HopConfig(each, workers, 3, seed=seed, order=random.choice(["dynamic", "seeded"]))
+    config = HopConfig(workers, seed=seed, order=random.choice(["dynamic", "seeded"]))
     crashes = [WorkerCrash(random.uniform(1, 20), random.randrange(workers), 0.5) for _ in range(3)]
     metrics = {(trial, epoch): random.random() for trial in range(9) for epoch in range(3)}
 
@@ -36,14 +37,14 @@ def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
         return 1 + 0.1 * trial + 0.3 * partition
 
     simulation = Simulation(
-        config,
+        ClosedSearch(config, each, 3),
         [(p,) for p in range(workers)],
         seconds,
         hop_seconds=0.05,
         crashes=crashes,
         metric=lambda trial, epoch: metrics[trial, epoch],
     )
-    simulation.state = kind(config)
+    simulation.scheduler = Scheduler(config, kind(config))
     return simulation.run()
 
 

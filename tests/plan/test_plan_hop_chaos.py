@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
@@ -43,10 +44,9 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
         )
         for t in range(draw(st.integers(1, 4)))
     )
+    epochs = draw(st.integers(1, 5)) if partitions < 3 else draw(st.integers(1, 2))
     config = HopConfig(
-        trials,
         partitions,
-        epochs=draw(st.integers(1, 5)) if partitions < 3 else draw(st.integers(1, 2)),
         order=order or draw(st.sampled_from(["dynamic", "seeded"])),
         seed=draw(st.integers(0, 2**16)),
         evaluate=evaluate,
@@ -57,7 +57,8 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
         "kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "audit": 2, "stop": 1, "merge": 1,
     }  # fmt: skip
     budget = Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults})
-    return World(config, workers, budget, slow_saves=draw(st.booleans()))
+    search = ClosedSearch(config, trials, epochs)
+    return World(search, workers, budget, slow_saves=draw(st.booleans()))
 
 
 # Short scripts shrink well; a long random one is what usually finds the fault.
@@ -66,19 +67,21 @@ scripts = st.lists(st.integers(0, 2**16), max_size=60) | st.integers(0, 2**32).m
 )
 
 
-def surviving_commits(instructions: list[ins.Instruction], trial: int) -> list[ins.Commit]:
+def surviving_commits(
+    instructions: list[ins.Instruction], trial: int, base: int = 0
+) -> list[ins.Commit]:
     alive: list[ins.Commit] = []
     for each in instructions:
         if isinstance(each, ins.Commit) and each.trial == trial:
             alive.append(each)
-            assert each.visit == len(alive)
+            assert each.visit == base + len(alive)
         elif isinstance(each, ins.Redo) and each.trial == trial:
-            assert each.visits == tuple(range(each.visits[0], len(alive) + 1))
-            del alive[each.visits[0] - 1 :]
+            assert each.visits == tuple(range(each.visits[0], base + len(alive) + 1))
+            del alive[each.visits[0] - 1 - base :]
     return alive
 
 
-def expected_result(config: HopConfig, index: int, trial: TrialProgress) -> tuple[int, str]:
+def expected_result(config: HopConfig, trial: TrialProgress) -> tuple[int, str]:
     """Return a trial's result by its own history, without the code that is tested."""
     patience, sign = trial.config.patience, -1 if config.direction == "max" else 1
     best, waited = None, 0
@@ -89,7 +92,7 @@ def expected_result(config: HopConfig, index: int, trial: TrialProgress) -> tupl
         best, waited = ((epoch, value), 0) if better else (best, waited + 1)
     if patience is None or (trial.status == "stopped" and best is None):
         return len(trial.visits), ""
-    early = waited >= patience and len(trial.history) < config.epochs
+    early = waited >= patience and len(trial.history) < trial.budget
     epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
     if best is None:
         why = f"stopped early: {config.metric} was not finite in {epochs}"
@@ -104,7 +107,7 @@ def expected_result(config: HopConfig, index: int, trial: TrialProgress) -> tupl
 def check_outcome(world: World) -> None:
     config = world.config
     assert world.instructions.count(ins.FinishRun()) == 1
-    for index, trial in enumerate(world.state.trials):
+    for index, trial in world.state.trials.items():
         over = [
             i for i in world.instructions if isinstance(i, ins.FinishTrial) and i.trial == index
         ]
@@ -115,7 +118,7 @@ def check_outcome(world: World) -> None:
         if trial.status == "failed":
             assert over[0].visit == 0
             continue
-        result, reason = expected_result(config, index, trial)
+        result, reason = expected_result(config, trial)
         assert over[0].visit == result
         assert world.store[index, result] == log[:result]  # what is saved is what the log says
         for epoch, metrics in enumerate(trial.history):
@@ -138,7 +141,7 @@ def check_outcome(world: World) -> None:
         if trial.status == "finished":
             epochs = len(trial.history)
             assert over[0].reason == reason
-            assert epochs == config.epochs or "stopped early" in reason
+            assert epochs == trial.budget or "stopped early" in reason
             everything = {(e, p) for e in range(epochs) for p in range(config.partitions)}
             assert set(log) == everything and len(log) == len(everything)
             if config.order == "seeded":
@@ -163,14 +166,15 @@ def test_every_run_ends_with_one_surviving_commit_per_sub_epoch(world, script) -
 def test_without_faults_of_its_own_every_trial_finishes(world, script) -> None:
     world.run(script)
     check_outcome(world)
-    assert {trial.status for trial in world.state.trials} == {"finished"}
+    assert {trial.status for trial in world.state.trials.values()} == {"finished"}
 
 
 def check_undisturbed(world: World) -> None:
     """Check that the world's histories and results are those of a run without losses."""
-    calm = World(world.config, world.workers, Counter())
+    calm = World(world.search, world.workers, Counter())
     calm.run([])
-    for index, (mine, other) in enumerate(zip(world.state.trials, calm.state.trials, strict=True)):
+    for index, mine in world.state.trials.items():
+        other = calm.state.trials[index]
         assert repr(mine.history) == repr(other.history)
         assert mine.result == other.result
         assert world.store[index, mine.result] == calm.store[index, mine.result]
@@ -192,9 +196,10 @@ def storms(draw):
         for t in range(draw(st.integers(1, 2)))
     )
     order, seed = draw(st.sampled_from(["dynamic", "seeded"])), draw(st.integers(0, 2**16))
-    config = HopConfig(trials, partitions, epochs=4, order=order, seed=seed, evaluate=False)
+    config = HopConfig(partitions, order=order, seed=seed, evaluate=False)
     workers = [(partition,) for partition in range(partitions)]
-    return World(config, workers, Counter(kill=draw(st.integers(4, 20))), slow_saves=True)
+    search = ClosedSearch(config, trials, epochs=4)
+    return World(search, workers, Counter(kill=draw(st.integers(4, 20))), slow_saves=True)
 
 
 @settings(max_examples=examples(120))
@@ -202,7 +207,7 @@ def storms(draw):
 def test_best_states_survive_a_storm_of_losses(world, script) -> None:
     world.run(script)
     check_outcome(world)
-    assert {trial.status for trial in world.state.trials} == {"finished"}
+    assert {trial.status for trial in world.state.trials.values()} == {"finished"}
     if world.config.order == "seeded":
         check_undisturbed(world)
 

@@ -13,8 +13,11 @@ from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import StateSource
 from cerebro_hydra.plan.journal_fold import comparable, fold, record
 from cerebro_hydra.plan.lookahead import snapshot
-from cerebro_hydra.plan.progress import LiveAgent, visit_order
+from cerebro_hydra.plan.progress import visit_order
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.plan.simulate import Simulation, WorkerCrash
+from cerebro_hydra.plan.view import View
+from cerebro_hydra.plan.workers import LiveAgent
 from tests.plan.driver import Driver, config, done, in_order, of
 
 
@@ -171,17 +174,22 @@ def test_merged_metrics_of_a_void_epoch_are_ignored_and_merged_again() -> None:
 
 
 def test_a_metric_over_no_rows_is_nan_and_its_journal_folds() -> None:
-    state, journal = HopState(config(partitions=1)), []
+    search = config(partitions=1)
+    scheduler, journal = Scheduler(search.config), []
+    state = scheduler.state
 
     def tell(event: ev.Event) -> None:
-        journal.append(record(len(journal), event, state.handle(event)))
+        for decided, told in scheduler.handle(event):
+            journal.append(record(len(journal), decided, told))
 
+    for event in search.events():
+        tell(event)
     tell(ev.WorkerJoined(0, "a", (0,)))
     tell(done(0, "a"))
     tell(evaluated(1, "a", 0.0, rows=0))
     assert str(state.trials[0].history[0]["val_loss"]) == "nan"
     text = [json.loads(json.dumps(entry)) for entry in journal]
-    assert fold(state.config, text).trials[0].status is None
+    assert not fold(state.config, text).trials[0].over
 
 
 def test_a_trial_is_finished_once_its_last_state_is_in_the_store() -> None:
@@ -199,7 +207,7 @@ def test_a_failing_trial_fails_alone() -> None:
     trial = run.state.attempts[attempt].trial
     run(ev.TaskFailed(attempt, "a", "Traceback: boom"))
     assert ins.FinishTrial(trial, "failed", "Traceback: boom", 0) in run.last
-    assert run.state.trials[1 - trial].status is None and run.running
+    assert not run.state.trials[1 - trial].over and run.running
 
 
 def test_a_stopped_trial_saves_its_last_state_and_ends() -> None:
@@ -229,7 +237,7 @@ def test_a_new_incarnation_fences_the_old_one() -> None:
     run(ev.WorkerJoined(worker, "new", (worker,)))
     assert run(done(attempt, first)) == []
     assert run(ev.WorkerJoined(worker, first, (worker,))) == []
-    assert run.state.agents[worker].incarnation == "new"
+    assert run.state.workers.by_worker[worker].incarnation == "new"
 
 
 def test_two_workers_with_one_partition_are_refused() -> None:
@@ -258,12 +266,12 @@ def test_seeded_visits_do_not_depend_on_timing() -> None:
     ).run()
     assert any(isinstance(i, ins.Redo) for _, given in rough.records for i in given)
     assert calm.visit_logs == rough.visit_logs
-    assert calm.visit_logs[2] == [(e, p) for e in range(3) for p in visit_order(run, 2, e)]
+    assert calm.visit_logs[2] == [(e, p) for e in range(3) for p in visit_order(run.config, 2, e)]
 
 
 def test_seeded_trials_start_on_different_partitions() -> None:
     run = config(trials=4, partitions=4, order="seeded", seed=3)
-    square = [visit_order(run, trial, 0) for trial in range(4)]
+    square = [visit_order(run.config, trial, 0) for trial in range(4)]
     assert all(len(set(column)) == 4 for column in zip(*square, strict=True))
 
 
@@ -271,14 +279,14 @@ def test_the_journal_names_the_record_whose_decision_differs() -> None:
     run = config(trials=2)
     timeline = Simulation(run, [(0,), (1,)], lambda *_: 1.0).run()
     journal = [record(n, event, given) for n, (event, given) in enumerate(timeline.records)]
-    fold(run, journal)
+    fold(run.config, journal)
     at = next(n for n, entry in enumerate(journal) if len(entry["instructions"]) > 1)
     changed = json.loads(json.dumps(journal))
     changed[at]["instructions"].pop()
     with pytest.raises(JournalError, match=f"record {at} "):
-        fold(run, changed)
+        fold(run.config, changed)
     with pytest.raises(JournalError, match="record 4 stands where record 3 belongs"):
-        fold(run, journal[:3] + journal[4:])
+        fold(run.config, journal[:3] + journal[4:])
 
 
 def test_the_same_events_lead_to_the_same_state() -> None:
@@ -286,7 +294,7 @@ def test_the_same_events_lead_to_the_same_state() -> None:
     events = [
         event for event, _ in Simulation(run, [(0,), (1,), (2,)], lambda *_: 1.0).run().records
     ]
-    one, other = HopState(run), HopState(run)
+    one, other = HopState(run.config), HopState(run.config)
     for event in events:
         assert one.handle(event) == other.handle(event)
     assert comparable(one) == comparable(other)
@@ -319,10 +327,10 @@ def test_evaluations_of_a_void_state_are_done_again() -> None:
     run.train(run.running["a"], "a")
     run.train(run.running["b"], "b")
     run(evaluated(run.running["b"], "b", 5.0))
-    assert list(run.state.trials[0].evaluated) == [1]
+    assert run.state.trials[0].evaluation.done == 1 << 1
     (redo,) = of(ins.Redo, run(ev.WorkerLost("b", "killed")))
     assert redo.visits == (2,)
-    assert not run.state.trials[0].evaluated
+    assert not run.state.trials[0].evaluation.done
 
 
 def test_failed_transfers_count_only_in_a_row() -> None:
@@ -333,7 +341,7 @@ def test_failed_transfers_count_only_in_a_row() -> None:
             run(ev.TransferFailed(attempt, worker, "reset"))
         ((worker, attempt),) = run.running.items()
         run.train(attempt, worker)
-    assert run.state.trials[0].newest == 3 and run.state.trials[0].status is None
+    assert run.state.trials[0].newest == 3 and not run.state.trials[0].over
 
 
 def test_an_event_of_another_incarnation_is_not_believed() -> None:
@@ -355,7 +363,11 @@ def test_a_repeated_done_changes_nothing_while_the_first_is_held_back() -> None:
 
 
 def test_nobody_waits_for_an_agent_that_may_never_come() -> None:
-    state = HopState(config(partitions=2, evaluate=False))
-    state.agents[0] = LiveAgent(0, "a", (0,))
-    _, tasks = snapshot(state).rollout([[0.0, 9.0]], max_wait=0.9, horizon=9)  # prefers partition 1
+    search = config(partitions=2, evaluate=False)
+    state = HopState(search.config)
+    for event in search.events():
+        state.handle(event)
+    state.workers.add(LiveAgent(0, "a", (0,)))
+    prefers_1 = {0: [0.0, 9.0]}
+    _, tasks = snapshot(View(state.tables)).rollout(prefers_1, max_wait=0.9, horizon=9)
     assert [task.partition for task in tasks] == [0, 1]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
@@ -101,7 +102,7 @@ def test_an_agent_lost_in_a_cancelled_task_speaks_against_no_other_trial() -> No
     other = run.running[run.agent]
     assert run.state.attempts[other].trial != trial
     run.lose(cancelled)
-    assert [each.lost_agents for each in run.state.trials] == [[], []]
+    assert [each.lost_agents for each in run.state.trials.values()] == [[], []]
 
 
 def test_agents_that_are_lost_together_are_one_loss() -> None:
@@ -112,8 +113,8 @@ def test_agents_that_are_lost_together_are_one_loss() -> None:
     assert len(evaluations) == 4
     for worker in "abc":  # one machine with three agents, all of which evaluate the trial
         run(ev.WorkerLost(worker, "its executor was lost", "", evaluations[worker]))
-    (trial,) = run.state.trials
-    assert len(trial.lost_agents) == 1 and trial.status is None
+    (trial,) = run.state.trials.values()
+    assert len(trial.lost_agents) == 1 and not trial.over
 
 
 def test_after_a_loss_a_trial_is_evaluated_on_one_agent_at_a_time() -> None:
@@ -132,16 +133,16 @@ def lethal_worlds(draw, kills: int = 0, order: str | None = None):
     """Draw a world in which some trials kill the agent of some of their tasks."""
     partitions, count = draw(st.integers(1, 4)), draw(st.integers(2, 6))
     cut = draw(st.integers(1, partitions))
+    trials = tuple(TrialConfig(t, 1.0, 100, ((f"f/{t}", f"t/{t}"),)) for t in range(count))
+    epochs = draw(st.integers(1, 3))
     config = HopConfig(
-        tuple(TrialConfig(t, 1.0, 100, ((f"f/{t}", f"t/{t}"),)) for t in range(count)),
         partitions,
-        epochs=draw(st.integers(1, 3)),
         order=order or draw(st.sampled_from(["dynamic", "seeded"])),
         seed=draw(st.integers(0, 2**16)),
         evaluate=draw(st.booleans()),
     )
     killers = draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count - 1))
-    epoch = draw(st.integers(0, config.epochs - 1))
+    epoch = draw(st.integers(0, epochs - 1))
     partition = draw(st.none() | st.integers(0, partitions - 1))
     kind = draw(st.sampled_from([ins.StartSubEpoch, ins.Evaluate]))
     if not config.evaluate:
@@ -152,7 +153,7 @@ def lethal_worlds(draw, kills: int = 0, order: str | None = None):
         return task.trial in killers and where and isinstance(task, kind)
 
     world = World(
-        config,
+        ClosedSearch(config, trials, epochs),
         [tuple(range(partitions))[i::cut] for i in range(cut)],
         Counter(kill=draw(st.integers(0, kills))),
         slow_saves=draw(st.booleans()),
@@ -167,7 +168,7 @@ def test_lethal_trials_fail_after_three_losses_and_all_others_finish(lethal, scr
     world, killers, partition = lethal
     world.run(script)
     check_outcome(world)
-    for index, trial in enumerate(world.state.trials):
+    for index, trial in world.state.trials.items():
         deaths = world.killers.count(index)
         if index not in killers:
             assert (trial.status, deaths, trial.lost_agents) == ("finished", 0, [])
@@ -191,7 +192,7 @@ def test_other_losses_beside_lethal_trials_cost_no_innocent_trial(lethal, script
     world, killers, _ = lethal
     world.run(script)
     check_outcome(world)
-    failed = {i for i, trial in enumerate(world.state.trials) if trial.status == "failed"}
+    failed = {i for i, trial in world.state.trials.items() if trial.status == "failed"}
     assert failed == killers
     entries = [json.loads(json.dumps(entry)) for entry in world.journal]
     assert comparable(fold(world.config, entries)) == comparable(world.state)
@@ -202,7 +203,7 @@ def test_other_losses_beside_lethal_trials_cost_no_innocent_trial(lethal, script
 def test_innocent_trials_have_the_results_of_a_run_without_lethal_ones(lethal, script) -> None:
     world, killers, _ = lethal
     world.run(script)
-    calm = World(world.config, world.workers, Counter())
+    calm = World(world.search, world.workers, Counter())
     calm.run([])
     for index in set(range(len(world.state.trials))) - killers:
         mine, other = world.state.trials[index], calm.state.trials[index]

@@ -9,11 +9,12 @@ import pytest
 
 from cerebro_hydra.plan import policy
 from cerebro_hydra.plan.bound import lower_bound
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.progress import TaskKind
 from cerebro_hydra.plan.simulate import Simulation, TaskSeconds
 
-Instance = tuple[HopConfig, list[tuple[int, ...]], TaskSeconds]
+Instance = tuple[ClosedSearch, list[tuple[int, ...]], TaskSeconds]
 
 
 def instance(
@@ -35,8 +36,8 @@ def instance(
         return cost[trial] * pace[partition] * noise[kind, trial, partition] * share
 
     each = tuple(TrialConfig(t, cost[t], 100, ((f"f{t}", f"t{t}"),)) for t in range(trials))
-    config = HopConfig(each, workers, epochs, seed=seed, evaluate=evaluate)
-    return config, [(p,) for p in range(workers)], seconds
+    config = HopConfig(workers, seed=seed, evaluate=evaluate)
+    return ClosedSearch(config, each, epochs), [(p,) for p in range(workers)], seconds
 
 
 def instances() -> list[Instance]:
@@ -53,17 +54,18 @@ def instances() -> list[Instance]:
     return found
 
 
-def cerebro(config: HopConfig, seconds: TaskSeconds, random: Random) -> float:
+def cerebro(search: ClosedSearch, seconds: TaskSeconds, random: Random) -> float:
     """TaskSeconds of Cerebro's rule: any idle model on any idle worker, a barrier per epoch.
 
     An epoch's evaluation is one more pass of every model over every worker, as it is there.
     """
     total = 0.0
-    passes: list[TaskKind] = ["train", "evaluate"] if config.evaluate else ["train"]
-    for kind in passes * config.epochs:
-        left = {(t, p) for t in range(len(config.trials)) for p in range(config.partitions)}
-        ready = [0.0] * len(config.trials)
-        free = [0.0] * config.partitions
+    passes: list[TaskKind] = ["train", "evaluate"] if search.config.evaluate else ["train"]
+    trials, partitions = len(search.trials), search.config.partitions
+    for kind in passes * search.epochs:
+        left = {(t, p) for t in range(trials) for p in range(partitions)}
+        ready = [0.0] * trials
+        free = [0.0] * partitions
         now = 0.0
         while left:
             pairs = [(t, p) for t, p in sorted(left) if ready[t] <= now and free[p] <= now]
@@ -175,9 +177,9 @@ def test_a_decision_looks_ahead_only_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     simulated: list[int] = []
     choose, rollout = policy.Policy.choose, policy._rollout
 
-    def counted_choose(self, state, choices):
+    def counted_choose(self, view):
         simulated.append(0)
-        return choose(self, state, choices)
+        return choose(self, view)
 
     def counted_rollout(*arguments):
         end, tasks = rollout(*arguments)

@@ -7,21 +7,25 @@ content is the visit log that made it, so a wrong state is seen as a wrong log.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf, nan
 from random import Random
 
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import record
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
+from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.plan.view import View
 
 Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit
+Proposal = Callable[[HopState], ev.Event | None]  # what a search proposes, given the state
 
 
 SCORES = (nan, inf, 0.0, 0.25, 0.5, 0.75, 1.0)
@@ -56,24 +60,30 @@ class FakeAgent:
 class World:
     def __init__(
         self,
-        config: HopConfig,
+        search: ClosedSearch | HopConfig,
         workers: list[tuple[int, ...]],
         faults: Counter,
         slow_saves: bool = False,
         lethal: Callable[[ins.StartSubEpoch | ins.Evaluate], bool] = lambda task: False,
+        proposals: Iterable[Proposal] = (),
     ) -> None:
-        self.config, self.workers, self.faults = config, workers, faults
-        self.state = HopState(config)
-        self.store: dict[tuple[int, int], Content] = {(t.trial, 0): () for t in config.trials}
+        self.search, self.workers, self.faults = search, workers, faults
+        self.config = search.config if isinstance(search, ClosedSearch) else search
+        self.proposals = deque(proposals)  # of an open search, each made at any time, in order
+        self.scheduler = Scheduler(self.config)
+        self.state = self.scheduler.state
+        self.store: dict[tuple[int, int], Content] = {}
         self.agents: list[FakeAgent] = []
         self.news: deque[ev.Event] = deque()  # from the shell itself
         self.instructions: list[ins.Instruction] = []
         self.journal: list[dict] = []
         self.broken_merge: int | None = None
         self.lethal = lethal  # the tasks whose agent dies of them
-        self.killers: list[int] = []  # the trial of each agent that died of its task
+        self.killers: list[int] = []  # the trial of each agent that was lost while it ran that
         self.uncut: set[int] = set()  # trials of a ``TrainUncut``
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
+        for event in search.events() if isinstance(search, ClosedSearch) else ():
+            self.handle(event)
         for worker in range(len(workers)):
             self.join(worker)
 
@@ -85,9 +95,18 @@ class World:
         self.news.append(ev.WorkerJoined(worker, incarnation, self.workers[worker]))
 
     def handle(self, event: ev.Event) -> None:
-        given = self.state.handle(event)
+        given: list[ins.Instruction] = []
+        if isinstance(event, ev.TrialAdded):
+            self.store[event.config.trial, 0] = ()
+        ran = self.state.attempts.get(getattr(event, "attempt", None))
+        if isinstance(event, ev.WorkerLost) and ran is not None:
+            self.killers.append(ran.trial)
+        for decided, instructions in self.scheduler.handle(event):
+            self.journal.append(record(len(self.journal), decided, instructions))
+            given += instructions
         self.state.validate()
-        self.journal.append(record(len(self.journal), event, given))
+        if not self.state.attempts:
+            assert not View(self.state.tables).choices(), "nothing runs, and yet there is work"
         self.instructions += given
         agents = {agent.incarnation: agent for agent in self.agents}
         for instruction in given:
@@ -97,6 +116,9 @@ class World:
                 self.uncut.add(instruction.trial)
             if isinstance(instruction, ins.StartSubEpoch | ins.Evaluate):
                 assert instruction.uncut == (instruction.trial in self.uncut)
+            if isinstance(instruction, ins.ForkState):
+                forked = self.store[instruction.parent, instruction.visit]
+                self.store[instruction.trial, instruction.visit] = forked
             if isinstance(instruction, ins.MergeMetrics):
                 self.news.append(self.merge_metrics(instruction))
 
@@ -111,12 +133,19 @@ class World:
         value = score(task.trial, task.epoch, self.config.seed)
         return ev.MetricsMerged(*named, {"score": value, "seen": val_loss(content, 0)[0]})
 
+    def propose(self) -> None:
+        event = self.proposals.popleft()(self.state)
+        if event is not None:
+            self.handle(event)
+
     # -------------------------------------------------------------- what can happen next
 
     def steps(self) -> list:
         found, saves = [], []
         if self.news:
             found.append(lambda: self.handle(self.news.popleft()))
+        if self.proposals:
+            found.append(self.propose)
         for agent in self.agents:
             if agent.outbox:
                 found.append(lambda a=agent: self.handle(a.outbox.popleft()))
@@ -168,7 +197,8 @@ class World:
         owner = next(a for a in self.agents if a.incarnation == source.incarnation)
         if owner.alive and key in owner.held:
             return lambda: self.receive(agent, key, owner.held[key])
-        if not owner.alive and self.state.agent(owner.incarnation) is None:  # retries are over
+        if not owner.alive and self.state.workers.get(owner.incarnation) is None:
+            # Its retries are over.
             return lambda: self.fail_fetch(agent, key)
         return None  # waits for the owner to publish
 
@@ -191,7 +221,6 @@ class World:
         assert len(content) == task.source.visit
         attempt, me = task.attempt, agent.incarnation
         if self.lethal(task):
-            self.killers.append(task.trial)
             self.lose(agent)
         elif isinstance(task, ins.Evaluate):
             del agent.tasks[attempt]
@@ -223,7 +252,8 @@ class World:
         else:
             assert task.epoch == before
             loss = score(task.trial, task.epoch - 1, self.config.seed)
-            assert repr(task.metrics["train_loss"]) == repr(loss)
+            inherited = self.state.trials[task.trial].base > (before - 1) * self.config.partitions
+            assert inherited or repr(task.metrics["train_loss"]) == repr(loss)
 
     # -------------------------------------------------------------- faults
 
@@ -261,7 +291,8 @@ class World:
                 agent.outbox.clear()
         elif kind == "duplicate" and self.journal:
             event = from_json(self.journal[-random.randint(1, 30) :][0]["event"])
-            if not isinstance(event, ev.StateReceived):  # never sent twice: a stream keeps order
+            # A stream keeps its order, and choices are not sent.
+            if not isinstance(event, ev.StateReceived | ev.Assigned):
                 self.handle(event)
         elif kind in ("task", "transfer"):
             tasks = [(a, t) for a in living for t in a.tasks.values()]
@@ -283,10 +314,9 @@ class World:
                 del agent.tasks[task.attempt]
                 agent.outbox.append(ev.AuditFailed(task.attempt, agent.incarnation, "injected"))
         elif kind == "merge":
-            self.broken_merge = random.randrange(len(self.config.trials))
-        elif kind == "stop":
-            trial = random.randrange(len(self.config.trials))
-            self.news.append(ev.TrialStopped(trial, "pruned"))
+            self.broken_merge = random.choice([*self.state.trials, 0])
+        elif kind == "stop" and self.state.trials:
+            self.news.append(ev.TrialStopped(random.choice([*self.state.trials]), "pruned"))
 
     def run(self, script: list[int]) -> None:
         """Follow the script, then go on in some order until the run is over."""

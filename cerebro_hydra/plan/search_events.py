@@ -1,0 +1,113 @@
+"""Carries out what the search decides: trials come, go on, rest, fork and stop.
+
+An event that comes too late, for a trial that is over or after the end of the search, does nothing.
+
+A fork is one more holder of its parent's segments. It waits until the state that it goes on from is
+in the store, where ``ForkState`` gives it a second name. If that state is lost before, the fork
+goes on from the newest one before it that its parent still has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cerebro_hydra.plan.attempts import Attempts
+from cerebro_hydra.plan.bits import mask_of
+from cerebro_hydra.plan.events import (
+    BudgetExtended,
+    SearchClosed,
+    SearchEvent,
+    TrialAdded,
+    TrialForked,
+    TrialPaused,
+    TrialResumed,
+    TrialStopped,
+)
+from cerebro_hydra.plan.holders import STORE
+from cerebro_hydra.plan.tables import RunTables
+from cerebro_hydra.plan.trial_course import TrialCourse
+
+PAUSED_AT_THE_END = "the search ended while the trial was paused"
+
+
+class SearchEvents:
+    """Applies the events of a search; a part of the state machine."""
+
+    def __init__(self, tables: RunTables, attempts: Attempts, course: TrialCourse) -> None:
+        self._tables, self._attempts, self._course = tables, attempts, course
+
+    def apply(self, event: SearchEvent) -> Iterable[int]:
+        """Do what the event means; return the trials that it concerns."""
+        if self._tables.search_closed:
+            return self._stop(event) if isinstance(event, TrialStopped) else ()
+        match event:
+            case TrialAdded():
+                return self._add(event)
+            case TrialForked():
+                return self._fork(event)
+            case SearchClosed():
+                return self._close()
+            case TrialStopped():
+                return self._stop(event)
+        trial = self._tables.trials[event.trial]
+        if trial.over or trial.stop_reason is not None:
+            return ()
+        match event:
+            case BudgetExtended():
+                trial.budget = max(trial.budget, event.budget)
+                self._tables.log(event.trial, f"may train up to epoch {trial.budget}")
+            case TrialPaused() if trial.status != "paused":
+                self._attempts.abandon_all(trial)
+                self._tables.set_status(event.trial, "paused")
+                self._tables.log(event.trial, "paused")
+            case TrialResumed() if trial.status == "paused":
+                self._tables.set_status(event.trial, "waiting")
+                self._tables.log(event.trial, "resumed")
+        return (event.trial,)
+
+    def _add(self, event: TrialAdded) -> Iterable[int]:
+        config, number = event.config, event.config.trial
+        if number in self._tables.trials:
+            return ()
+        self._tables.config.check_trial(config)
+        self._tables.add_trial(config, event.budget)
+        self._tables.holders.define(number, 0, config.initial_digests)
+        self._tables.holders.add(number, 0, STORE)
+        return (number,)
+
+    def _fork(self, event: TrialForked) -> Iterable[int]:
+        tables, number = self._tables, event.config.trial
+        if number in tables.trials:
+            return ()
+        tables.config.check_trial(event.config)
+        parent = tables.trials[event.parent]
+        trial = tables.add_trial(event.config, event.budget)
+        tables.log(number, f"forks trial {event.parent} after visit {event.visit}")
+        forked = f"state {event.visit} of trial {event.parent}"
+        if parent.config.patience is not None:
+            self._course.end(number, "failed", f"{forked} can't be forked: that trial has patience")
+            return (number,)
+        if not tables.holders.where(event.parent, event.visit):
+            self._course.end(number, "failed", f"{forked} can't be forked: it is not kept any more")
+            return (number,)
+        partitions = tables.config.partitions
+        trial.base, trial.awaits = event.visit, event.parent
+        trial.visits = parent.visits.first(event.visit)
+        trial.history = [dict(metrics) for metrics in parent.history[: event.visit // partitions]]
+        begun = len(trial.history) * partitions
+        trial.trained = mask_of(trial.visits.partitions_from(begun))
+        trial.furthest = (event.visit, 0)
+        tables.forks.setdefault(event.parent, []).append(number)
+        return (event.parent, number)
+
+    def _stop(self, event: TrialStopped) -> Iterable[int]:
+        self._course.stop(event.trial, event.reason)
+        return (event.trial,)
+
+    def _close(self) -> Iterable[int]:
+        self._tables.search_closed = True
+        live = [number for number, trial in self._tables.trials.items() if not trial.over]
+        for number in live:
+            if self._tables.trials[number].status == "paused":
+                self._course.stop(number, PAUSED_AT_THE_END)
+        return live

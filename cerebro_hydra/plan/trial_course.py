@@ -1,0 +1,209 @@
+"""Follows each trial from epoch to epoch to its end: what is saved, dropped, and done again."""
+
+from __future__ import annotations
+
+from cerebro_hydra.plan.attempts import Attempts
+from cerebro_hydra.plan.evaluation import epoch_metrics
+from cerebro_hydra.plan.events import Checkpointed
+from cerebro_hydra.plan.holders import STORE
+from cerebro_hydra.plan.instructions import (
+    Checkpoint,
+    Drop,
+    EndEpoch,
+    FinishTrial,
+    ForkState,
+    MergeMetrics,
+    Redo,
+    TrainUncut,
+)
+from cerebro_hydra.plan.progress import Attempt, TrialProgress, TrialStatus
+from cerebro_hydra.plan.retention import Retention
+from cerebro_hydra.plan.tables import RunTables
+from cerebro_hydra.plan.trial_end import Outcome, best_visit, outcome, result_visit
+
+NOT_REPRODUCIBLE = (
+    "an audit found that a step of training differs from the same step of a model that was built "
+    "anew: {}. Look for state outside of parameters and buffers, such as counters, and for random "
+    "numbers that are not torch's"
+)
+
+
+class TrialCourse:
+    """Ends epochs and trials, and keeps or drops their states; a part of the state machine."""
+
+    def __init__(self, tables: RunTables, attempts: Attempts, retention: Retention) -> None:
+        self._config = tables.config
+        self._tables, self._attempts, self._retention = tables, attempts, retention
+
+    def recover(self, index: int, trial: TrialProgress, lost: str, reason: str) -> None:
+        """Roll back if a state that the trial needs is gone, and abandon fetches from ``lost``."""
+        if trial.saving is not None and trial.saving[1] == lost:
+            trial.saving = None
+        trial.arrived = {(visit, place) for visit, place in trial.arrived if place != lost}
+        if trial.over:
+            return
+        if not self._retention.intact(index, trial):
+            self._roll_back(index, trial, self._retention.fallback(index, trial), reason)
+        for attempt in trial.attempts:
+            if attempt.source.incarnation == lost and not self._attempts.has_source(attempt):
+                self._attempts.abandon(attempt)
+
+    def _roll_back(self, index: int, trial: TrialProgress, visit: int, reason: str) -> None:
+        """Make ``visit`` the newest state of the trial again."""
+        void = tuple(range(visit + 1, trial.newest + 1))
+        self._attempts.abandon_all(trial)
+        for each in self._tables.holders.visits(index):
+            if each > visit:
+                for place in list(self._tables.holders.where(index, each)):
+                    self._drop(index, each, place)
+                self._tables.holders.forget_state(index, each)
+        trial.roll_back(visit, self._config.partitions)
+        self._tables.log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
+        self._tables.instructions.append(Redo(index, void, reason))
+
+    def audit_failed(self, attempt: Attempt, difference: str) -> None:
+        """Train the trial again in one piece, or end it if it is one already."""
+        index, trial = attempt.trial, self._tables.trials[attempt.trial]
+        self._tables.log(index, f"attempt {attempt.number}: audit failed: {difference}")
+        if trial.uncut or len(trial.config.initial_digests) == 1:
+            self.end(index, "failed", NOT_REPRODUCIBLE.format(difference))
+            return
+        trial.uncut = trial.restarting = True
+        self._attempts.abandon_all(trial)
+        self._tables.instructions.append(TrainUncut(index, difference))
+
+    def _restart(self, index: int, trial: TrialProgress) -> None:
+        """Go back to the first state, unless a state is being written, which must stay."""
+        if trial.saving is None:
+            trial.restarting = False
+            if trial.newest > trial.base:
+                self._roll_back(index, trial, trial.base, "it is trained again in one piece")
+
+    def checkpointed(self, event: Checkpointed) -> None:
+        """Note that a state is in the store."""
+        trial = self._tables.trials[event.trial]
+        if self._tables.workers.get(event.incarnation) is None:
+            return
+        if trial.saving == (event.visit, event.incarnation):
+            trial.saving = None
+        if self._tables.holders.holds(event.trial, event.visit, event.incarnation):
+            self._tables.holders.add(event.trial, event.visit, STORE)
+            self._tables.log(event.trial, f"state {event.visit} is in the store")
+
+    def stop(self, number: int, reason: str) -> None:
+        """Let the trial end as soon as its result is in the store."""
+        trial = self._tables.trials[number]
+        if not trial.over and trial.stop_reason is None:
+            if self._outcome(trial) is None:
+                trial.stop_reason = reason
+                trial.forget_evaluation()
+            self._tables.log(number, f"stopped: {reason}")
+
+    def _outcome(self, trial: TrialProgress) -> Outcome | None:
+        return outcome(self._config, trial, self._tables.search_closed)
+
+    def end(self, index: int, status: TrialStatus, reason: str) -> None:
+        """End the trial now."""
+        trial = self._tables.trials[index]
+        self._attempts.abandon_all(trial)
+        trial.forget_evaluation()
+        self._tables.set_status(index, status)
+        trial.result = 0 if status == "failed" else result_visit(self._config, trial)
+        self._tables.log(index, f"{status} with state {trial.result}")
+        self._tables.instructions.append(FinishTrial(index, status, reason, trial.result))
+
+    def advance(self, index: int, trial: TrialProgress) -> None:
+        """End the trial's epoch and the trial itself if they are over, and save what must be."""
+        if trial.restarting and not trial.over:
+            self._restart(index, trial)
+        if not (trial.awaits is not None or trial.over or trial.restarting):
+            self._end_what_is_over(index, trial)
+        self._settle_forks(index, trial)
+
+    def _end_what_is_over(self, index: int, trial: TrialProgress) -> None:
+        partitions = self._config.partitions
+        evaluation = trial.evaluation
+        evaluated = evaluation.done.bit_count() == partitions or not self._config.evaluate
+        if trial.epoch_trained(partitions) and evaluated and trial.stop_reason is None:
+            if not (evaluation.done and trial.config.custom_metrics):
+                self.end_epoch(index, {})
+            elif trial.merge_attempt is None:
+                trial.merge_attempt = self._tables.take_number()
+                states = tuple(evaluation.states[p] for p in range(partitions))
+                self._tables.instructions.append(
+                    MergeMetrics(trial.merge_attempt, index, len(trial.history), states)
+                )
+        if trial.over:
+            return
+        if over := self._outcome(trial):
+            self._attempts.abandon_all(trial)
+            if self._ensure_saved(index, trial, result_visit(self._config, trial)):
+                self.end(index, *over)
+            return
+        if (best := best_visit(self._config, trial, trial.newest)) is not None:
+            self._ensure_saved(index, trial, best)
+        if trial.status == "paused":
+            self._ensure_saved(index, trial, trial.newest)
+
+    def _settle_forks(self, index: int, trial: TrialProgress) -> None:
+        """Let forks begin whose state is in the store, and have those of the others written."""
+        holders = self._tables.holders
+        for number in self._tables.forks.pop(index, ()):
+            fork = self._tables.trials[number]
+            if not holders.where(index, fork.base):
+                kept = max(visit for visit in holders.visits(index) if visit < fork.base)
+                self._tables.log(number, f"state {fork.base} is lost; it goes on from {kept}")
+                fork.roll_back(kept, self._config.partitions)
+                fork.base = kept
+            if self._ensure_saved(index, trial, fork.base):
+                fork.awaits = None
+                holders.fork(index, fork.base, number)
+                holders.add(number, fork.base, STORE)
+                self._tables.instructions.append(ForkState(number, index, fork.base))
+                self._tables.log(number, f"state {fork.base} of trial {index} is now its own too")
+                self.advance(number, fork)
+                self._tables.refresh(number)
+            else:
+                self._tables.forks.setdefault(index, []).append(number)
+
+    def end_epoch(self, index: int, custom: dict[str, float]) -> None:
+        """End the trial's epoch with the metrics of all its visits and evaluations."""
+        trial = self._tables.trials[index]
+        epoch = len(trial.history)
+        visits = trial.visits[epoch * self._config.partitions :]
+        metrics = epoch_metrics(visits, trial.evaluation, custom)
+        trial.history.append(metrics)
+        trial.trained = 0
+        trial.forget_evaluation()
+        self._tables.log(index, f"epoch {epoch} ended: {metrics}")
+        self._tables.instructions.append(EndEpoch(index, epoch, metrics))
+        if trial.config.patience is not None and self._config.metric not in metrics:
+            reason = (
+                f"patience needs {self._config.metric!r}, which no epoch has; "
+                f"choose one of {sorted(metrics)}"
+            )
+            self.end(index, "failed", reason)
+
+    def _ensure_saved(self, index: int, trial: TrialProgress, visit: int) -> bool:
+        """Return whether the state is in the store; start to write it if no other is written."""
+        places = self._tables.holders.where(index, visit)
+        if STORE in places:
+            return True
+        if trial.saving is None:
+            trial.saving = (visit, next(iter(places)))
+            self._tables.instructions.append(Checkpoint(index, *trial.saving))
+        return False
+
+    def drop_unneeded(self, index: int, trial: TrialProgress) -> None:
+        """Drop every copy that the trial need not keep."""
+        needed = self._retention.copies_to_keep(index, trial)
+        for visit in self._tables.holders.visits(index):
+            for place in list(self._tables.holders.where(index, visit)):
+                if place != STORE and (visit, place) not in needed:
+                    self._drop(index, visit, place)
+            if not self._tables.holders.where(index, visit):
+                self._tables.holders.forget_state(index, visit)
+
+    def _drop(self, index: int, visit: int, place: str) -> None:
+        self._tables.holders.drop(index, visit, place)
+        self._tables.instructions.append(Drop(index, visit, place))
