@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
+from cerebro_hydra.shards.constant_values import ConstantValues
 from cerebro_hydra.shards.export_program import ExportFailed, export_program
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
 from cerebro_hydra.shards.regions import inline_regions
@@ -105,7 +106,7 @@ def _flatten(model: nn.Module, sample: Sample, any_rows: bool, train: bool) -> F
         shapes = (tuple(shapes),)
     try:
         with unit_hooks(model, MARKER), torch.set_grad_enabled(train), sample.precision():
-            program = export_program(model, args, kwargs, shapes)
+            program = export_program(model, args, kwargs, shapes, ConstantValues)
     except ExportFailed as error:
         raise CutFailed(f"torch.export failed ({error})") from error
     guards = Guards.of(model, sample.call, program)
