@@ -7,16 +7,14 @@ import logging
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-
-from cerebro_hydra.shards.constant_values import ConstantValues
 
 _NOT_USERS = (
     "<",
@@ -32,15 +30,19 @@ class ExportFailed(Exception):
 
 
 def export_program(
-    module: nn.Module, args: Any, kwargs: dict[str, Any] | None, dynamic_shapes: Any
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any] | None,
+    dynamic_shapes: Any,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ExportedProgram:
-    """Run `torch.export`, which prints nothing of the graph if it fails.
+    """Run `torch.export`, which prints nothing of the graph if it fails; `within` is for forward.
 
     Raises:
         ExportFailed: `torch.export` or the module's forward raised an error.
     """
     try:
-        with _logged_unless_failed(), _printing_no_graph(module):
+        with _logged_unless_failed(), _printing_no_graph(module, within):
             return torch.export.export(
                 module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
             )
@@ -82,7 +84,9 @@ def _logged_unless_failed() -> Iterator[None]:
 
 
 @contextmanager
-def _printing_no_graph(module: nn.Module) -> Iterator[None]:
+def _printing_no_graph(
+    module: nn.Module, within: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
     """Hide a forward's RuntimeErrors from torch.
 
     `torch.export` prints the whole graph to stderr for each RuntimeError that says
@@ -94,7 +98,7 @@ def _printing_no_graph(module: nn.Module) -> Iterator[None]:
     @functools.wraps(forward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
-            with ConstantValues():
+            with within():
                 return forward(*args, **kwargs)
         except RuntimeError as error:
             raise ExportFailed(_told(error)) from error

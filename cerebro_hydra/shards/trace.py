@@ -21,6 +21,7 @@ from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.aliases import AliasGroups
 from cerebro_hydra.shards.attribute_values import AttributeValues
 from cerebro_hydra.shards.backward_watch import BackwardWatch
+from cerebro_hydra.shards.constant_values import ConstantValues
 from cerebro_hydra.shards.export_program import ExportFailed, export_program
 from cerebro_hydra.shards.guards import Guards, length_held_fixed
 from cerebro_hydra.shards.parameter_values import ParameterValues
@@ -112,7 +113,7 @@ def _flatten(model: nn.Module, sample: Sample, any_rows: bool, train: bool) -> F
             torch.set_grad_enabled(train),
             sample.precision(),
         ):
-            program = export_program(model, args, kwargs, shapes)
+            program = export_program(model, args, kwargs, shapes, ConstantValues)
     except ExportFailed as error:
         raise CutFailed(f"torch.export failed ({error})") from error
     if watch.found is not None:
