@@ -11,20 +11,20 @@ from math import isnan, nan
 from cerebro_hydra.plan.progress import TaskKind
 
 KINDS: tuple[TaskKind, ...] = ("train", "evaluate")
-EVALUATION_SHARE = 1 / 3  # of a sub-epoch, the share of a forward pass
 
 
 class Estimates:
     """Estimates seconds per (kind, trial, partition), and keeps a clock that follows the events.
 
     A duration is modelled as cost(trial) x pace(partition) until that very pair was measured. The
-    prior is the trial's relative cost at pace 1; the first measurement says what its unit is.
+    prior is the trial's relative cost at pace 1; the first measurement says what its unit is. An
+    evaluation starts at a third of a sub-epoch, the share of a forward pass.
     """
 
     def __init__(self, partitions: int) -> None:
         self.now = 0.0
         self._partitions = partitions
-        self._unit = 1.0  # seconds per unit of cost
+        self._unit = 1.0  # seconds per unit of the trials' relative costs
         self._has_seen_any = False
         self._cost: dict[TaskKind, dict[int, float]] = {kind: {} for kind in KINDS}
         self._pace: dict[TaskKind, list[float]] = {kind: [1.0] * partitions for kind in KINDS}
@@ -33,12 +33,12 @@ class Estimates:
 
     def add(self, trial: int, cost: float) -> None:
         """Take in a trial by the relative cost of one of its sub-epochs."""
-        self._cost["train"][trial] = cost
-        self._cost["evaluate"][trial] = cost * EVALUATION_SHARE
+        self._cost["train"][trial] = cost * self._unit
+        self._cost["evaluate"][trial] = cost / 3 * self._unit
 
     def cost(self, kind: TaskKind, trial: int) -> float:
         """Return the relative cost of one task of a trial; its unit never changes."""
-        return self._cost[kind][trial]
+        return self._cost[kind][trial] / self._unit
 
     def pace(self, kind: TaskKind, partition: int) -> float:
         """Return how long tasks of cost 1 take on a partition, in any unit."""
@@ -61,7 +61,9 @@ class Estimates:
             self._pace[kind][partition] *= error**0.5
         else:
             self._has_seen_any = True
-            self._unit *= error
+            self._unit = error
+            for costs in self._cost.values():
+                costs.update({each: cost * error for each, cost in costs.items()})
         seen = self._seen[kind]
         if trial not in seen:
             seen[trial] = array("d", [nan]) * self._partitions
@@ -86,4 +88,4 @@ class Estimates:
         }
 
     def _modelled(self, kind: TaskKind, trial: int, partition: int) -> float:
-        return self._unit * self._cost[kind][trial] * self._pace[kind][partition]
+        return self._cost[kind][trial] * self._pace[kind][partition]
