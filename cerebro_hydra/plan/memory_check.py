@@ -39,7 +39,7 @@ class MemoryCheck:
 
     def __init__(
         self,
-        budgets: Mapping[int, int | None] | Mapping[None, int | None],
+        budgets: Mapping[Place, int | None],
         host_budget: int | None,
         state: Mapping[Key, int],
         activations: Mapping[Key, int] | None = None,

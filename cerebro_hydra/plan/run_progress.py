@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from cerebro_hydra.plan.actions import Action, ActionKind
@@ -87,6 +88,11 @@ class RunSpec:
         return self.boundary_bytes if self.stays else 0
 
     @property
+    def pinned_bytes(self) -> int:
+        """Return the bytes of a device that nobody else can have during a microbatch."""
+        return self.device_need if self.keeps_all else self.held_bytes
+
+    @property
     def device_need(self) -> int:
         """Return the bytes that a device must have for a microbatch to pass through it."""
         if self.keeps_all:
@@ -94,12 +100,14 @@ class RunSpec:
         return self.held_bytes + max(shard.state + shard.activations for shard in self.shards)
 
     @property
-    def host_need(self) -> int:
-        """Return the bytes of DRAM that the run must have, if it were alone."""
-        if self.keeps_all:
-            return self.state_bytes
-        largest = max(shard.state for shard in self.shards)
-        return largest + (0 if self.stays else self.boundary_bytes)
+    def host_boundary_bytes(self) -> int:
+        """Return the bytes of DRAM for the boundary values of a microbatch that moves about."""
+        return 0 if self.stays else self.boundary_bytes
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Return the bytes of DRAM without which the run can't go on; it is a shard's home."""
+        return self.state_bytes if self.keeps_all else max(shard.state for shard in self.shards)
 
     def work_bytes(self, shard: int) -> int:
         """Return the bytes that a task of the shard adds on its device while it runs."""
@@ -120,7 +128,7 @@ class Unit:
         return self.tasks[0].trial, self.tasks[0].shard
 
 
-Status = Literal["waiting", "open", "cancelled", "restarting", "finished"]
+Status = Literal["waiting", "open", "restarting", "cancelled", "finished", "released"]
 
 
 class RunProgress:
@@ -146,6 +154,7 @@ class RunProgress:
         self.microbatch: int | None = None  # the newest that has begun
         self.device: int | None = None  # where the microbatch stays
         self.waiting_since = 0  # the event at which its last unit ended
+        self.absent = set(range(self.spec.graph.shards))
         self.sent: set[int] = set()
         self._windows = 0  # whose tasks were taken from the graph
         self._left: deque[Action] = deque()
@@ -173,6 +182,11 @@ class RunProgress:
         """Return whether every task is done."""
         return not self.units and not self._tasks()
 
+    @property
+    def is_in_last_window(self) -> bool:
+        """Return whether no window is left after the one that tasks are taken from."""
+        return self._windows == self.spec.graph.windows
+
     def next_unit(self) -> Unit | None:
         """Return the unit after those under way, or None after the last."""
         tasks = self._tasks()
@@ -180,7 +194,7 @@ class RunProgress:
             return None
         unit = [tasks[0]]
         last = self.spec.graph.shards - 1
-        for task in list(tasks)[1:3]:
+        for task in islice(tasks, 1, 3):
             before = unit[-1]
             fuses = task.kind is U and before.kind is B
             if self.spec.fused and before.kind is F and task.kind is B:
@@ -199,8 +213,14 @@ class RunProgress:
         self._remaining = None
 
     def put_back(self, tasks: Iterable[Action]) -> None:
-        """Put tasks back, in their order, that have to be done again."""
-        self._left.extendleft(reversed(list(tasks)))
+        """Put back tasks that have to be done again; all others that are left come after them."""
+        graph, run = self.spec.graph, self.spec.run
+
+        def order(task: Action) -> tuple[int, int]:
+            window = (task.microbatch or 0) // graph.window
+            return window, graph.tasks(run, window).index(task)
+
+        self._left.extendleft(sorted(tasks, key=order, reverse=True))
         self._remaining = None
 
     def learn(self, task: Action, seconds: float) -> None:
@@ -211,9 +231,7 @@ class RunProgress:
 
     def next_use(self, shard: int) -> float:
         """Return how many tasks come before the next one of the shard; infinity if none is left."""
-        if self.status == "finished":
-            return math.inf
-        for distance, task in enumerate(self._left):
+        for distance, task in enumerate(self._tasks()):
             if task.shard == shard:
                 return distance
         more = self._windows < self.spec.graph.windows
