@@ -36,10 +36,11 @@ class DeviceQueue:
         return self.alive and self.running is None and self.reserved is None
 
     def is_ending(self, run: RunProgress) -> bool:
-        """Return whether the run's microbatch is over once the running unit is."""
+        """Return whether the run's microbatch is over, and no other begun, after the running unit."""
         running = self.running
-        mine = running is not None and running.key[0] == run.spec.run
-        return mine and running is not None and running.ends_microbatch and len(run.units) == 1
+        if running is None or running.key[0] != run.spec.run or not running.ends_microbatch:
+            return False
+        return not any(unit.starts_microbatch for unit in run.units[1:])
 
     def pinned(self, but: RunProgress) -> int:
         """Return the bytes that microbatches of other runs keep from whoever comes next."""
@@ -47,12 +48,12 @@ class DeviceQueue:
         return sum(run.spec.pinned_bytes for run in others)
 
     def has_begun(self, run: RunProgress) -> bool:
-        """Return whether the run's staying microbatch has run its first unit, or is about to end.
-
-        Until then it has no bytes on the device beside its shards.
-        """
-        units = run.units
-        return units != [self.reserved] or not units[0].starts_microbatch
+        """Return whether a staying microbatch of the run has bytes beside its shards by now."""
+        first, number = self.reserved, run.spec.run
+        if first is None or first.key[0] != number or not first.starts_microbatch:
+            return True
+        running = self.running
+        return running is not None and running.key[0] == number and running.ends_microbatch
 
     def has(self, key: tuple[int, int]) -> bool:
         """Return whether the shard is in use or reserved."""

@@ -73,8 +73,9 @@ class MemoryCheck:
         state = self._state.get(key, 0)
         match action.kind:
             case ActionKind.RECV:
-                self._demand(here is None, action, "the shard was received before")
-                self._abandoned.discard(action.trial)
+                forgotten = here is not None and action.trial in self._abandoned
+                forgotten &= here is None or not (here.in_dram or here.moving)
+                self._demand(here is None or forgotten, action, "the shard was received before")
                 self._shards[key] = _Whereabouts(True, moving=True)
                 self._add(HOST, state, action)
             case ActionKind.LOAD if action.device == HOST:
@@ -127,8 +128,6 @@ class MemoryCheck:
             self._used[action.device] -= state
             if action.device == HOST:
                 here.in_dram = False
-                if action.trial in self._abandoned:
-                    del self._shards[key]
             else:
                 here.on_device, here.written = False, False
 

@@ -31,17 +31,21 @@ class Room:
     def used(self, queue: DeviceQueue) -> int:
         """Return the bytes that are in use on a device, the running task's included."""
         kept = sum(run.spec.held_bytes for run in queue.staying if queue.has_begun(run))
-        working = 0
-        if queue.running is not None:
-            run, shard = queue.running.key
-            working = self._runs[run].spec.work_bytes(shard)
+        working = 0 if queue.running is None else self._activations(queue, queue.running)
         return self._tiers.used(queue.number) + kept + working
 
     def work(self, queue: DeviceQueue, unit: Unit) -> int:
         """Return the bytes that the reserved unit adds to its shard when it starts."""
         run = self._runs[unit.key[0]]
         begins = run in queue.staying and not queue.has_begun(run)
-        return run.spec.work_bytes(unit.key[1]) + (run.spec.held_bytes if begins else 0)
+        return self._activations(queue, unit) + (run.spec.held_bytes if begins else 0)
+
+    def _activations(self, queue: DeviceQueue, unit: Unit) -> int:
+        """Return the bytes that only the unit itself has; a staying microbatch may hold them."""
+        run = self._runs[unit.key[0]]
+        joined = unit is queue.reserved or queue.has_begun(run)
+        kept = run.spec.keeps_all and run in queue.staying and joined
+        return 0 if kept else run.spec.shards[unit.key[1]].activations
 
     def free(self, queue: DeviceQueue) -> float:
         """Return the bytes of a device that nobody has."""

@@ -109,10 +109,6 @@ class RunSpec:
         """Return the bytes of DRAM without which the run can't go on; it is a shard's home."""
         return self.state_bytes if self.keeps_all else max(shard.state for shard in self.shards)
 
-    def work_bytes(self, shard: int) -> int:
-        """Return the bytes that a task of the shard adds on its device while it runs."""
-        return 0 if self.keeps_all else self.shards[shard].activations
-
 
 @dataclass(frozen=True, slots=True)
 class Unit:

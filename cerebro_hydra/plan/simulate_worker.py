@@ -105,6 +105,7 @@ class WorkerSimulation:
         )
         self._now = 0.0
         self._lanes: dict[Lane, deque[Action]] = {}
+        self._begun: dict[Lane, float] = {}  # when the first action of each lane began
         self._heap: list[tuple[float, int, WorkerEvent | Lane]] = []
         self._scheduled = 0
         for spec in specs:
@@ -179,18 +180,16 @@ class WorkerSimulation:
     def _begin(self, lane: Lane) -> None:
         action = self._lanes[lane][0]
         self.check.begin(action)
-        seconds = self._seconds(action)
-        self.timeline.done.append(DoneAction(action, self._now, self._now + seconds))
-        self._schedule(self._now + seconds, lane)
+        self._begun[lane] = self._now
+        self._schedule(self._now + self._seconds(action), lane)
 
     def _end(self, lane: Lane) -> WorkerEvent:
         waiting = self._lanes[lane]
         action = waiting.popleft()
         self.check.end(action)
+        self.timeline.done.append(DoneAction(action, self._begun[lane], self._now))
         if waiting:
             self._begin(lane)
         if action.kind is ActionKind.RECV:
             return ShardArrived(action.trial, action.shard)
         return ActionDone(action, self._seconds(action))
-
-

@@ -77,10 +77,10 @@ class WorkerQueues:
             if run.status != "waiting":
                 continue
             opened = [r.spec for r in self.runs.values() if r.status == "open"] + [run.spec]
-            boundaries = sum(spec.host_boundary_bytes for spec in opened)
-            largest = max(spec.host_state_bytes for spec in opened)
             nbytes = run.spec.host_boundary_bytes
-            if boundaries + largest > self.tiers.host_budget or not self._dram(nbytes, -1):
+            need = self.tiers.boundaries + nbytes + self._kept_in_dram(but=run)
+            need += max(spec.host_state_bytes for spec in opened)
+            if need > self.tiers.host_budget or not self._dram(nbytes, -1):
                 return
             self.tiers.boundaries += nbytes
             run.status = "open"
@@ -126,7 +126,7 @@ class WorkerQueues:
         run, unit = self.runs[number], units[number]
         run.take(unit)
         queue.reserved = unit
-        if run.spec.stays and run not in queue.staying:
+        if run.spec.stays and unit.starts_microbatch and run not in queue.staying:
             queue.staying.append(run)
             run.device = queue.number
 
@@ -136,17 +136,18 @@ class WorkerQueues:
         if held is None or held.home == "receiving" or run.device not in (None, queue.number):
             return False
         shard = spec.shards[unit.key[1]]
-        need = spec.device_need if spec.stays else shard.state + shard.activations
-        if need > queue.budget - queue.pinned(but=run):
-            return False
-        if not spec.stays or run in queue.staying:
-            return True
-        if not all(queue.is_ending(other) for other in queue.staying):
-            return False  # one staying microbatch at a time, so that none waits for the other
-        staying = [r for q in self.queues.values() for r in q.staying if r.spec.keeps_all]
-        opened = [r.spec for r in self.runs.values() if r.status == "open"]
-        kept = sum(r.spec.state_bytes for r in staying) + self.tiers.boundaries
-        return kept + max(s.host_state_bytes for s in opened) <= self.tiers.host_budget
+        nbytes, host_nbytes = shard.state + shard.activations, shard.state
+        if spec.stays and (unit.starts_microbatch or run in queue.staying):
+            nbytes, host_nbytes = spec.device_need, spec.host_state_bytes
+            if run not in queue.staying and not all(map(queue.is_ending, queue.staying)):
+                return False  # one staying microbatch at a time, so that none waits for the other
+        host = host_nbytes + self._kept_in_dram(but=run) + self.tiers.boundaries
+        return host <= self.tiers.host_budget and nbytes <= queue.budget - queue.pinned(but=run)
+
+    def _kept_in_dram(self, but: RunProgress) -> int:
+        """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
+        staying = [run for queue in self.queues.values() for run in queue.staying]
+        return sum(run.spec.state_bytes for run in staying if run.spec.keeps_all and run is not but)
 
     def _advance(self, queue: DeviceQueue) -> None:
         """Bring the reserved unit's shard a step closer, and start the unit when it can run."""
