@@ -36,7 +36,7 @@ class DeviceQueue:
         return self.alive and self.running is None and self.reserved is None
 
     def is_ending(self, run: RunProgress) -> bool:
-        """Return whether the run's microbatch is over, and no other begun, after the running unit."""
+        """Return whether the run's microbatch ends with the running unit, and no other follows."""
         running = self.running
         if running is None or running.key[0] != run.spec.run or not running.ends_microbatch:
             return False

@@ -93,11 +93,13 @@ class Room:
 
     def demote(self, queue: DeviceQueue) -> list[Action]:
         """Write back what a device has changed and does not use next, if not all runs fit there."""
+        changed = [held for held in self._evictable(queue) if held.dirty]
+        if not changed:
+            return []
         wanted = sum(r.spec.state_bytes for r in self._runs.values() if r.status == "open")
         if wanted + self.used(queue) - self._tiers.used(queue.number) <= queue.budget:
             return []
-        idle = self._evictable(queue)
-        return [self._tiers.leave_device(held) for held in idle if held.dirty]
+        return [self._tiers.leave_device(held) for held in changed]
 
     def next_use(self, held: HeldShard) -> float:
         """Return how far away the shard's next task is; infinity if it was the last one."""

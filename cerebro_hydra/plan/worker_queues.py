@@ -120,10 +120,10 @@ class WorkerQueues:
             candidates.append(
                 Candidate(number, run.order, run.remaining, run.waiting_since, run is running)
             )
-        if not candidates:
+        picked = self._rule(candidates) if candidates else None
+        if picked is None:
             return
-        number = self._rule(candidates).run
-        run, unit = self.runs[number], units[number]
+        run, unit = self.runs[picked.run], units[picked.run]
         run.take(unit)
         queue.reserved = unit
         if run.spec.stays and unit.starts_microbatch and run not in queue.staying:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.plan.run_progress import RunSpec, ShardSpec
 from cerebro_hydra.plan.schedules.candidate import Rule, oldest_first
@@ -25,6 +25,7 @@ from cerebro_hydra.plan.worker_events import (
     WorkerEvent,
 )
 from cerebro_hydra.plan.worker_state import WorkerState
+from tests.examples import examples
 
 RULES: dict[str, Rule] = {"sharp": sharp, "sequential": oldest_first, "fifo": fifo}
 
@@ -115,9 +116,7 @@ def simulate(world, later: list[tuple[float, WorkerEvent]]) -> WorkerTimeline:
 
 
 def check_order(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
-    """Check what each run did after it began for the last time."""
     for spec in runs:
-        given = timeline.given
         begun = [
             i for i, a in enumerate(given) if isinstance(a, RunRestarted) and a.run == spec.run
         ]
@@ -126,15 +125,48 @@ def check_order(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
         validate_order(mine, {spec.run: spec.graph})
 
 
-@settings(max_examples=200)
+def check_changes(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
+    """Check that what is published has every change of plain training once, in its order."""
+    home: dict[tuple[int, int], list[Action]] = {}
+    there: dict[tuple[int, int], list[Action]] = {}
+    sent = set()
+    for done in timeline.done:
+        action, key = done.action, (done.action.trial, done.action.shard)
+        graph, shard = runs[key[0]].graph, runs[key[0]].shards[key[1]]
+        task = replace(action, device=None)
+        if action.kind is ActionKind.RECV:
+            home[key] = []
+        elif action.device == HOST or not graph.training:
+            continue
+        elif action.kind is ActionKind.LOAD:
+            there[key] = home[key].copy()
+        elif action.kind is ActionKind.SPILL:
+            home[key] = there[key].copy()
+        elif action.kind is ActionKind.SEND:
+            tasks = (t for window in range(graph.windows) for t in graph.tasks(key[0], window))
+            mine = [t for t in tasks if t.shard == key[1]]
+            assert home[key] == [t for t in mine if writes(t, shard)]
+            sent.add(key)
+        elif writes(task, shard):
+            there[key].append(task)
+    expected = {(s.run, k) for s in runs if s.graph.training for k in range(s.graph.shards)}
+    assert sent == expected
+
+
+def writes(task: Action, shard: ShardSpec) -> bool:
+    return task.kind is not ActionKind.F or shard.forward_writes
+
+
+@settings(max_examples=examples(150))
 @given(worlds())
 def test_every_run_ends_in_order_and_within_every_budget(world) -> None:
     timeline = simulate(world, [])
     assert {timeline.outcome(spec.run) for spec in world["specs"]} == {"finished"}
     check_order(timeline, world["specs"])
+    check_changes(timeline, world["specs"])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(150))
 @given(worlds(), st.data())
 def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
     moment = st.floats(0, 60, allow_nan=False)
@@ -151,7 +183,7 @@ def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
     assert (list(tiers), tiers.host_used) == ([], 0)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(150))
 @given(worlds(), st.data())
 def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
     later: list[tuple[float, WorkerEvent]] = []
@@ -165,4 +197,5 @@ def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
     timeline = simulate(world, later)
     runs = world["specs"]
     assert {timeline.outcome(spec.run) for spec in runs} == {"finished"}
+    check_changes(timeline, runs)
     event(f"restarts: {sum(isinstance(a, RunRestarted) for a in timeline.given)}")

@@ -1,4 +1,4 @@
-"""A candidate is a run whose next unit a free device may take; a rule picks one of several."""
+"""A candidate is a run whose next unit a device may take; a rule picks one of several, or none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Candidate:
     own: bool
 
 
-Rule = Callable[[Sequence[Candidate]], Candidate]
+Rule = Callable[[Sequence[Candidate]], Candidate | None]
 
 
 def oldest_first(candidates: Sequence[Candidate]) -> Candidate:
