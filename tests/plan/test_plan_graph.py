@@ -93,7 +93,7 @@ def test_activations_count_while_a_task_runs() -> None:
     with pytest.raises(InvalidSchedule, match=r"t0s0F0@1: 6 bytes .* budget is 5"):
         check_memory(GOOD, device=5)
     memory = MemoryCheck({0: 9}, None, {(0, 0): 4}, {(0, 0): 2})
-    for action in parse_actions("t0s0RECV t0s0LOAD@0"):
-        memory.begin(action)
+    validate_memory(parse_actions("t0s0RECV"), memory)
+    memory.begin(parse_action("t0s0LOAD@0"))
     with pytest.raises(InvalidSchedule, match="not on the device"):  # the load has not ended
         memory.begin(parse_action("t0s0F0@0"))
