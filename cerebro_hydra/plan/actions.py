@@ -1,23 +1,34 @@
 """Actions are the tasks of a schedule, each of which has a short text.
 
-============= ===============================================================
-``t3s1F0``    the forward of trial 3, shard 1, microbatch 0
-``t3s1B0``    its backward
-``t3s1U0``    the shard's update; it names the last microbatch of its window
-``t3s1LOAD``  the shard's state is brought to the device
-``t3s1SPILL`` the shard's state is taken off the device
-``t3s1SEND``  the shard is published after its last update of the sub-epoch
-============= ===============================================================
+============== ==============================================================
+``t3s1F0``     the forward of trial 3, shard 1, microbatch 0
+``t3s1B0``     its backward
+``t3s1U0``     the shard's update; it names the last microbatch of its window
+``t3s1RECV``   the shard's state is received into DRAM
+``t3s1LOAD``   the shard's state is brought to the device
+``t3s1SPILL``  the shard's state is written back and taken off the device
+``t3s1DROP``   the shard's state is taken off the device without being written
+``t3s1SEND``   the shard is published after its last update of the sub-epoch
+============== ==============================================================
+
+An action ends in its place if there are several: ``t3s1F0@2`` runs on device 2, and
+``t3s1LOAD@host`` brings the shard from disk to DRAM, off which ``SPILL@host`` takes it to disk.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-_TEXT = re.compile(r"t(0|[1-9]\d*)s(0|[1-9]\d*)(?:([FBU])(0|[1-9]\d*)|(LOAD|SPILL|SEND))", re.ASCII)
+HOST = -1  # the place of a move between disk and DRAM
+
+_NUMBER = r"(0|[1-9]\d*)"
+_TEXT = re.compile(
+    rf"t{_NUMBER}s{_NUMBER}(?:([FBU]){_NUMBER}|(RECV|LOAD|SPILL|DROP|SEND))(?:@(?:{_NUMBER}|host))?",
+    re.ASCII,
+)
 
 
 class ActionKind(StrEnum):
@@ -26,8 +37,10 @@ class ActionKind(StrEnum):
     F = "F"
     B = "B"
     U = "U"
+    RECV = "RECV"
     LOAD = "LOAD"
     SPILL = "SPILL"
+    DROP = "DROP"
     SEND = "SEND"
 
     @property
@@ -40,14 +53,18 @@ class ActionKind(StrEnum):
 class Action:
     """Describes one task on one shard of one trial; only F, B and U have a microbatch.
 
+    ``device`` is its place: the number of a device, ``HOST``, or None if the place goes without
+    saying.
+
     Raises:
-        ValueError: a number is negative, or ``microbatch`` is missing or not allowed.
+        ValueError: a number is negative, or ``microbatch`` or ``device`` is missing or not allowed.
     """
 
     trial: int
     shard: int
     kind: ActionKind
     microbatch: int | None = None
+    device: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse an action that has no text."""
@@ -56,11 +73,18 @@ class Action:
         if self.kind.computes != (self.microbatch is not None):
             need = "needs a" if self.kind.computes else "takes no"
             raise ValueError(f"{self!r} can't be made: {self.kind} {need} microbatch")
+        if self.device is not None and self.device < (0 if self.kind.computes else HOST):
+            raise ValueError(f"{self!r} can't be made: {self.kind} needs the number of a device")
 
     def __str__(self) -> str:
         """Return the action's text, such as ``t3s1F0``."""
         tail = "" if self.microbatch is None else self.microbatch
-        return f"t{self.trial}s{self.shard}{self.kind}{tail}"
+        place = "" if self.device is None else "@host" if self.device == HOST else f"@{self.device}"
+        return f"t{self.trial}s{self.shard}{self.kind}{tail}{place}"
+
+    def on(self, device: int) -> Action:
+        """Return the same action with a place."""
+        return replace(self, device=device)
 
 
 def parse_action(text: str) -> Action:
@@ -71,11 +95,11 @@ def parse_action(text: str) -> Action:
     """
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not an action; write it like t3s1F0 or t3s1LOAD")
-    trial, shard, kind, microbatch, movement = match.groups()
-    if movement:
-        return Action(int(trial), int(shard), ActionKind(movement))
-    return Action(int(trial), int(shard), ActionKind(kind), int(microbatch))
+        raise ValueError(f"{text!r} is not an action; write it like t3s1F0, t3s1LOAD or t3s1F0@2")
+    trial, shard, kind, microbatch, movement, device = match.groups()
+    place = HOST if text.endswith("@host") else None if device is None else int(device)
+    number = None if microbatch is None else int(microbatch)
+    return Action(int(trial), int(shard), ActionKind(kind or movement), number, place)
 
 
 def format_actions(actions: Iterable[Action]) -> str:

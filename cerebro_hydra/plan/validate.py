@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import product
+from dataclasses import replace
+from itertools import chain
 
 from cerebro_hydra.errors import InvalidSchedule
 from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.graph import TaskGraph
+from cerebro_hydra.plan.memory_check import MemoryCheck
 
-F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
-LOAD, SPILL, SEND = ActionKind.LOAD, ActionKind.SPILL, ActionKind.SEND
+F, B, U, SEND = ActionKind.F, ActionKind.B, ActionKind.U, ActionKind.SEND
 
 
 def validate(
@@ -40,118 +42,77 @@ def validate(
             the rule.
         ValueError: a budget comes without `shard_bytes` or without `resident`.
     """
-    done: dict[Action, int] = {}
-    for index, action in enumerate(actions):
-        _check_shape(index, action, shards, microbatches)
-        if action.kind in (LOAD, SPILL):
-            continue
-        if action in done:
-            _refuse(index, action, f"was done before, as action {done[action]}")
-        _check_order(index, action, done, shards, microbatches, barrier, tied)
-        done[action] = index
-    for trial in sorted({action.trial for action in actions}):
-        _check_complete(trial, done, shards, microbatches)
+    graph = TaskGraph(shards, microbatches, microbatches, barrier, tuple(tied))
+    validate_order(actions, {action.trial: graph for action in actions})
     if resident is not None:
-        _check_memory(actions, set(resident), budget, shard_bytes)
+        if budget is not None and shard_bytes is None:
+            raise ValueError("budget is given without shard_bytes; pass the bytes of each shard")
+        memory = MemoryCheck({None: budget}, None, shard_bytes or {})
+        memory.begin_resident(resident, None)
+        validate_memory(actions, memory)
     elif budget is not None:
         raise ValueError("budget is given without resident; pass the shards that are on the device")
+
+
+def validate_order(actions: Sequence[Action], graphs: Mapping[int, TaskGraph]) -> None:
+    """Check that each task of the trials' graphs is done once, and after all that it waits for.
+
+    Raises:
+        InvalidSchedule: an action breaks a rule; the message names it and the rule.
+    """
+    done: dict[Action, int] = {}
+    for index, action in enumerate(actions):
+        if not (action.kind.computes or action.kind is SEND):
+            continue
+        task = replace(action, device=None)
+        graph = graphs[task.trial]
+        _check_shape(index, task, graph)
+        if task in done:
+            _refuse(index, action, f"was done before, as action {done[task]}")
+        for need, why in graph.needs(task):
+            if need not in done:
+                _refuse(index, action, f"{need} is missing before it: {why}")
+        done[task] = index
+    for trial, graph in sorted(graphs.items()):
+        _check_complete(trial, graph, done)
+
+
+def validate_memory(actions: Sequence[Action], memory: MemoryCheck) -> None:
+    """Check that every action finds its shard in its place, and bytes under every budget.
+
+    Raises:
+        InvalidSchedule: an action breaks a rule; the message names it and the rule.
+    """
+    for index, action in enumerate(actions):
+        try:
+            memory.begin(action)
+            memory.end(action)
+        except InvalidSchedule as error:
+            raise InvalidSchedule(f"action {index}, {error}") from None
 
 
 def _refuse(index: int, action: Action, rule: str) -> None:
     raise InvalidSchedule(f"action {index}, {action}: {rule}")
 
 
-def _check_shape(index: int, action: Action, shards: int, microbatches: int) -> None:
-    if action.shard >= shards:
-        _refuse(index, action, f"there are only {shards} shards")
-    if action.microbatch is not None and action.microbatch >= microbatches:
-        _refuse(index, action, f"there are only {microbatches} microbatches")
-    if action.kind is U and action.microbatch != microbatches - 1:
-        _refuse(index, action, f"an update names its last microbatch, {microbatches - 1}")
+def _check_shape(index: int, action: Action, graph: TaskGraph) -> None:
+    if action.shard >= graph.shards:
+        _refuse(index, action, f"there are only {graph.shards} shards")
+    if action.kind is not F and not graph.training:
+        _refuse(index, action, "an evaluation has forwards alone")
+    if action.microbatch is None:
+        return
+    if action.microbatch >= graph.microbatches:
+        _refuse(index, action, f"there are only {graph.microbatches} microbatches")
+    last = graph.window_of(action.microbatch)[-1]
+    if action.kind is U and action.microbatch != last:
+        _refuse(index, action, f"an update names its last microbatch, {last}")
 
 
-def _check_order(
-    index: int,
-    action: Action,
-    done: Mapping[Action, int],
-    shards: int,
-    microbatches: int,
-    barrier: bool,
-    tied: Sequence[tuple[int, ...]],
-) -> None:
-    """Check that everything that must precede the action is done, and nothing that must follow."""
-    trial, shard, microbatch = action.trial, action.shard, action.microbatch
-    last = microbatches - 1
-    needs: list[tuple[Action, str]] = []
-    if Action(trial, shard, SEND) in done:
-        _refuse(index, action, "nothing happens to a shard after its SEND")
-    if action.kind is SEND:
-        needs.append((Action(trial, shard, U, last), "SEND comes after the update"))
-    elif action.kind is U:
-        group = set(range(shards)) if barrier else {shard}
-        group.update(*(members for members in tied if members[0] == shard))
-        why = "every backward comes before the update (barrier, tied weights)"
-        backwards = product(sorted(group), range(microbatches))
-        needs.extend((Action(trial, other, B, m), why) for other, m in backwards)
-    elif microbatch is not None:
-        if action.kind is F:
-            owners = {shard, *(members[0] for members in tied if shard in members)}
-            for owner in sorted(owners):
-                if Action(trial, owner, U, last) in done:
-                    _refuse(index, action, f"shard {owner} was updated: a mixed weight version")
-            if shard > 0:
-                why = "F of a shard comes after F of the shard before"
-                needs.append((Action(trial, shard - 1, F, microbatch), why))
-        else:
-            needs.append((Action(trial, shard, F, microbatch), "B comes after its own F"))
-            if shard < shards - 1:
-                why = "B of a shard comes after B of the shard behind"
-                needs.append((Action(trial, shard + 1, B, microbatch), why))
-        if microbatch > 0:
-            why = f"{action.kind} of a shard takes the microbatches first in, first out"
-            needs.append((Action(trial, shard, action.kind, microbatch - 1), why))
-    for need, why in needs:
-        if need not in done:
-            _refuse(index, action, f"{need} is missing before it: {why}")
-
-
-def _check_complete(trial: int, done: Mapping[Action, int], shards: int, microbatches: int) -> None:
-    expected = [
-        Action(trial, shard, kind, microbatch)
-        for kind, shard, microbatch in product((F, B), range(shards), range(microbatches))
-    ]
-    expected += [Action(trial, shard, U, microbatches - 1) for shard in range(shards)]
-    sends = [Action(trial, shard, SEND) for shard in range(shards)]
-    if any(send in done for send in sends):
-        expected += sends
-    for action in expected:
+def _check_complete(trial: int, graph: TaskGraph, done: Mapping[Action, int]) -> None:
+    tasks = (graph.tasks(trial, window) for window in range(graph.windows))
+    sends = [Action(trial, shard, SEND) for shard in range(graph.shards)]
+    published = sends if any(send in done for send in sends) else []
+    for action in chain(chain.from_iterable(tasks), published):
         if action not in done:
             raise InvalidSchedule(f"{action} never happens: each task is done exactly once")
-
-
-def _check_memory(
-    actions: Sequence[Action],
-    resident: set[tuple[int, int]],
-    budget: int | None,
-    shard_bytes: Mapping[tuple[int, int], int] | None,
-) -> None:
-    if budget is not None and shard_bytes is None:
-        raise ValueError("budget is given without shard_bytes; pass the bytes by (trial, shard)")
-
-    def used() -> int:
-        return 0 if shard_bytes is None else sum(shard_bytes[each] for each in resident)
-
-    if budget is not None and used() > budget:
-        raise InvalidSchedule(f"{used()} bytes are resident at first, but the budget is {budget}")
-    for index, action in enumerate(actions):
-        shard = (action.trial, action.shard)
-        if action.kind is LOAD:
-            if shard in resident:
-                _refuse(index, action, "the shard is on the device already")
-            resident.add(shard)
-            if budget is not None and used() > budget:
-                _refuse(index, action, f"{used()} bytes are resident, but the budget is {budget}")
-        elif shard not in resident:
-            _refuse(index, action, "the shard is not on the device; LOAD comes before use")
-        elif action.kind is SPILL:
-            resident.discard(shard)

@@ -14,6 +14,7 @@ def sequential(
     barrier: bool,
     send: bool = False,
     tied: Sequence[tuple[int, ...]] = (),
+    first: int = 0,
 ) -> list[Action]:
     """Return the actions of one window (one optimizer step).
 
@@ -22,11 +23,12 @@ def sequential(
             demands.
         send: each shard is published after its update, as in the last window of a sub-epoch.
         tied: groups of shards that share a parameter; the first of a group owns and updates it.
+        first: the number of the window's first microbatch.
     """
     # 3 shards, 2 microbatches     F0 F1 F2 B2 B1 B0 | F0 F1 F2 B2 U2 B1 U1 B0 U0
     # the same with a barrier      F0 F1 F2 B2 B1 B0 | F0 F1 F2 B2 B1 B0 U0 U1 U2
     # with send, each U            ... U2 SEND2 ... U1 SEND1 ... U0 SEND0
-    last = microbatches - 1
+    last = first + microbatches - 1
     # Shard k is updated after the last backward of shard final_backward[k].
     final_backward = list(range(shards))
     for owner, *others in tied:
@@ -39,7 +41,7 @@ def sequential(
         if send:
             actions.append(Action(trial, shard, ActionKind.SEND))
 
-    for microbatch in range(microbatches):
+    for microbatch in range(first, last + 1):
         for shard in range(shards):
             actions.append(Action(trial, shard, ActionKind.F, microbatch))
         for shard in reversed(range(shards)):

@@ -1,0 +1,256 @@
+"""A run is a sub-epoch or an evaluation at a worker, whose tasks are a chain of units."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal
+
+from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.graph import TaskGraph
+
+F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """Describes a shard by bytes and estimated seconds.
+
+    Args:
+        state: bytes of parameters, buffers, gradients and optimizer state; with slots of fixed
+            size, those of a slot.
+        activations: bytes that a task of one microbatch has beside the state, at its peak.
+        boundary: bytes of one microbatch's input and of its gradient.
+        forward, backward, update: seconds of a task, until they have been measured.
+        forward_writes: whether a forward changes the state, as BatchNorm's statistics do.
+    """
+
+    state: int
+    activations: int = 0
+    boundary: int = 0
+    forward: float = 1.0
+    backward: float = 2.0
+    update: float = 0.0
+    forward_writes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """Describes a run.
+
+    Args:
+        run: the number that its actions carry as their trial. It is not the trial's own number,
+            because a worker may evaluate a trial on two partitions at once.
+        by_modules: the model is cut by modules, so a microbatch stays on one device, which also
+            holds its boundary values.
+        recompute: a backward computes its forward again. Otherwise a microbatch stays on one
+            device, with all shards and activations.
+        fused: forward and backward of the last shard are one unit, with its activations kept.
+        later_seconds: the work of the trial after this run, by which it is preferred.
+    """
+
+    run: int
+    graph: TaskGraph
+    shards: tuple[ShardSpec, ...]
+    by_modules: bool = False
+    recompute: bool = True
+    fused: bool = True
+    later_seconds: float = 0.0
+
+    @property
+    def stays(self) -> bool:
+        """Return whether a microbatch stays on one device."""
+        return self.by_modules or not self.recompute
+
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether all shards and activations stay on the device with a microbatch."""
+        return not self.recompute and self.graph.training
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of all shards."""
+        return sum(shard.state for shard in self.shards)
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Return the bytes of a microbatch's boundary values."""
+        return sum(shard.boundary for shard in self.shards)
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes beside the state that a microbatch keeps on its device throughout."""
+        if self.keeps_all:
+            return sum(shard.activations for shard in self.shards)
+        return self.boundary_bytes if self.stays else 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the bytes of a device that nobody else can have during a microbatch."""
+        return self.device_need if self.keeps_all else self.held_bytes
+
+    @property
+    def device_need(self) -> int:
+        """Return the bytes that a device must have for a microbatch to pass through it."""
+        if self.keeps_all:
+            return self.state_bytes + self.held_bytes
+        return self.held_bytes + max(shard.state + shard.activations for shard in self.shards)
+
+    @property
+    def host_boundary_bytes(self) -> int:
+        """Return the bytes of DRAM for the boundary values of a microbatch that moves about."""
+        return 0 if self.stays else self.boundary_bytes
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Return the bytes of DRAM without which the run can't go on; it is a shard's home."""
+        return self.state_bytes if self.keeps_all else max(shard.state for shard in self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Tasks of one shard that a device runs one after the other."""
+
+    tasks: tuple[Action, ...]
+    starts_microbatch: bool
+    ends_microbatch: bool
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return the run and the shard."""
+        return self.tasks[0].trial, self.tasks[0].shard
+
+
+Status = Literal["waiting", "open", "restarting", "cancelled", "finished", "released"]
+
+
+class RunProgress:
+    """Knows which tasks of a run are left and how long they will take.
+
+    One unit of a run is under way at a time; the one after it may be reserved on the same device.
+    """
+
+    def __init__(self, spec: RunSpec, order: int) -> None:
+        self.spec = spec
+        self.order = order  # among the runs of the worker
+        self.status: Status = "waiting"
+        self._seconds = {
+            (kind, number): seconds
+            for number, shard in enumerate(spec.shards)
+            for kind, seconds in ((F, shard.forward), (B, shard.backward), (U, shard.update))
+        }
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin at the first task."""
+        self.units: list[Unit] = []  # under way and reserved
+        self.microbatch: int | None = None  # the newest that has begun
+        self.device: int | None = None  # where the microbatch stays
+        self.waiting_since = 0  # the event at which its last unit ended
+        self.absent = set(range(self.spec.graph.shards))
+        self.sent: set[int] = set()
+        self._windows = 0  # whose tasks were taken from the graph
+        self._left: deque[Action] = deque()
+        self._remaining: float | None = None
+
+    @property
+    def remaining(self) -> float:
+        """Return the seconds of all tasks that no unit has taken."""
+        if self._remaining is None:
+            spec, graph = self.spec, self.spec.graph
+            begun = min(self._windows * graph.window, graph.microbatches)
+            kinds = (F, B) if graph.training else (F,)
+            microbatch = sum(self._seconds[kind, k] for kind in kinds for k in range(graph.shards))
+            update = sum(self._seconds[U, k] for k in range(graph.shards)) if graph.training else 0
+            self._remaining = (
+                spec.later_seconds
+                + sum(self._seconds[task.kind, task.shard] for task in self._left)
+                + microbatch * (graph.microbatches - begun)
+                + update * (graph.windows - self._windows)
+            )
+        return self._remaining
+
+    @property
+    def done(self) -> bool:
+        """Return whether every task is done."""
+        return not self.units and not self._tasks()
+
+    @property
+    def is_in_last_window(self) -> bool:
+        """Return whether no window is left after the one that tasks are taken from."""
+        return self._windows == self.spec.graph.windows
+
+    def next_unit(self) -> Unit | None:
+        """Return the unit after those under way, or None after the last."""
+        tasks = self._tasks()
+        if not tasks:
+            return None
+        unit = [tasks[0]]
+        last = self.spec.graph.shards - 1
+        for task in islice(tasks, 1, 3):
+            before = unit[-1]
+            fuses = task.kind is U and before.kind is B
+            if self.spec.fused and before.kind is F and task.kind is B:
+                fuses = task.shard == last and task.microbatch == before.microbatch
+            if task.shard != before.shard or not fuses:
+                break
+            unit.append(task)
+        return self._unit(unit)
+
+    def take(self, unit: Unit) -> None:
+        """Take the next unit off the tasks that are left."""
+        for _ in unit.tasks:
+            self._left.popleft()
+        self.units.append(unit)
+        self.microbatch = unit.tasks[0].microbatch
+        self._remaining = None
+
+    def put_back(self, tasks: Iterable[Action]) -> None:
+        """Put back tasks that have to be done again; all others that are left come after them."""
+        graph, run = self.spec.graph, self.spec.run
+
+        def order(task: Action) -> tuple[int, int]:
+            window = (task.microbatch or 0) // graph.window
+            return window, graph.tasks(run, window).index(task)
+
+        self._left.extendleft(sorted(tasks, key=order, reverse=True))
+        self._remaining = None
+
+    def learn(self, task: Action, seconds: float) -> None:
+        """Expect of the same kind of task what the last one took."""
+        if self._seconds[task.kind, task.shard] != seconds:
+            self._seconds[task.kind, task.shard] = seconds
+            self._remaining = None
+
+    def next_use(self, shard: int) -> float:
+        """Return how many tasks come before the next one of the shard; infinity if none is left."""
+        for distance, task in enumerate(self._tasks()):
+            if task.shard == shard:
+                return distance
+        more = self._windows < self.spec.graph.windows
+        return len(self._left) + shard if more else math.inf
+
+    def _tasks(self) -> deque[Action]:
+        while not self._left and self._windows < self.spec.graph.windows:
+            self._left.extend(self.spec.graph.tasks(self.spec.run, self._windows))
+            self._windows += 1
+            self._remaining = None
+        return self._left
+
+    def _unit(self, tasks: list[Action]) -> Unit:
+        first, last = 0, self.spec.graph.shards - 1
+        ends = B if self.spec.graph.training else F
+        end_shard = first if self.spec.graph.training else last
+        return Unit(
+            tuple(tasks),
+            starts_microbatch=tasks[0].kind is F and tasks[0].shard == first,
+            ends_microbatch=any(t.kind is ends and t.shard == end_shard for t in tasks),
+        )
+
+
+def placed(unit: Unit, device: int) -> list[Action]:
+    """Return the unit's tasks on a device."""
+    return [replace(task, device=device) for task in unit.tasks]

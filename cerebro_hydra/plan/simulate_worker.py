@@ -1,0 +1,195 @@
+"""Simulates a worker: the real queues on a virtual clock, with simulated devices.
+
+A device computes, loads and writes back at the same time, one action of each kind after the other.
+Transfers from other workers and to disk go one after the other too. Every action is checked against
+the places and bytes of ``plan/memory_check.py`` when it begins and ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cerebro_hydra.plan.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.memory_check import MemoryCheck
+from cerebro_hydra.plan.run_progress import RunSpec
+from cerebro_hydra.plan.schedules.candidate import Rule
+from cerebro_hydra.plan.worker_events import (
+    ActionDone,
+    Answer,
+    DeviceLost,
+    RunAdded,
+    RunCancelled,
+    RunEnded,
+    RunReleased,
+    RunRestarted,
+    ShardArrived,
+    WorkerEvent,
+)
+from cerebro_hydra.plan.worker_state import WorkerState
+
+Lane = tuple[int, str]  # a device or HOST, and what it does there
+
+
+@dataclass(frozen=True, slots=True)
+class DoneAction:
+    """Tells when an action began and ended."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class WorkerTimeline:
+    """Holds what happened at a simulated worker."""
+
+    devices: int
+    done: list[DoneAction] = field(default_factory=list)
+    given: list[Answer] = field(default_factory=list)
+    peak: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def makespan(self) -> float:
+        """Return the moment at which the last task ended."""
+        return max((each.end for each in self.done if each.action.kind.computes), default=0.0)
+
+    @property
+    def busy(self) -> float:
+        """Return the seconds that all devices computed."""
+        return sum(each.end - each.begin for each in self.done if each.action.kind.computes)
+
+    @property
+    def utilisation(self) -> float:
+        """Return the share of the devices' time in which they computed."""
+        return self.busy / (self.devices * self.makespan)
+
+    def outcome(self, run: int) -> str:
+        """Return how a run ended."""
+        return next(a.outcome for a in self.given if isinstance(a, RunEnded) and a.run == run)
+
+
+class WorkerSimulation:
+    """Runs the queues of one worker once.
+
+    Args:
+        specs: the runs, all of which are added at 0 seconds.
+        seconds: how long an action takes; its device is its place.
+        later: more events, with their seconds.
+        observe: is called with the queues after every event.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RunSpec],
+        budgets: Sequence[int | None],
+        host_budget: int | None,
+        rule: Rule,
+        seconds: Callable[[Action], float],
+        *,
+        double_buffering: bool = True,
+        later: Sequence[tuple[float, WorkerEvent]] = (),
+        observe: Callable[[WorkerState], None] = lambda state: None,
+    ) -> None:
+        self.state = WorkerState(budgets, host_budget, rule, double_buffering=double_buffering)
+        self.timeline = WorkerTimeline(len(budgets))
+        self._seconds, self._observe = seconds, observe
+        keys = {(s.run, k): shard for s in specs for k, shard in enumerate(s.shards)}
+        self.check = MemoryCheck(
+            dict(enumerate(budgets)),
+            host_budget,
+            {key: shard.state for key, shard in keys.items()},
+            {key: shard.activations for key, shard in keys.items()},
+        )
+        self._now = 0.0
+        self._lanes: dict[Lane, deque[Action]] = {}
+        self._begun: dict[Lane, float] = {}  # when the first action of each lane began
+        self._heap: list[tuple[float, int, WorkerEvent | Lane]] = []
+        self._scheduled = 0
+        for spec in specs:
+            self._schedule(0.0, RunAdded(spec))
+        for moment, event in later:
+            self._schedule(moment, event)
+
+    def run(self) -> WorkerTimeline:
+        """Run until nothing is left to happen, and return what happened.
+
+        Raises:
+            RuntimeError: the queues stand still with runs that are not over.
+        """
+        while self._heap:
+            self._now = self._heap[0][0]
+            events = []
+            while self._heap and self._heap[0][0] == self._now:
+                happens = heapq.heappop(self._heap)[2]
+                event = self._end(happens) if isinstance(happens, tuple) else happens
+                if event is not None:
+                    events.append(event)
+                    self._before(event)
+            for answer in self.state.handle(events):
+                self._carry_out(answer)
+            self._observe(self.state)
+        left = [number for number, run in self.state.runs.items() if run.status != "finished"]
+        if left:
+            raise RuntimeError(f"the queues stand still at {self._now:.3f} s with runs {left}")
+        self.timeline.peak = {
+            place: peak for place, peak in self.check.peak.items() if place is not None
+        }
+        return self.timeline
+
+    def _schedule(self, moment: float, happens: WorkerEvent | Lane) -> None:
+        heapq.heappush(self._heap, (moment, self._scheduled, happens))
+        self._scheduled += 1
+
+    def _before(self, event: WorkerEvent) -> None:
+        if isinstance(event, RunCancelled | RunReleased):
+            self.check.abandon(event.run)
+        elif isinstance(event, DeviceLost):
+            self.check.lose(event.device)
+            for lane in [lane for lane in self._lanes if lane[0] == event.device]:
+                del self._lanes[lane]
+            self._heap = [
+                each
+                for each in self._heap
+                if not isinstance(each[2], tuple) or each[2][0] != event.device
+            ]
+            heapq.heapify(self._heap)
+
+    def _carry_out(self, answer: Answer) -> None:
+        self.timeline.given.append(answer)
+        if isinstance(answer, RunRestarted):
+            self.check.abandon(answer.run)
+        if not isinstance(answer, Action):
+            return
+        if answer.kind is ActionKind.DROP:
+            self.check.begin(answer)
+            self.check.end(answer)
+            return
+        lane = self._lane(answer)
+        waiting = self._lanes.setdefault(lane, deque())
+        waiting.append(answer)
+        if len(waiting) == 1:
+            self._begin(lane)
+
+    def _lane(self, action: Action) -> Lane:
+        place = HOST if action.device is None else action.device
+        return place, "compute" if action.kind.computes else action.kind
+
+    def _begin(self, lane: Lane) -> None:
+        action = self._lanes[lane][0]
+        self.check.begin(action)
+        self._begun[lane] = self._now
+        self._schedule(self._now + self._seconds(action), lane)
+
+    def _end(self, lane: Lane) -> WorkerEvent:
+        waiting = self._lanes[lane]
+        action = waiting.popleft()
+        self.check.end(action)
+        self.timeline.done.append(DoneAction(action, self._begun[lane], self._now))
+        if waiting:
+            self._begin(lane)
+        if action.kind is ActionKind.RECV:
+            return ShardArrived(action.trial, action.shard)
+        return ActionDone(action, self._seconds(action))

@@ -1,0 +1,232 @@
+"""The queues of a worker decide what each device runs and holds next.
+
+A run's units are a chain, one under way at a time. A free device takes the unit that the schedule's
+rule picks among the runs; while it computes, the next unit is reserved for it and brought to it, as
+far as the budget allows (double buffering). An action is given when everything that it needs is
+there, so bytes never pass a budget. Room is made by next use, and what a reserved unit needs comes
+before what another one may need later; that is why there is always progress. ``WorkerState`` adds
+the events, and has the picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from cerebro_hydra.plan.actions import Action
+from cerebro_hydra.plan.device_queue import DeviceQueue
+from cerebro_hydra.plan.room import Room
+from cerebro_hydra.plan.run_progress import RunProgress, Unit, placed
+from cerebro_hydra.plan.schedules.candidate import Candidate, Rule
+from cerebro_hydra.plan.tiers import HeldShard, Tiers
+from cerebro_hydra.plan.worker_events import Answer, RunEnded
+
+
+class WorkerQueues:
+    """Holds the queues, runs and tiers of one worker, and makes the decisions that are due.
+
+    Args:
+        budgets: the bytes of each device; None means no limit.
+        host_budget: the bytes of DRAM for shards and boundary values; None means no limit.
+        rule: picks a run for a free device.
+        double_buffering: whether a unit is reserved and brought while another one computes.
+    """
+
+    def __init__(
+        self,
+        budgets: Sequence[int | None],
+        host_budget: int | None,
+        rule: Rule,
+        *,
+        double_buffering: bool = True,
+    ) -> None:
+        self.queues = {n: DeviceQueue.of(n, budget) for n, budget in enumerate(budgets)}
+        self.tiers = Tiers(self.queues, host_budget)
+        self.runs: dict[int, RunProgress] = {}
+        self._rule = rule
+        self._double_buffering = double_buffering
+        self._room = Room(self.tiers, self.runs, self.queues)
+        self._events = 0
+        self._answers: list[Answer] = []
+
+    # ------------------------------------------------------------------ decisions
+
+    def _decide(self) -> bool:
+        """Make the decisions that are due; return whether there may be more."""
+        before = len(self._answers)
+        self._open_runs()
+        self._receive()
+        queues = [queue for queue in self.queues.values() if queue.alive]
+        for queue in queues:  # every idle device is served before anything is reserved
+            if queue.idle:
+                self._assign(queue, None)
+        for queue in queues:
+            self._advance(queue)
+        for queue in queues:
+            if self._double_buffering and queue.running is not None and queue.reserved is None:
+                self._assign(queue, self.runs[queue.running.key[0]])
+        for queue in queues:
+            self._advance(queue)
+            self._answers += self._room.demote(queue)
+        self._finish_runs()
+        return len(self._answers) > before
+
+    def _open_runs(self) -> None:
+        """Give runs their room for boundary values, as long as every one can still go on."""
+        for run in self.runs.values():
+            if run.status != "waiting":
+                continue
+            opened = [r.spec for r in self.runs.values() if r.status == "open"] + [run.spec]
+            nbytes = run.spec.host_boundary_bytes
+            need = self.tiers.boundaries + nbytes + self._kept_in_dram(but=run)
+            need += max(spec.host_state_bytes for spec in opened)
+            if need > self.tiers.host_budget or not self._dram(nbytes, -1):
+                return
+            self.tiers.boundaries += nbytes
+            run.status = "open"
+
+    def _receive(self) -> None:
+        """Receive shards in the order of their use, as DRAM has room for them."""
+        for run in self.runs.values():
+            if run.status != "open":
+                continue
+            for shard in sorted(run.absent, key=run.next_use):
+                key = (run.spec.run, shard)
+                nbytes = run.spec.shards[shard].state
+                urgent = run.device is not None and run.next_use(shard) == 0
+                if not self._dram(nbytes, -1 if urgent else run.next_use(shard)):
+                    break
+                self._answers.append(self.tiers.receive(key, nbytes))
+                run.absent.remove(shard)
+
+    def _dram(self, nbytes: int, beyond: float) -> bool:
+        """Return whether DRAM has room; begin to make it by what is used later than ``beyond``."""
+        if self.tiers.host_free < nbytes:
+            self._answers += self._room.in_dram(nbytes, beyond)
+        return self.tiers.host_free >= nbytes
+
+    def _assign(self, queue: DeviceQueue, running: RunProgress | None) -> None:
+        """Reserve the unit that the rule picks, among idle runs and the running one."""
+        units: dict[int, Unit] = {}
+        candidates = []
+        for run in self.runs.values():
+            if run.status != "open" or (run.units and run is not running):
+                continue
+            unit = run.next_unit()
+            if unit is None or not self._can_take(queue, run, unit):
+                continue
+            number = run.spec.run
+            units[number] = unit
+            candidates.append(
+                Candidate(number, run.order, run.remaining, run.waiting_since, run is running)
+            )
+        picked = self._rule(candidates) if candidates else None
+        if picked is None:
+            return
+        run, unit = self.runs[picked.run], units[picked.run]
+        run.take(unit)
+        queue.reserved = unit
+        if run.spec.stays and unit.starts_microbatch and run not in queue.staying:
+            queue.staying.append(run)
+            run.device = queue.number
+
+    def _can_take(self, queue: DeviceQueue, run: RunProgress, unit: Unit) -> bool:
+        """Return whether the unit can come to the device and end there, whatever else goes on."""
+        held, spec = self.tiers.get(unit.key), run.spec
+        if held is None or held.home == "receiving" or run.device not in (None, queue.number):
+            return False
+        shard = spec.shards[unit.key[1]]
+        nbytes, host_nbytes = shard.state + shard.activations, shard.state
+        if spec.stays and (unit.starts_microbatch or run in queue.staying):
+            nbytes, host_nbytes = spec.device_need, spec.host_state_bytes
+            if run not in queue.staying and not all(map(queue.is_ending, queue.staying)):
+                return False  # one staying microbatch at a time, so that none waits for the other
+        host = host_nbytes + self._kept_in_dram(but=run) + self.tiers.boundaries
+        return host <= self.tiers.host_budget and nbytes <= queue.budget - queue.pinned(but=run)
+
+    def _kept_in_dram(self, but: RunProgress) -> int:
+        """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
+        staying = [run for queue in self.queues.values() for run in queue.staying]
+        return sum(run.spec.state_bytes for run in staying if run.spec.keeps_all and run is not but)
+
+    def _advance(self, queue: DeviceQueue) -> None:
+        """Bring the reserved unit's shard a step closer, and start the unit when it can run."""
+        unit = queue.reserved
+        if unit is None:
+            return
+        held = self._held(*unit.key)
+        if not held.at_rest:
+            return
+        if held.device not in (None, queue.number):
+            self._answers.append(self.tiers.leave_device(held))
+            if not held.at_rest:
+                return
+        if held.device == queue.number:
+            if queue.running is not None:
+                return
+            if self._device(queue, self._room.work(queue, unit), held):
+                queue.running, queue.reserved = unit, None
+                queue.unanswered.extend(placed(unit, queue.number))
+                self._answers += queue.unanswered
+        elif held.home == "disk":
+            if self._dram(held.nbytes, -1):
+                self._answers.append(self.tiers.load_from_disk(held))
+        elif self._device(queue, held.nbytes, held):
+            self._answers.append(self.tiers.load(held, queue.number))
+
+    def _device(self, queue: DeviceQueue, nbytes: int, keep: HeldShard) -> bool:
+        """Return whether the device has room; begin to make it otherwise."""
+        if self._room.free(queue) < nbytes:
+            self._answers += self._room.on_device(queue, nbytes, keep.key)
+        return self._room.free(queue) >= nbytes
+
+    def _finish_runs(self) -> None:
+        """Publish every shard after its last task, and end runs that are through."""
+        for run in list(self.runs.values()):
+            if run.status != "open" or not run.is_in_last_window:
+                continue
+            shards = self.tiers.of_run(run.spec.run)
+            if run.spec.graph.training:
+                for held in shards:
+                    self._publish(run, held)
+                finished = len(run.sent) == run.spec.graph.shards
+            else:
+                finished = run.done and all(held.at_rest for held in shards)
+            if finished:
+                self._close(run)
+                run.status = "finished"
+                self._answers.append(RunEnded(run.spec.run, "finished"))
+                if not run.spec.graph.training:
+                    for held in shards:
+                        self._answers += self.tiers.discard(held)
+                    del self.runs[run.spec.run]
+
+    def _publish(self, run: RunProgress, held: HeldShard) -> None:
+        shard = held.key[1]
+        busy = any(unit.key == held.key for unit in run.units)
+        if busy or shard in run.sent or run.next_use(shard) < math.inf:
+            return
+        if held.at_rest and held.device is not None:
+            self._answers.append(self.tiers.leave_device(held))
+        if held.at_rest:
+            self._answers.append(self.tiers.send(held))
+
+    def _close(self, run: RunProgress) -> None:
+        """Take the run's units off the queues, but for the one that runs."""
+        self.tiers.boundaries -= run.spec.host_boundary_bytes
+        self._take_back(run)
+
+    def _take_back(self, run: RunProgress) -> list[Action]:
+        """Take back the run's reserved unit and return its tasks."""
+        for queue in self.queues.values():
+            unit = queue.reserved
+            if unit is not None and unit.key[0] == run.spec.run:
+                queue.reserved = None
+                run.units.remove(unit)
+                return list(unit.tasks)
+        return []
+
+    def _held(self, run: int, shard: int) -> HeldShard:
+        held = self.tiers.get((run, shard))
+        assert held is not None, f"shard {shard} of run {run} is nowhere"
+        return held
