@@ -205,7 +205,6 @@ class RunProgress:
         for _ in unit.tasks:
             self._left.popleft()
         self.units.append(unit)
-        self.microbatch = unit.tasks[0].microbatch
         self._remaining = None
 
     def put_back(self, tasks: Iterable[Action]) -> None:

@@ -76,7 +76,7 @@ class RunEnded:
     """The run is over; ``reason`` says why a run was refused.
 
     A finished training run keeps its published shards in DRAM or on disk until ``RunReleased``.
-    Of any other run the worker holds nothing.
+    Of any other run the worker holds nothing, and what the shell has on disk of it can go.
     """
 
     run: int

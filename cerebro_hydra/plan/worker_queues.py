@@ -166,6 +166,7 @@ class WorkerQueues:
                 return
             if self._device(queue, self._room.work(queue, unit), held):
                 queue.running, queue.reserved = unit, None
+                self.runs[unit.key[0]].microbatch = unit.tasks[0].microbatch
                 queue.unanswered.extend(placed(unit, queue.number))
                 self._answers += queue.unanswered
         elif held.home == "disk":

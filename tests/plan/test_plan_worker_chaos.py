@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from cerebro_hydra.plan.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.graph import TaskGraph
-from cerebro_hydra.plan.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.run_progress import RunProgress, RunSpec, ShardSpec
 from cerebro_hydra.plan.schedules.candidate import Rule, oldest_first
 from cerebro_hydra.plan.schedules.fifo import fifo
 from cerebro_hydra.plan.schedules.random import at_random
@@ -196,3 +198,44 @@ def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
     assert {timeline.outcome(spec.run) for spec in runs} == {"finished"}
     check_changes(timeline, runs)
     event(f"restarts: {sum(isinstance(a, RunRestarted) for a in timeline.given)}")
+
+
+def one_run_with_a_loss(spec: RunSpec, at: float) -> tuple[WorkerTimeline, list[str]]:
+    """Lose the only device for a while, and return the tasks that it ended as well."""
+    later: list[tuple[float, WorkerEvent]] = [(at, DeviceLost(0)), (at + 0.5, DeviceJoined(0))]
+    seconds = seconds_of([spec], 0.0)
+    timeline = WorkerSimulation([spec], [None], None, sharp, seconds, later=later).run()
+    check_changes(timeline, [spec])
+    return timeline, [str(d.action) for d in timeline.done if d.action.kind.computes]
+
+
+SHARDS = (ShardSpec(1), ShardSpec(1))
+
+
+def test_tasks_whose_changes_died_with_the_device_are_done_again() -> None:
+    spec = RunSpec(0, TaskGraph(2, 1), SHARDS)  # F0 0-1, F1 1-2, B1 2-4, B0 4-6
+    timeline, tasks = one_run_with_a_loss(spec, at=4.5)
+    # Shard 1 was written back after its last update, so it need not be done again.
+    assert " ".join(tasks) == "t0s0F0@0 t0s1F0@0 t0s1B0@0 t0s1U0@0 t0s0B0@0 t0s0U0@0"
+    held = RunSpec(0, TaskGraph(2, 2, window=2), SHARDS)
+    timeline, tasks = one_run_with_a_loss(held, at=4.5)
+    assert tasks.count("t0s1B0@0") == 2
+    assert not any(isinstance(each, RunRestarted) for each in timeline.given)
+
+
+def test_a_run_that_lost_changes_of_an_older_microbatch_begins_anew() -> None:
+    spec = RunSpec(0, TaskGraph(2, 2), SHARDS)
+    timeline, tasks = one_run_with_a_loss(spec, at=6.5)
+    assert RunRestarted(0) in timeline.given
+    assert tasks.count("t0s0F0@0") == 2
+
+
+def test_a_change_that_is_not_done_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_back = RunProgress.put_back
+
+    def forgetful(run: RunProgress, tasks: Iterable[Action]) -> None:
+        put_back(run, [task for task in tasks if task.kind is not ActionKind.B])
+
+    monkeypatch.setattr(RunProgress, "put_back", forgetful)
+    with pytest.raises(AssertionError):
+        one_run_with_a_loss(RunSpec(0, TaskGraph(2, 1), SHARDS), at=4.5)
