@@ -105,9 +105,13 @@ class SearchEvents:
         return (event.trial,)
 
     def _close(self) -> Iterable[int]:
+        """Let trials end that rest or have used their budget; nothing changes for the others."""
         self._tables.search_closed = True
-        live = [number for number, trial in self._tables.trials.items() if not trial.over]
-        for number in live:
-            if self._tables.trials[number].status == "paused":
+        concerned = []
+        for number, trial in self._tables.trials.items():
+            paused = trial.status == "paused"
+            if paused:
                 self._course.stop(number, PAUSED_AT_THE_END)
-        return live
+            if paused or (not trial.over and len(trial.history) >= trial.budget):
+                concerned.append(number)
+        return concerned
