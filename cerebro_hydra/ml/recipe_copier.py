@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cerebro_hydra.recipe import Recipe, copy_model
+from cerebro_hydra.recipe import Recipe, copy_model, referring_to_copies
 
 GRID_OPTIONS = (
     "batch_size",
@@ -52,7 +52,11 @@ class RecipeCopier:
         options = {name: value for name, value in params.items() if name in GRID_OPTIONS}
         for group in (recipe.optimizer.defaults, *recipe.optimizer.param_groups):
             group.update({name: params[name] for name in params.keys() - options.keys()})
-        return replace(recipe, **options)
+        functions = {
+            name: referring_to_copies(getattr(recipe, name), memo)
+            for name in ("loss", "metrics", "lr_scheduler", "collate")
+        }
+        return replace(recipe, **(functions | options))
 
 
 def optimizer_numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:

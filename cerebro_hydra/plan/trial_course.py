@@ -118,7 +118,8 @@ class TrialCourse:
             self._restart(index, trial)
         if not (trial.awaits is not None or trial.over or trial.restarting):
             self._end_what_is_over(index, trial)
-        self._settle_forks(index, trial)
+        if trial.over or not trial.restarting:  # else what a fork waits for is void
+            self._settle_forks(index, trial)
 
     def _end_what_is_over(self, index: int, trial: TrialProgress) -> None:
         partitions = self._config.partitions
@@ -156,7 +157,7 @@ class TrialCourse:
                 fork.roll_back(kept, self._config.partitions)
                 fork.base = kept
             if self._ensure_saved(index, trial, fork.base):
-                fork.awaits = None
+                fork.awaits, fork.uncut = None, trial.uncut
                 holders.fork(index, fork.base, number)
                 holders.add(number, fork.base, STORE)
                 self._tables.instructions.append(ForkState(number, index, fork.base))
@@ -206,4 +207,5 @@ class TrialCourse:
 
     def _drop(self, index: int, visit: int, place: str) -> None:
         self._tables.holders.drop(index, visit, place)
-        self._tables.instructions.append(Drop(index, visit, place))
+        if place != STORE:  # what lies there is not deleted, but written anew
+            self._tables.instructions.append(Drop(index, visit, place))

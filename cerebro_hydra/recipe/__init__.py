@@ -17,7 +17,7 @@ from cerebro_hydra.recipe.evaluation import (
     merge_evaluations,
 )
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
-from cerebro_hydra.recipe.model_copy import copy_model
+from cerebro_hydra.recipe.model_copy import copy_model, referring_to_copies
 from cerebro_hydra.recipe.plain_trainer import BatchTensors, PlainTrainer, Window, state_tensors
 from cerebro_hydra.recipe.randomness import RandomKey, numeric_fingerprint, trial_seed, units
 from cerebro_hydra.recipe.recipe import Recipe
@@ -47,6 +47,7 @@ __all__ = [
     "numeric_fingerprint",
     "predictions",
     "recipe_of",
+    "referring_to_copies",
     "resolve_metrics",
     "state_tensors",
     "trial_seed",

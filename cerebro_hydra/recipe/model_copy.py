@@ -34,6 +34,17 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     return copied
 
 
+def referring_to_copies(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a function, or a list of functions, that refers to copies instead of originals.
+
+    Args:
+        memo: as `copy_model` has left it.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)([referring_to_copies(each, memo) for each in value])
+    return _bound(value, memo) if isinstance(value, FunctionType) else value
+
+
 def _bound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     """Return a function that refers to copies wherever the given one refers to originals."""
     if id(function) in memo:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe, copy_model
+from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_check import CutCheck, largest_example
 from cerebro_hydra.shards.cut_choice import (
     CutChoice,
@@ -21,7 +19,6 @@ from cerebro_hydra.shards.cut_choice import (
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, FailedAttempt
 from cerebro_hydra.shards.cut_spec import CutSpec
-from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.engine import UnfitShape
 from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.sample import Example, Sample
@@ -69,7 +66,11 @@ def admit(
     sample = Sample.of(recipe, largest)
 
     attempts: list[FailedAttempt] = []
+    tried: set[CutSpec] = set()
     for choice in _candidates(recipe, sample, largest, check, template, cache, attempts):
+        if choice.spec in tried:
+            continue  # a model of few units has no more shards to give
+        tried.add(choice.spec)
         try:
             cut_model = cache.get(recipe.model, choice.spec, sample)
             layout = TrialLayout.make(recipe, cut_model, template)
@@ -87,51 +88,24 @@ def admit(
         shards = len(choice.spec.at) + 1
         way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"
         attempts.append(FailedAttempt(way, reason))
-    raise _refusal(recipe, sample, attempts)
+    raise _refusal(attempts)
 
 
 def _raised(error: Exception) -> str:
     return f"a step failed: {type(error).__name__}: {error}"
 
 
-def _refusal(
-    recipe: Recipe, sample: Sample, attempts: Sequence[FailedAttempt]
-) -> ConfigurationError:
+def _refusal(attempts: Sequence[FailedAttempt]) -> ConfigurationError:
     """Return the error of a model that differs even as one shard, with the attempts as notes."""
     difference = attempts[-1].reason.partition("; ")[0]
     refusal = ConfigurationError(
-        _parameter_misused(recipe, sample)
-        or f"the model can't be trained reproducibly, as {difference}; look for random numbers "
-        "from outside of torch's CPU generator or in evaluation, and for state outside of "
-        "parameters and buffers"
+        f"the model can't be trained reproducibly, as {difference}; look for random numbers from "
+        "outside of torch's CPU generator or in evaluation, and for state outside of parameters "
+        "and buffers"
     )
     for attempt in attempts:
         refusal.add_note(str(attempt))
     return refusal
-
-
-def _parameter_misused(recipe: Recipe, sample: Sample) -> str | None:
-    """Return what a forward does to a parameter that it must not do, and the remedy, or None."""
-    model = copy_model(recipe.model)
-    places = {name: p.data_ptr() for name, p in model.named_parameters()}
-    with recipe.precision(), torch.no_grad():
-        recipe.call.evaluate(model.eval(), sample.inputs, {})
-    for name, before in recipe.model.named_parameters():
-        if not same_bits(model.get_parameter(name), before):
-            return (
-                f"the forward writes to parameter {name!r} in evaluation, which must not change a "
-                "trial; write to it only if self.training, or use another tensor, such as "
-                "weight * mask"
-            )
-    with recipe.precision():
-        recipe.call.evaluate(model.train(), sample.inputs, {})
-    for name, parameter in model.named_parameters():
-        if parameter.data_ptr() != places[name]:
-            return (
-                f"the forward gives parameter {name!r} other memory, which would not hop; write "
-                "into the memory that it has, such as weight.data.mul_(mask)"
-            )
-    return None
 
 
 def _candidates(

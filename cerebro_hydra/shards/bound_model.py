@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.shards.differences import same_bits
+from cerebro_hydra.shards.differences import checksum, same_bits
 from cerebro_hydra.shards.layout import Segments, ShardLayout
 from cerebro_hydra.shards.state import ShardState
 
@@ -45,7 +45,7 @@ class BoundModel:
             self._own[original] = buffer
         self._versions = {name: t._version for name, t in (self._params | self._own).items()}
         self._bound: dict[str, Tensor] = {}  # the memory of each parameter that trains
-        self._frozen: dict[str, int] = {}  # the address of each other parameter
+        self._frozen: dict[str, int] = {}  # the checksum of each other parameter
 
     def bind(self, layout: ShardLayout, segments: Segments) -> ShardState:
         """Let the model train on a shard's segments; the returned state has its parameters."""
@@ -60,7 +60,7 @@ class BoundModel:
         for name, parameter in state.params.items():
             parameter.grad = None
             if name in frozen:
-                self._frozen[name] = parameter.data_ptr()
+                self._frozen[name] = checksum(parameter)
             else:
                 self._bound[name] = parameter.data
         # Other trials share the frozen bytes, so a forward that writes to them gets a copy.
@@ -103,9 +103,10 @@ class BoundModel:
         Raises:
             ConfigurationError: it wrote to a buffer or frozen parameter, which would not hop.
         """
-        for name, address in self._frozen.items():
+        for name, before in self._frozen.items():
             parameter = self._params[name]
-            if parameter.data_ptr() != address or parameter._version != self._versions[name]:
+            # Writing to `.data` counts no version.
+            if parameter._version != self._versions[name] or checksum(parameter) != before:
                 raise _written_late("frozen parameter", name)
         for name, own in self._own.items():
             if name in self._unwritten:

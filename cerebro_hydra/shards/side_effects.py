@@ -60,7 +60,8 @@ def refused_writes(model: nn.Module) -> Iterator[None]:
         if tensor_digest(parameter) != before[name]:
             raise ConfigurationError(
                 f"the forward writes to parameter {name!r} in evaluation, which must leave the "
-                "state as it is; write to it `if self.training` only"
+                "state as it is; write to it `if self.training` only, or use another tensor, such "
+                "as weight * mask"
             )
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.ml import Estimator
 from pyspark.ml.tuning import ParamGridBuilder
-from torch import nn
+from torch import Tensor, nn
 
 from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.errors import ConfigurationError, ReplayError
@@ -296,3 +296,21 @@ def test_hooks_of_a_copied_model_store_on_the_copy() -> None:
     recipe = RecipeCopier(Recipe(model, torch.optim.SGD(model.parameters()), nn.MSELoss()))({})
     recipe.model(torch.ones(1, 2))
     assert "o" in recipe.model._buffers and "o" not in model._buffers
+
+
+def test_functions_of_a_copied_recipe_refer_to_the_copy() -> None:
+    model = nn.Linear(2, 2)
+
+    def size() -> Tensor:
+        return model.weight.square().sum()
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        return (outputs - labels).square().mean() + size()
+
+    optimizer = torch.optim.SGD(model.parameters())
+    recipe = RecipeCopier(Recipe(model, optimizer, [loss]))({})
+    with torch.no_grad():
+        recipe.model.weight.zero_()
+    zeros = torch.zeros(1, 2)
+    assert recipe.compute_loss(zeros, [zeros]) == 0
+    assert loss(zeros, zeros) > 0

@@ -24,7 +24,8 @@ from tests.plan.world import Proposal, World, score, val_loss
 
 
 def trial(number: int, **more) -> TrialConfig:
-    return TrialConfig(number, 1.0, 100, ((f"f{number}", f"t{number}"),), **more)
+    shards = ((f"f{number}", f"t{number}"), (f"g{number}", f"u{number}"))
+    return TrialConfig(number, 1.0, 100, shards, **more)
 
 
 class OpenDriver:
@@ -159,6 +160,33 @@ def test_a_fork_of_a_state_that_is_not_kept_fails_alone_and_keeps_its_number() -
     assert "state 1 of trial 0 can't be forked: it is not kept any more" in finish.reason
 
 
+def test_a_fork_of_a_trial_in_one_piece_is_in_one_piece_too() -> None:
+    run = OpenDriver(partitions=1)
+    run(ev.TrialAdded(trial(0), 1))
+    run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
+    run.train()
+    (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(trial(1), 0, 1, 2)))
+    told = run(ev.Checkpointed(0, 1, checkpoint.incarnation))
+    assert [start.uncut for start in of(ins.StartSubEpoch, told)] == [True]
+
+
+def test_a_fork_takes_no_state_that_a_failed_audit_makes_void() -> None:
+    run = OpenDriver(partitions=1)
+    run(ev.TrialAdded(trial(0), 3))
+    run.train()
+    (pause,) = of(ins.Checkpoint, run(ev.TrialPaused(0)))
+    run(ev.Checkpointed(0, 1, pause.incarnation))
+    run(ev.TrialResumed(0))
+    run.train()
+    run(ev.TrialForked(trial(1), 0, 2, 4))
+    run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
+    run(ev.TrialForked(trial(2), 0, 1, 3))
+    told = run(ev.Checkpointed(0, 2, "a"))
+    assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 0), ins.ForkState(2, 0, 0)]
+    assert all(run.state.trials[number].uncut for number in (0, 1, 2))
+    assert not any(drop.incarnation == "store" for drop in of(ins.Drop, told))
+
+
 def test_a_trial_with_patience_cannot_be_forked() -> None:
     run = OpenDriver()
     run(ev.TrialAdded(trial(0, patience=1), 1))
@@ -240,7 +268,7 @@ def proposals(draw) -> list[Proposal]:
 
 
 @st.composite
-def open_worlds(draw, faults: tuple[str, ...] = ("kill", "duplicate", "task", "merge")):
+def open_worlds(draw, faults: tuple[str, ...] = ("kill", "duplicate", "task", "audit", "merge")):
     partitions = draw(st.integers(1, 3))
     cut = draw(st.integers(1, partitions))
     config = HopConfig(
@@ -249,7 +277,7 @@ def open_worlds(draw, faults: tuple[str, ...] = ("kill", "duplicate", "task", "m
         seed=draw(st.integers(0, 2**16)),
         evaluate=draw(st.booleans()),
     )
-    limits = {"kill": 6, "duplicate": 9, "task": 1, "merge": 1}
+    limits = {"kill": 6, "duplicate": 9, "task": 1, "audit": 2, "merge": 1}
     return World(
         config,
         [tuple(range(partitions))[i::cut] for i in range(cut)],

@@ -119,6 +119,8 @@ class World:
             if isinstance(instruction, ins.ForkState):
                 forked = self.store[instruction.parent, instruction.visit]
                 self.store[instruction.trial, instruction.visit] = forked
+                if instruction.parent in self.uncut:
+                    self.uncut.add(instruction.trial)
             if isinstance(instruction, ins.MergeMetrics):
                 self.news.append(self.merge_metrics(instruction))
 

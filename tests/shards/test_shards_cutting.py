@@ -320,8 +320,10 @@ class Restless(nn.Module):
 
 
 def test_a_model_that_can_never_be_repeated_is_refused():
-    with pytest.raises(ConfigurationError, match="can't be trained reproducibly"):
+    with pytest.raises(ConfigurationError, match="can't be trained reproducibly") as refused:
         start(seeded(Restless)(), two_sub_epochs()[0])
+    assert str(refused.value).count("; ") == 1, "it ends after its remedy"
+    assert [note.partition(":")[0] for note in refused.value.__notes__] == ["as one shard"]
 
 
 def test_optimizer_state_that_is_no_tensor_is_refused_by_name():

@@ -101,8 +101,20 @@ class WritesLate(Momentum):
             super().follow()
 
 
-def test_a_frozen_parameter_that_is_written_only_later_is_an_error():
-    trial = start(made(WritesLate)(), zoo.singly(zoo.vectors(8)))
+class WritesLateByData(WritesLate, ByData):
+    pass
+
+
+class WritesLateByAssignment(WritesLate, ByAssignment):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards"),
+    [(WritesLate, 2), (WritesLate, 1), (WritesLateByData, 1), (WritesLateByAssignment, 1)],
+)
+def test_a_frozen_parameter_that_is_written_only_later_is_an_error(kind, shards):
+    trial = start(made(kind, shards=shards)(), zoo.singly(zoo.vectors(8)))
     trial.train(zoo.singly(zoo.vectors(8)))
     trial.recipe.model.write = True
     with pytest.raises(ConfigurationError, match=r"wrote to frozen parameter 'slow\.weight'"):
@@ -132,4 +144,4 @@ def test_a_model_that_writes_to_weights_before_their_shard_comes_is_one_shard(ki
     sub_epochs = [zoo.singly(zoo.vectors(8, seed=seed)) for seed in range(12)]
     trial = assert_equal_on_two_workers(made(kind), sub_epochs)
     assert trial.cut_model.num_shards == 1
-    assert why in trial.admission.report.fallback
+    assert why in trial.admission.report.attempts[0].reason
