@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import Recipe, copy_model
 from cerebro_hydra.shards.cut_check import CutCheck, largest_example
 from cerebro_hydra.shards.cut_choice import (
@@ -77,6 +77,8 @@ def admit(
             reason = f"training differs from the uncut model: {difference}"
         except UnfitShape as error:
             difference = reason = str(error)
+        except StepDiffers as error:
+            difference = reason = f"training differs from the uncut model: {error}"
         except ConfigurationError:
             raise
         except Exception as error:
