@@ -41,6 +41,10 @@ class NonFiniteLoss(CerebroHydraError):
     """A training or validation loss became NaN or infinite."""
 
 
+class StepDiffers(CerebroHydraError):
+    """A step in shards differs from the same step of the uncut model; the message says where."""
+
+
 class InvalidSchedule(CerebroHydraError):
     """A list of actions breaks a rule of its schedule."""
 

@@ -15,7 +15,7 @@ from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.agent.task_watch import TaskWatch
 from cerebro_hydra.agent.trial_builder import TrialBuilder, TrialRuntime
 from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.errors import CerebroHydraError
+from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.plan.audit_budget import AuditBudget
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Recipe
@@ -28,10 +28,6 @@ STEPS_OF_AN_AUDIT = 4
 """Steps of training that a trial's first audit is thought to last, beside the factory."""
 
 _log = logging.getLogger(__name__)
-
-
-class StepDiffers(CerebroHydraError):
-    """A step of training differs from the same step of the uncut model; the message says where."""
 
 
 class Auditor:

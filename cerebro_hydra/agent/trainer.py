@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from cerebro_hydra.agent.auditor import Auditor, StepDiffers, SubEpochAudit
+from cerebro_hydra.agent.auditor import Auditor, SubEpochAudit
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.heap import trim_heap
@@ -19,7 +19,7 @@ from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
 from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.errors import Cancelled, DataError, TransferError
+from cerebro_hydra.errors import Cancelled, DataError, StepDiffers, TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
 from cerebro_hydra.shards.engine import Cursor, OnStep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_check import CutCheck, largest_example
 from cerebro_hydra.shards.cut_choice import (
@@ -78,6 +78,8 @@ def admit(
             reason = f"training differs from the uncut model: {difference}"
         except UnfitShape as error:
             difference = reason = str(error)
+        except StepDiffers as error:
+            difference = reason = f"training differs from the uncut model: {error}"
         except ConfigurationError:
             raise
         except Exception as error:

@@ -32,6 +32,7 @@ class BoundModel:
     def __init__(self, model: nn.Module) -> None:
         self._params = dict(model.named_parameters())
         self._data = {name: p.data for name, p in self._params.items()}
+        self._trains = {name: p.requires_grad for name, p in self._params.items()}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._own: dict[str, Tensor] = {}
         self._lent: dict[str, Tensor] = {}
@@ -101,8 +102,16 @@ class BoundModel:
         """Check that training wrote to no tensor that it did not write to in the first steps.
 
         Raises:
-            ConfigurationError: it wrote to a buffer or frozen parameter, which would not hop.
+            ConfigurationError: it wrote to a buffer or frozen parameter, or changed what trains,
+                which would not hop.
         """
+        for name, parameter in self._params.items():
+            if parameter.requires_grad != self._trains[name]:
+                raise ConfigurationError(
+                    f"the forward changed requires_grad of parameter {name!r} to "
+                    f"{parameter.requires_grad}, which would not hop; choose in the factory what "
+                    "trains, or detach a layer's output while its weights shall not"
+                )
         for name, before in self._frozen.items():
             parameter = self._params[name]
             # Writing to `.data` counts no version.

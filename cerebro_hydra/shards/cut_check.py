@@ -22,6 +22,7 @@ from cerebro_hydra.recipe import (
     state_tensors,
 )
 from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.absent_reads import AbsentReads
 from cerebro_hydra.shards.attribute_values import AttributeValues
 from cerebro_hydra.shards.batch_errors import told_with_batch
 from cerebro_hydra.shards.cut_model import CutModel
@@ -37,6 +38,7 @@ from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.parameter_values import ParameterValues
 from cerebro_hydra.shards.sample import Example, copy_example
 from cerebro_hydra.shards.side_effects import (
+    OptimizerCounts,
     SideEffects,
     check_averaged,
     refused_random_numbers,
@@ -105,12 +107,14 @@ class CutCheck:
         parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
         with parameters.in_use(), attributes.in_use(), refused_random_numbers():
             trainer = _plain_trainer(recipe, trial_seed)
+            counts = OptimizerCounts(trainer.recipe.optimizer)
             writes = WrittenTensors(model, initial)
             for example, times in windows:
                 measured = profile.measured(model) if example is largest else nullcontext()
                 with told_with_batch(trainer, example), measured:
                     losses.append(trainer.train([_window(example, times)]))
                 effects.after_step()
+            counts.check()
             trained, written = trainer.tensors(), writes.names()
             check_averaged(recipe, written)
             with refused_writes(trainer.evaluated_model()):
@@ -133,7 +137,7 @@ class CutCheck:
         shards = _Shards(self, cut_model, layout)
         found = self._difference_in_training(shards, layout)
         if found is None:
-            return self._difference_in_evaluation(shards)
+            return self._difference_in_evaluation(shards) or shards.absent_read()
         where = self._where(cut_model, layout)
         return f"{found}; {where}" if where else found
 
@@ -223,6 +227,25 @@ class _Shards:
         with self._elsewhere():
             return engine.train([window], number, self._need, publish).loss_sum
 
+    def absent_read(self) -> str | None:
+        """Return which parameter one more step would read before its shard comes, if any."""
+        if self._cut_model.num_shards == 1 or self._cut_model.graphs is not None:
+            return None
+        number = min(range(len(self._check.windows)), key=self._rows)
+        engine = self._engine("keep")
+        window, step = _window(*self._check.windows[number]), len(self._check.windows)
+        with (
+            self._elsewhere(),
+            AbsentReads(self._check.recipe.model) as reads,
+            suppress(NonFiniteLoss),  # it may diverge by now
+        ):
+            engine.train([window], step, self._need, _discard)
+        return reads.found
+
+    def _rows(self, number: int) -> int:
+        (features, _), _ = self._check.windows[number]
+        return int(features[0].shape[0]) if features[0].dim() else 0
+
     def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
         """Measure one example."""
         with self._elsewhere():
@@ -243,6 +266,10 @@ class _Shards:
 
     def _need(self, k: int) -> tuple[Segments, dict[str, Any] | None]:
         return self.segments[k], self._cursors[k]
+
+
+def _discard(*_: object) -> None:
+    """Take what nobody needs."""
 
 
 def largest_example(examples: Sequence[Example]) -> Example:

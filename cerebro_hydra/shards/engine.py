@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.plan.validate import validate
@@ -117,6 +117,7 @@ class Engine:
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite. Nothing was published.
             UnfitShape: a batch has a shape that the cut model can't take.
+            StepDiffers: another shard used a parameter after its update.
         """
         run = _SubEpoch(self._cut_model, self._layout, self._recipe, self._steps_per_epoch,
                         need, publish, epoch_metrics)  # fmt: skip
@@ -239,7 +240,6 @@ class _SubEpoch:
             if cut_model.graphs is not None:
                 yield GraphTasks(cut_model, self._states, recipe.precision, keep)
                 return
-            recipe.model.train()
             with bound_model(recipe.model) as self._bound:
                 tasks = ModuleTasks(cut_model, recipe, self._bound, recompute=not keep)
                 with tasks.attached():
@@ -258,11 +258,29 @@ class _SubEpoch:
         """Carry out the actions of one optimizer step."""
         self._coefficient = None
         self._step = step
+        if self._bound is not None:
+            self._recipe.model.train()  # the forward may have left a module in evaluation
         pending = iter(actions)
         for number, batch in enumerate(batches):
             tasks.run(batch, partial(self._reach, pending, number))
         for action in pending:
             self._move(action)
+        self._check_no_late_gradient()
+
+    def _check_no_late_gradient(self) -> None:
+        """Check that no parameter got a gradient after its update, which the next would take.
+
+        Raises:
+            StepDiffers: one did, so the uncut model takes this step otherwise.
+        """
+        for state in self._states.values():
+            for name, parameter in state.params.items():
+                if parameter.grad is not None:
+                    raise StepDiffers(
+                        f"in step {self._step}, parameter {name!r} got a gradient after the "
+                        "update of its shard; the forward uses it in another shard too, or takes "
+                        "gradients itself"
+                    )
 
     def _reach(
         self, pending: Iterator[Action], microbatch: int, kind: Literal["F", "B"], k: int

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.randomness import unit_hooks
 from cerebro_hydra.shards.bound_model import BoundModel, bound_model
@@ -25,6 +26,7 @@ from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.cut_spec import module_of
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
+from cerebro_hydra.shards.unit_profile import content_of, same_content
 
 
 class ModuleTasks:
@@ -132,7 +134,8 @@ class ModuleTasks:
             if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 return forward(*args, **kwargs)
             unit, key = self._unit, self._batch.key
-            # Autograd itself refuses inputs that were overwritten since.
+            arguments = (args, kwargs)
+            content = list(content_of(arguments))
             # B runs on the buffers as they were before F, so that statistics don't move twice.
             buffers = {n: b.clone() for n, b in self._bound.buffers_in(module).items()}
             again = False
@@ -142,6 +145,11 @@ class ModuleTasks:
                 if not again:
                     again = True
                     return forward(*args, **kwargs)
+                if not same_content(content, list(content_of(arguments))):
+                    raise StepDiffers(
+                        f"the forward changed an argument of unit {unit!r}, so that it can't run "
+                        "again in backward, as it did not in the trial's first steps"
+                    )
                 key.reseed(unit)
                 with self._bound.replaced_buffers({n: b.clone() for n, b in buffers.items()}):
                     return forward(*args, **kwargs)

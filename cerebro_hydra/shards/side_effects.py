@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
@@ -77,6 +78,34 @@ def check_averaged(recipe: Recipe, written: Sequence[str]) -> None:
             f"ema is {recipe.ema!r}, and the forward writes to frozen parameter {names[0]!r}, "
             "which it would average too; leave ema out, or make that parameter a buffer"
         )
+
+
+class OptimizerCounts:
+    """Watches the integers that an optimizer keeps as its own attributes.
+
+    A clone of the optimizer steps on each shard after each hop, and begins with the factory's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before = self._read()
+
+    def check(self) -> None:
+        """Refuse an optimizer that counts in an attribute.
+
+        Raises:
+            ConfigurationError: steps have changed one.
+        """
+        for name, value in self._read().items():
+            if value != self._before.get(name):
+                kind = type(self._optimizer).__name__
+                raise ConfigurationError(
+                    f"each step changes attribute {name!r} of optimizer {kind}, which is no part "
+                    f"of the state that hops; keep it in every param group, as group[{name!r}]"
+                )
+
+    def _read(self) -> dict[str, int]:
+        return {name: v for name, v in vars(self._optimizer).items() if type(v) is int}
 
 
 class SideEffects:

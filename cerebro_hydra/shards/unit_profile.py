@@ -36,7 +36,7 @@ class UnitProfile:
         def entering(unit: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
                 arguments = (args, kwargs)
-                content = list(_content(arguments))
+                content = list(content_of(arguments))
                 entries.append((unit, time.perf_counter(), arguments, content))
 
             return hook
@@ -46,7 +46,7 @@ class UnitProfile:
             for (unit, begun, arguments, content), end in zip(entries, ends, strict=True):
                 spent = end - begun
                 self.seconds[unit] = min(spent, self.seconds.get(unit, spent))
-                if not _same(content, list(_content(arguments))):
+                if not same_content(content, list(content_of(arguments))):
                     self.overwritten.add(unit)
             entries.clear()
 
@@ -89,7 +89,7 @@ class UnitProfile:
         return parts
 
 
-def _content(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, int]]:
+def content_of(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, int]]:
     """Yield each object inside of a value, with the version of its memory if it is a tensor."""
     seen = set() if seen is None else seen
     parts: Iterable[Any] = ()
@@ -106,10 +106,11 @@ def _content(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, in
     if id(value) not in seen:
         seen.add(id(value))
         for part in parts:
-            yield from _content(part, seen)
+            yield from content_of(part, seen)
 
 
-def _same(before: Sequence[tuple[Any, int]], now: Sequence[tuple[Any, int]]) -> bool:
+def same_content(before: Sequence[tuple[Any, int]], now: Sequence[tuple[Any, int]]) -> bool:
+    """Tell whether nothing in a value was replaced or written to."""
     return len(before) == len(now) and all(
         a is b and version == later for (a, version), (b, later) in zip(before, now, strict=True)
     )
