@@ -112,15 +112,17 @@ def test_refused_trials_come_last_with_their_tracebacks(tmp_path: Path) -> None:
 
 
 class Counts(nn.Module):
-    """It counts its steps where no hop carries them."""
+    """It counts its steps where no hop carries them, and where admission does not look."""
+
+    steps = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.steps = nn.Linear(16, 4), 0
+        self.layer = nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps += self.training
-        return self.layer(x) * self.steps
+        Counts.steps += self.training
+        return self.layer(x) * Counts.steps
 
 
 def test_a_refusal_is_told_without_its_details(tmp_path: Path) -> None:
