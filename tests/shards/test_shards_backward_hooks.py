@@ -78,7 +78,7 @@ def test_backward_is_the_models_own_even_if_that_has_no_effect_at_first(kind, cu
     trial = assert_equal_on_two_workers(made(kind, squares), growing_sub_epochs(), mode, cut)
     assert (trial.admission.spec.mode, trial.cut_model.num_shards) == ("modules", 2)
     if cut == "export":
-        assert re.search(WHAT[kind], trial.admission.report.fallback)
+        assert re.search(WHAT[kind], trial.admission.report.text())
 
 
 def test_these_gradients_are_clamped_in_the_second_sub_epoch_alone():

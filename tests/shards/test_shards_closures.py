@@ -89,7 +89,7 @@ def test_functions_that_refer_to_the_model_see_the_one_that_trains(kind, cut, mo
 def test_a_function_that_reads_a_weight_of_a_later_shard_makes_one_shard():
     trial = assert_equal_on_two_workers(made(ReadsLaterWeight), four_sub_epochs())
     assert trial.cut_model.num_shards == 1
-    assert "reads parameters of a shard that has not come" in trial.admission.report.fallback
+    assert "reads parameters of a shard that has not come" in trial.admission.report.text()
 
 
 def with_decay(model):
