@@ -83,7 +83,7 @@ class _Structure:
     def value(self, value: Any) -> Hashable:
         kind = type(value)
         if kind in _ATOMS:
-            return (kind, repr(value) if isinstance(value, float) else value)
+            return (kind, repr(value) if isinstance(value, float | complex) else value)
         if isinstance(value, _BY_IDENTITY):
             return value
         if kind in (list, tuple):
@@ -109,7 +109,7 @@ class _Structure:
         if isinstance(value, weakref.ref):
             return self.value(value())
         if kind is Tensor:
-            return _content(value)
+            return self._content(value)
         if _is_plain(kind):
             if id(value) in self._seen:
                 return ("again", self._seen[id(value)])
@@ -126,7 +126,7 @@ class _Structure:
             type(module),
             tuple((n, self._form(p)) for n, p in module._parameters.items()),
             tuple(
-                (n, self._form(b) if n in persistent or b is None else _content(b))
+                (n, self._form(b) if n in persistent or b is None else self._content(b))
                 for n, b in module._buffers.items()
             ),
             tuple(sorted(persistent)),
@@ -143,11 +143,20 @@ class _Structure:
         tied = self._seen.setdefault(id(tensor), len(self._seen))
         form = (type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
         constant: Hashable = None
-        if self._constants:
-            memory = tensor.untyped_storage().data_ptr()
-            place = (self._memory.setdefault(memory, len(self._memory)), tensor.storage_offset())
-            constant = (place, None if tensor.requires_grad else tensor_digest(tensor))
-        return (*form, tensor.requires_grad, tied, self.value(vars(tensor)), constant)
+        if self._constants and not tensor.requires_grad:
+            constant = tensor_digest(tensor)
+        place = self._place(tensor)
+        return (*form, tensor.requires_grad, tied, self.value(vars(tensor)), place, constant)
+
+    def _content(self, tensor: Tensor) -> Hashable:
+        form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
+        return (*form, self._place(tensor), tensor_digest(tensor))
+
+    def _place(self, tensor: Tensor) -> Hashable:
+        if not self._constants:
+            return None
+        memory = tensor.untyped_storage().data_ptr()
+        return self._memory.setdefault(memory, len(self._memory)), tensor.storage_offset()
 
     def _function(self, function: types.FunctionType) -> Hashable:
         if "<locals>" not in function.__qualname__:
@@ -163,14 +172,14 @@ class _Structure:
             return function
 
 
-def _content(tensor: Tensor) -> Hashable:
-    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor_digest(tensor))
-
-
 def _is_plain(cls: type) -> bool:
     """Return whether the instances of a class hold everything in their `__dict__`."""
-    heap = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by a class statement
+    heap = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was not compiled into Python
     ancestors = [c for c in cls.__mro__ if c is not object]
     return cls.__dictoffset__ != 0 and all(
-        c.__flags__ & heap and "__slots__" not in vars(c) for c in ancestors
+        c.__flags__ & heap
+        and "__slots__" not in vars(c)
+        # A class written in C, as that of random.Random, makes instances with hidden fields.
+        and isinstance(vars(c).get("__new__", staticmethod), staticmethod | type)
+        for c in ancestors
     )

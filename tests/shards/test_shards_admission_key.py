@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +124,29 @@ def test_trials_that_differ_only_here_share_an_admission(what: str) -> None:
 def test_trials_that_differ_here_are_admitted_each(what: str) -> None:
     assert key(make()) is not None
     assert key(APART[what]) != key(make())
+
+
+class Partial(functools.partial[Any]):
+    """Holds its function and arguments where only C sees them."""
+
+
+HIDDEN = {
+    "a generator": (lambda: random.Random(1), lambda: random.Random(2)),
+    "a partial function": (lambda: Partial(scaled, 1.0), lambda: Partial(scaled, 2.0)),
+    "a tensor with a gradient": (
+        lambda: torch.ones(2), lambda: torch.ones(2, requires_grad=True)
+    ),
+    "tensors in one memory": (lambda: [torch.ones(2)] * 2, lambda: [torch.ones(2), torch.ones(2)]),
+    "the sign of zero": (lambda: complex(0.0, 0.0), lambda: complex(0.0, -0.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+def test_values_that_differ_in_what_their_attributes_hide_share_no_admission(what: str) -> None:
+    one, other = (
+        key(make(lambda net, value=value: setattr(net, "extra", value()))) for value in HIDDEN[what]
+    )
+    assert one is None or one != other
 
 
 def test_frozen_values_and_class_weights_and_batches_are_compared_by_content() -> None:
