@@ -10,6 +10,7 @@ from functools import partial
 from cerebro_hydra.agent.fetch import Connect, Fetch, FetchRequest
 from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.plan.events import Hop
+from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.storage.run_folder import RunFolder
 
 _THREADS = 32  # a fetch that waits for its turn holds no other up: owners need nothing from here
@@ -73,6 +74,14 @@ class FetchManager:
         """Return what was moved for a trial since the last call, so that no byte counts twice."""
         with self._lock:
             return self._hops.pop(trial, _NO_HOP)
+
+    def read_stored(self, name: str, segment: Bytes) -> None:
+        """Read a segment that the store has, by its digest, into memory of its size.
+
+        Raises:
+            StoreError: the store lacks it, or it is damaged there.
+        """
+        self._folder.read_object(name, lambda nbytes: segment)
 
     def _add_hop(self, trial: int, hop: Hop) -> None:
         with self._lock:

@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -159,14 +159,18 @@ class Trainer:
             self._shard_store.segments.reserved(beside),
             self._auditor.sub_epoch(task, runtime) as audit,
         ):
-            totals = engine.train(
-                audit.windows(self._windows(task, runtime.spec.steps[task.partition])),
-                start_step,
-                need,
-                publish,
-                self._on_step(task, runtime.spec, start_step, beside, audit),
-                epoch_metrics=task.metrics or None,
-            )
+            try:
+                totals = engine.train(
+                    audit.windows(self._windows(task, runtime.spec.steps[task.partition])),
+                    start_step,
+                    need,
+                    publish,
+                    self._on_step(task, runtime.spec, start_step, beside, audit),
+                    epoch_metrics=task.metrics or None,
+                )
+            except Exception:
+                self._mend(frozen.values())
+                raise
         seconds = time.perf_counter() - begun
         self._check_rows(task, totals.rows)
         self._report(
@@ -182,6 +186,12 @@ class Trainer:
                 audit_seconds=audit.seconds,
             )
         )
+
+    def _mend(self, frozen: Iterable[tuple[str, Bytes]]) -> None:
+        """Read frozen segments anew that user code has written to, for other trials share them."""
+        for name, segment in frozen:
+            if digest(segment) != name:
+                self._fetch_manager.read_stored(name, segment)
 
     def _announce(self, task: StartSubEpoch, shards: int) -> State:
         with self._lock:  # a cancel comes before this, or finds what it has to retract
