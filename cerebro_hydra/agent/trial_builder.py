@@ -32,7 +32,7 @@ EXAMPLE_ROWS = 4
 
 @dataclass(frozen=True)
 class TrialRuntime:
-    """One trial, ready to train on this agent."""
+    """Holds one trial, ready to train on this agent."""
 
     spec: TrialSpec
     recipe: Recipe

@@ -1,4 +1,4 @@
-"""The factory of an estimator that was made from instances: it builds copies of its recipe."""
+"""Builds copies of a recipe: the factory of an estimator that was made from instances."""
 
 from __future__ import annotations
 
