@@ -66,17 +66,17 @@ def _exact(measured: Measured) -> str:
 
 def _note(measured: Measured) -> str:
     """Return the reasons of the cuts into most shards that are not as asked, on one line."""
-    notes = []
+    ways: dict[str, list[str]] = {}
     for way in ("modules", "export"):
         cut = measured.cut(way)
         if cut is not None and not cut.as_asked and cut.note:
-            notes.append(f"{way}: {_short(cut.note)}")
-    return "; ".join(notes)
+            ways.setdefault(_short(cut.note), []).append(way)
+    return "; ".join(f"{' and '.join(found)}: {note}" for note, found in ways.items())
 
 
 def _short(note: str) -> str:
     """Return the first reason of a note, without what torch adds below it."""
-    first = note.split("\n")[0].split("; cut by ")[0].replace("|", "/").strip()
+    first = note.split("\n")[0].split(", because ")[-1].replace("|", "/").strip()
     return first if len(first) <= 160 else first[:159].rstrip() + "…"
 
 
