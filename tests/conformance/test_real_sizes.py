@@ -1,4 +1,4 @@
-"""Models as large as people use them: each is exported, cut into four and admitted, bit for bit."""
+"""Models as large as people use them: each is cut into four both ways and admitted, bit for bit."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ def admitted(
     model: nn.Module, features: tuple[Tensor, ...], targets: tuple[Tensor, ...], columns: Columns,
     loss: Any = "model", shards: int = SHARDS, **rules: Any,
 ) -> AdmittedCut:  # fmt: skip
-    """Admit with plain SGD, which needs no memory beside the weights."""
+    """Admit both ways with plain SGD, which needs no memory beside the weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    recipe = Recipe(model, torch.optim.SGD(trained, lr=1e-3), loss, shards=shards, **rules)
-    admission = admit(recipe.bind(columns), [(features, targets)], trial_seed=1)
-    report = admission.report
-    assert report.mode == "export", report.text()
-    assert report.fallback is None, report.text()
-    assert len(report.shards) == shards, report.text()
+    for cut in ("modules", "export"):
+        optimizer = torch.optim.SGD(trained, lr=1e-3)
+        recipe = Recipe(model, optimizer, loss, shards=shards, cut=cut, **rules)
+        admission = admit(recipe.bind(columns), [(features, targets)], trial_seed=1)
+        report = admission.report
+        assert report.mode == cut, report.text()
+        assert report.fallback is None, report.text()
+        assert len(report.shards) == shards, report.text()
     return admission
 
 
