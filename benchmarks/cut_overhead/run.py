@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import platform
 import resource
@@ -28,6 +27,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.engine import Engine
+from cerebro_hydra.shards.kept_heap import kept_heap
 from cerebro_hydra.shards.layout import Segments, initial_segments
 from cerebro_hydra.shards.sample import Sample
 
@@ -282,15 +282,6 @@ def machine() -> dict[str, str]:
     }
 
 
-def keep_heap() -> None:
-    """Tell glibc to give no memory back; do nothing with other C libraries."""
-    trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_threshold, 32 * 2**20)
-
-
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -305,21 +296,17 @@ def main() -> None:
     parser.add_argument("--cut", choices=CUTS, help="only this way of cutting")
     parser.add_argument("--shards", type=int, help="only this number of shards")
     parser.add_argument("--rounds", type=int, help="how many rounds, for every case")
-    parser.add_argument(
-        "--keep-heap", action="store_true", help="glibc keeps freed memory, for every variant"
-    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.keep_heap:
-        keep_heap()
     chosen = [case for case in CASES if arguments.case is None or arguments.case in case.name]
     ways = CUTS if arguments.cut is None else (arguments.cut,)
     numbers = SHARDS if arguments.shards is None else (arguments.shards,)
-    figures = [
-        figure
-        for case in chosen
-        for figure in measure(case, ways, numbers, arguments.rounds or case.rounds)
-    ]
+    with kept_heap():  # as an agent trains; the plain loop has it too
+        figures = [
+            figure
+            for case in chosen
+            for figure in measure(case, ways, numbers, arguments.rounds or case.rounds)
+        ]
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print(table(figures))
     if arguments.json is not None:

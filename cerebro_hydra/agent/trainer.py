@@ -23,6 +23,7 @@ from cerebro_hydra.errors import Cancelled, DataError, StepDiffers, TransferErro
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
 from cerebro_hydra.shards.engine import Cursor, OnStep
+from cerebro_hydra.shards.kept_heap import kept_heap
 from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -158,6 +159,7 @@ class Trainer:
         with (
             self._shard_store.segments.reserved(beside),
             self._auditor.sub_epoch(task, runtime) as audit,
+            kept_heap(),
         ):
             try:
                 totals = engine.train(

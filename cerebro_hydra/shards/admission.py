@@ -20,6 +20,7 @@ from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, FailedAttempt
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import UnfitShape
+from cerebro_hydra.shards.kept_heap import kept_heap
 from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.shard_times import measure_shards
@@ -58,7 +59,13 @@ def admit(
     """
     if not examples:
         raise ConfigurationError("there are no rows; admission needs a batch to try the model on")
-    cache = cache or CutModelCache()
+    with kept_heap():
+        return _admit(recipe, examples, trial_seed, cache or CutModelCache())
+
+
+def _admit(
+    recipe: Recipe, examples: Sequence[Example], trial_seed: int, cache: CutModelCache
+) -> AdmittedCut:
     check = CutCheck.plain(recipe, examples, trial_seed)
     trained = check.trainer.recipe
     template = StateTemplate.learn(trained.model, trained.optimizer)

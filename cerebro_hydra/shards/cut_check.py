@@ -214,6 +214,15 @@ class _Shards:
         self._layout = layout
         self._modes = modes
         self._absent = ParameterValues.absent(check.recipe.model)
+        with self._absent.in_use():
+            self._reads = AbsentReads(check.recipe.model)
+        self._watched = -1  # a graph cut has no parameters but its own
+        if cut_model.num_shards > 1 and cut_model.graphs is None:
+            self._watched = min(range(len(check.windows)), key=self._rows)
+
+    def _rows(self, number: int) -> int:
+        (features, _), _ = self._check.windows[number]
+        return int(features[0].shape[0]) if features[0].dim() else 0
 
     def step(self, number: int) -> float:
         """Train one step; return the sum of its loss over rows."""
@@ -224,27 +233,13 @@ class _Shards:
 
         window = _window(*self._check.windows[number])
         engine = self._engine(self._modes[number % len(self._modes)])
-        with self._elsewhere():
+        watched = number == self._watched
+        with self._elsewhere(), self._reads if watched else nullcontext():
             return engine.train([window], number, self._need, publish).loss_sum
 
     def absent_read(self) -> str | None:
-        """Return which parameter one more step would read before its shard comes, if any."""
-        if self._cut_model.num_shards == 1 or self._cut_model.graphs is not None:
-            return None
-        number = min(range(len(self._check.windows)), key=self._rows)
-        engine = self._engine("keep")
-        window, step = _window(*self._check.windows[number]), len(self._check.windows)
-        with (
-            self._elsewhere(),
-            AbsentReads(self._check.recipe.model) as reads,
-            suppress(NonFiniteLoss),  # it may diverge by now
-        ):
-            engine.train([window], step, self._need, _discard)
-        return reads.found
-
-    def _rows(self, number: int) -> int:
-        (features, _), _ = self._check.windows[number]
-        return int(features[0].shape[0]) if features[0].dim() else 0
+        """Return which parameter a step read before its shard came, if any."""
+        return self._reads.found
 
     def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
         """Measure one example."""
@@ -266,10 +261,6 @@ class _Shards:
 
     def _need(self, k: int) -> tuple[Segments, dict[str, Any] | None]:
         return self.segments[k], self._cursors[k]
-
-
-def _discard(*_: object) -> None:
-    """Take what nobody needs."""
 
 
 def largest_example(examples: Sequence[Example]) -> Example:
