@@ -23,7 +23,8 @@ def churned():
 
 with kept_heap():
     with kept_heap():
-        torch.ones(16 << 20)
+        for _ in range(4):
+            churned()  # until the gaps between other blocks are large enough
     inside = churned()
 print(inside, churned())
 """
