@@ -7,8 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # their numbers in glibc's malloc.h
-_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries keep more by themselves
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # their numbers in glibc's malloc.h
+_LIBRARY = ctypes.CDLL(None)
+_IS_GLIBC = hasattr(_LIBRARY, "mallopt")
 
 
 _users = 0
@@ -17,10 +18,11 @@ _lock = threading.Lock()
 
 @contextmanager
 def kept_heap() -> Iterator[None]:
-    """Save the page faults of gradients that are freed and made again in every step.
+    """Save the page faults of tensors below 32 MiB that are freed and made again in every step.
 
-    It is of use on the main thread, and to the whole process. After its last user the limits are
-    those that glibc reaches by itself once a tensor of 32 MiB was freed.
+    Larger ones go back at once: kept, they could leave gaps of several times their size. It is of
+    use on the main thread, and to the whole process. After its last user all freed memory goes
+    back, and the limits are those that glibc reaches by itself.
     """
     _count(1)
     try:
@@ -33,8 +35,9 @@ def _count(change: int) -> None:
     global _users
     with _lock:
         _users += change
-        if _MALLOPT is None:
+        if not _IS_GLIBC:
             return
-        _MALLOPT(_MMAP_MAX, 0 if _users else 65536)
-        _MALLOPT(_MMAP_THRESHOLD, 32 << 20)
-        _MALLOPT(_TRIM_THRESHOLD, 2**31 - 1 if _users else 64 << 20)
+        _LIBRARY.mallopt(_MMAP_THRESHOLD, 32 << 20)
+        _LIBRARY.mallopt(_TRIM_THRESHOLD, 2**31 - 1 if _users else 64 << 20)
+        if not _users:
+            _LIBRARY.malloc_trim(0)
