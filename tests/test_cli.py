@@ -123,7 +123,7 @@ def test_doctor_is_1_for_a_spark_that_can_not_run() -> None:
     done = command("doctor", *bad)
     assert done.returncode == 1, done.stdout + done.stderr
     for words in (
-        "'local[2]' ends the whole job",
+        "'local[2]' retries no task",
         "spark.speculation",
         "no_such_one",
         "local[2,8]",

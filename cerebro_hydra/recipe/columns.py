@@ -114,6 +114,13 @@ class ForwardCall:
                         f"forward by position, as not all have its names {named}, but {name!r} is "
                         "another argument there: rename the columns, or list them in its order"
                     )
+            if too_many and not takes_others and inspect.Parameter.VAR_POSITIONAL not in kinds:
+                raise ConfigurationError(
+                    f"there are {len(columns.features)} feature columns "
+                    f"{list(columns.features)}, and {type(model).__name__}.forward takes {named}; "
+                    "assemble the columns into one with Spark ML's VectorAssembler, or give "
+                    "forward an argument for each"
+                )
             return cls(None, constants)
         labels = columns.labels
         if len(labels) == 1 and labels[0] not in named and "labels" in named:

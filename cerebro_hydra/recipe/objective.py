@@ -6,7 +6,8 @@ import copy
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class Objective:
                     raise ConfigurationError(
                         f"loss is {each!r}; give a function, a loss module, a list of them (one "
                         "per label column), or 'model' for a model that computes its own"
+                    )
+                if isinstance(each, type) and issubclass(each, nn.Module):
+                    raise ConfigurationError(
+                        f"loss is the class {each.__name__}; give an instance: {each.__name__}()"
                     )
         if weights is not None and (not self.several or len(weights) != len(self.losses)):
             raise ConfigurationError(
@@ -109,7 +114,7 @@ class Objective:
         return (targets[:-1], targets[-1]) if self._weighs_rows else (targets, None)
 
     def prepare(self, outputs: Any, labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the labels as the losses take them: class numbers become integers."""
+        """Return the labels as the losses take them: classes as integers, likelihoods as floats."""
         if self.is_models_own:
             return tuple(labels)
         if not self.several:
@@ -134,7 +139,8 @@ class Objective:
         if _is_torchs(loss) and not indexes and isinstance(outputs, Tensor):
             _check_broadcast(outputs, labels)
         if weight is None:
-            value = loss(outputs, *labels)
+            with _naming_class(loss, outputs, labels):
+                value = loss(outputs, *labels)
             if not isinstance(value, Tensor) or value.dim() != 0:
                 raise ConfigurationError(
                     f"the loss gave {_form(value)}; it must give a scalar tensor"
@@ -202,7 +208,30 @@ def _per_row(loss: Loss) -> Loss:
     return functools.partial(loss, reduction="none") if "reduction" in takes else loss
 
 
+@contextmanager
+def _naming_class(loss: Loss, outputs: Any, labels: Sequence[Tensor]) -> Iterator[None]:
+    """Tell of a class for which the model has no output, where torch names only the class."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if not isinstance(loss, CLASS_INDEX_LOSSES) or not isinstance(outputs, Tensor):
+            raise
+        classes = outputs.shape[min(1, outputs.dim() - 1)] if outputs.dim() else 0
+        ignored = getattr(loss, "ignore_index", None)
+        for label in labels:
+            wrong = label[((label < 0) | (label >= classes)) & (label != ignored)]
+            if len(wrong):
+                raise ConfigurationError(
+                    f"label {wrong.max().item()} is no class of a model with {classes} outputs, "
+                    f"whose classes are 0 to {classes - 1}; give the model an output for every "
+                    "class, or number the classes from 0"
+                ) from error
+        raise
+
+
 def _prepared(loss: Loss, outputs: Any, label: Tensor) -> Tensor:
+    if is_likelihood(loss) or is_log_odds(loss):
+        return label if label.is_floating_point() else label.to(torch.get_default_dtype())
     if not isinstance(loss, CLASS_INDEX_LOSSES):
         return label
     seen = _seen_by(loss, outputs)

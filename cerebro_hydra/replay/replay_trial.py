@@ -63,7 +63,7 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
         replayed = Replayed()
         with exclusive_generator, torch.random.fork_rng(devices=[]):
             recipe = build_recipe(found, spec.params, run.seed, Columns.of(run.document))
-            load_model(recipe.model, initial)
+            load_model(recipe.model, initial.tensors, f"{trial_id} of run {run_path!r}")
             if expected.problem is None:
                 try:
                     with with_threads(run.document.threads):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,24 +75,32 @@ def _absent(tensors: dict[str, Tensor], header: dict[str, Any]) -> set[str]:
     return {name for name, mark in zip(names, marks, strict=True) if not mark}
 
 
-def load_model(model: nn.Module, saved: SavedState) -> None:
-    """Copy saved parameters and buffers into a model, in place.
+def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Copy saved parameters and buffers into a model, in place; other tensors are left out.
+
+    Args:
+        where: what they were saved of, for the message.
 
     Raises:
-        ReplayError: one has another shape in the model.
+        ReplayError: the model has others, or of other shapes.
     """
     targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
     targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}
+    saved = {n: t for n, t in tensors.items() if n.startswith(("param:", "buffer:"))}
+    forms = {n: f"shape {tuple(t.shape)}" for n, t in saved.items()}
+    built = {n: f"shape {tuple(t.shape)}" for n, t in targets.items()}
+    for name in (*forms, *(n for n in built if n.startswith("param:"))):
+        here, there = built.get(name, "none such"), forms.get(name, "none such")
+        if here != there:
+            kind, _, own = name.partition(":")
+            raise ReplayError(
+                f"{kind.replace('param', 'parameter')} {own!r}: {where} has {there}, and the model "
+                f"that the factory builds has {here}; give the factory that the run was started "
+                "with"
+            )
     with torch.no_grad():
-        for name, tensor in saved.tensors.items():
-            if name in targets:
-                if targets[name].shape != tensor.shape:
-                    raise ReplayError(
-                        f"{name} has shape {tuple(tensor.shape)} in the run and "
-                        f"{tuple(targets[name].shape)} in the model that the factory builds; give "
-                        "the factory that the run was started with"
-                    )
-                targets[name].copy_(tensor)
+        for name, tensor in saved.items():
+            targets[name].copy_(tensor)
 
 
 @dataclass

@@ -92,6 +92,7 @@ class SparkBackend:
         """Do what `prepare_data` does, for a search."""
         from cerebro_hydra.data.prepare import prepare
 
+        context_of(self.spark_context)
         return prepare(df, store, self.num_workers, spec)
 
     def existing_data(
@@ -127,6 +128,7 @@ class SparkBackend:
         """Do what `existing_data` does, for a search."""
         from cerebro_hydra.data.existing import describe
 
+        context_of(self.spark_context)
         return describe(store, self.num_workers, spec, self._mapped)
 
     def get_metadata_from_parquet(
@@ -154,5 +156,10 @@ class SparkBackend:
         return self.spark_context.parallelize(items, tasks).map(function).collect()
 
     def launcher(self) -> SparkLauncher:
-        """Return what starts and stops the agents of one run."""
+        """Return what starts and stops the agents of one run.
+
+        Raises:
+            SetupError: the session has been stopped.
+        """
+        context_of(self.spark_context)
         return SparkLauncher(self.spark_context, self.num_workers, tls=self.tls)

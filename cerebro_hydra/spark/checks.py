@@ -95,15 +95,15 @@ def check_settings(settings: Mapping[str, str], num_workers: int) -> Iterator[Fi
     master = settings.get("spark.master", "")
     local = parse_local_master(master)
     failures = int(settings.get("spark.task.maxFailures", "4"))
-    ends = "ends the whole job of all agents at the first failure of one"
     if local is not None and local.max_failures < 2:
         remedy = f"use 'local[{max(local.slots, num_workers)},{MAX_FAILURES}]'"
         remedy += f": {MAX_FAILURES} is the failures a task may have"
-        yield Finding("spark.master", f"{master!r} {ends}", remedy)
+        problem = f"{master!r} retries no task, so an agent that can't start ends the run"
+        yield Finding("spark.master", problem, remedy, prevents=False)
     if local is None and failures < MAX_FAILURES:
         survived = f"after {failures} failures of one worker, as when its executor is lost, all "
         survived += "agents begin anew"
-        problem = survived if failures > 1 else f"1 {ends}"
+        problem = survived if failures > 1 else "the first failure of a worker ends the run"
         remedy = f"set it to {MAX_FAILURES}"
         yield Finding("spark.task.maxFailures", problem, remedy, prevents=failures < 2)
     for setting, problem, prevents in _FALSE_IS_RIGHT:

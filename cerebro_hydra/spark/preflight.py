@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ _NAMES = (
     *("Java", "packages", "slots", "settings", "GPUs"),
     *("executors", "placement", "network", "store"),
 )
+_WARNED_OF = ("spark.master",)
+"""Settings whose advice every run prints, because a lost agent would end it."""
 _PACKAGES = ("pyspark", "pyarrow", "petastorm", "torch", "numpy")
 _BUSY_SECONDS = 60.0  # in which other jobs may end; then the doctor calls them a problem
 
@@ -41,7 +44,11 @@ def require_ready(spark_context: SparkContext, num_workers: int, verbose: bool) 
         _driver_checks(spark_context, slots, num_workers),
         _worker_checks(spark_context, num_workers, ()),
     ):
-        raise_findings(finding for check in looked for finding in check.findings)
+        findings = [finding for check in looked for finding in check.findings]
+        raise_findings(findings)
+        for finding in findings:
+            if verbose and finding.setting in _WARNED_OF:
+                print(f"warning: {finding}", file=sys.stderr)
 
 
 def doctor(

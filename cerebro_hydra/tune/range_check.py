@@ -16,7 +16,7 @@ from cerebro_hydra.shards.sample import Example, copy_example
 
 # How torch says that a number is outside of a table's rows, of the classes, or of [0, 1].
 _OUT_OF_RANGE = re.compile(
-    r"out of (bounds|range)|smaller than num_classes|must be non-negative|is no class number|"
+    r"out of (bounds|range)|smaller than num_classes|must be non-negative|is no class|"
     r"between 0 and 1|Assertion.*n_classes",
     re.I,
 )
@@ -77,11 +77,13 @@ def _check(
             return
     part, error = failure
     name, is_feature, held = column
-    remedy = "an embedding for every value" if is_feature else "an output for every class"
+    kind, remedy = ("feature", "an embedding for every value") if is_feature else ("label", "")
+    story = f"{kind} column {name!r} holds values from {held[0]} to {held[1]}, and "
+    if isinstance(error, ConfigurationError):  # it has its own remedy
+        raise ConfigurationError(f"{story}{error}") from error
     raise ConfigurationError(
-        f"{'feature' if is_feature else 'label'} column {name!r} holds values from {held[0]} to "
-        f"{held[1]}, and {part} fails at {value}: {type(error).__name__}: {error}; give the model "
-        f"{remedy}, or correct the column"
+        f"{story}{part} fails at {value}: {type(error).__name__}: {error}; give the model "
+        f"{remedy or 'an output for every class'}, or correct the column"
     ) from error
 
 

@@ -16,7 +16,7 @@ from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
-from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, Interrupted, StoreError
+from cerebro_hydra.errors import ConfigurationError, Interrupted, StoreError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
@@ -25,6 +25,7 @@ from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
+from cerebro_hydra.tune.all_failed import all_failed
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.interrupts import sigterm_interrupts
 from cerebro_hydra.tune.result import SearchResult
@@ -209,7 +210,7 @@ class Search(ABC):
             if document.trials:
                 folder.write_json(RUN_FILE, document.to_json())
         if not document.trials:
-            raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
+            raise all_failed(folder.path, [each["error"] for each in admitted.refused])
         estimator_factories.remember(folder.path, self.estimator_gen_fn)
         try:
             self._run(folder, document, manifest, admitted)
@@ -220,7 +221,7 @@ class Search(ABC):
             ) from None
         result = self.result = SearchResult.open(folder.path)
         if all(trial.status == "failed" for trial in result.trials):
-            raise _all_failed(folder.path, [trial.error or "" for trial in result.trials])
+            raise all_failed(folder.path, [trial.error or "" for trial in result.trials])
         return result
 
     def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
@@ -325,6 +326,7 @@ def _share(name: str, value: Any) -> float:
 def _checked_metric(metric: Any, validation: Any) -> str:
     if not isinstance(metric, str):
         raise ConfigurationError(f"evaluation_metric is {metric!r}; give 'loss' or a metric's name")
+    metric = metric.removeprefix("val_")  # as histories name it
     if validation is None and metric != "loss":
         raise ConfigurationError(
             f"evaluation_metric is {metric!r} and validation is None, but metrics are measured on "
@@ -332,12 +334,3 @@ def _checked_metric(metric: Any, validation: Any) -> str:
             "training loss"
         )
     return metric
-
-
-def _all_failed(run_path: str, errors: Sequence[str]) -> AllTrialsFailed:
-    """Return the error that gives each reason once, with the number of trials that it ended."""
-    reasons = {error: errors.count(error) for error in errors}
-    stories = "\n\n".join(f"{count} of {len(errors)}: {e.strip()}" for e, count in reasons.items())
-    return AllTrialsFailed(
-        f"all {len(errors)} trials failed; the run folder is {run_path}\n\n{stories}"
-    )

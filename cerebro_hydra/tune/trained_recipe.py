@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.replay.record import result_visit
-from cerebro_hydra.replay.states import read_saved
+from cerebro_hydra.replay.states import load_model, read_saved
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import read_document
@@ -26,31 +24,14 @@ def trained_recipe(
     The model is in eval mode. The caller's random numbers go on as if nothing had been built.
 
     Raises:
-        ConfigurationError: the factory builds another model than the run trained.
+        ReplayError: the factory builds another model than the run trained.
         StoreError: a file of the result is missing or damaged.
     """
     spec = document.trials[trial]
     recipe = build_keeping_random_state(factory, spec.params, document.seed, Columns.of(document))
-    model = recipe.model
-    targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
-    targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}
-    saved = _saved(folder, trial)
-    for name, tensor in saved.items():
-        if name not in targets or targets[name].shape != tensor.shape:
-            raise ConfigurationError(
-                f"{name} of {spec.trial_id} has shape {tuple(tensor.shape)} in {folder.path!r}, "
-                "and the model that the factory builds has none such; give the factory that the "
-                "run was started with"
-            )
-    if missing := [n for n, _ in model.named_parameters() if f"param:{n}" not in saved]:
-        raise ConfigurationError(
-            f"the run {folder.path!r} holds no parameter {missing[0]!r}, which the factory's model "
-            "has; give the factory that the run was started with"
-        )
-    with torch.no_grad():
-        for name, tensor in saved.items():
-            targets[name].copy_(tensor)
-    model.eval()
+    where = f"{spec.trial_id} of run {folder.path!r}"
+    load_model(recipe.model, _saved(folder, trial), where)
+    recipe.model.eval()
     return recipe
 
 
@@ -63,7 +44,7 @@ def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
         for name, t in tensors.items()
         if name.startswith("ema:")
     }
-    return {name: t for name, t in tensors.items() if name.startswith(("param:", "buffer:"))}
+    return tensors
 
 
 def weights_file(model: nn.Module) -> bytes:

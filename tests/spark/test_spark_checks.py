@@ -18,8 +18,6 @@ CLUSTER = {"spark.master": "spark://host:7077", "spark.task.maxFailures": "8"} |
     [
         (LOCAL, []),
         (CLUSTER, []),
-        (LOCAL | {"spark.master": "local[2]"}, ["spark.master"]),
-        (LOCAL | {"spark.master": "local[2,1]"}, ["spark.master"]),
         (CLUSTER | {"spark.task.maxFailures": "1"}, ["spark.task.maxFailures"]),
         (LOCAL | {"spark.speculation": "true"}, ["spark.speculation"]),
         (LOCAL | {"spark.speculation": "false"}, []),
@@ -28,8 +26,8 @@ CLUSTER = {"spark.master": "spark://host:7077", "spark.task.maxFailures": "8"} |
             ["spark.dynamicAllocation.enabled"],
         ),
         (
-            LOCAL | {"spark.master": "local[1]", "spark.speculation": "true"},
-            ["spark.master", "spark.speculation"],
+            CLUSTER | {"spark.task.maxFailures": "1", "spark.speculation": "true"},
+            ["spark.task.maxFailures", "spark.speculation"],
         ),
     ],
 )
@@ -41,9 +39,11 @@ def test_settings_that_agents_cannot_live_with_are_found(
     assert all(finding.remedy and finding.prevents for finding in found)
 
 
-def test_a_local_master_is_replaced_by_one_that_holds_all_workers() -> None:
-    (finding,) = check_settings(LOCAL | {"spark.master": "local[2]"}, num_workers=5)
-    assert "'local[2]' ends the whole job" in finding.problem and "local[5,8]" in finding.remedy
+@pytest.mark.parametrize("master", ["local[2]", "local[*]", "local[2,1]"])
+def test_a_local_master_without_retries_is_advised_of_one_with(master: str) -> None:
+    (finding,) = check_settings(LOCAL | {"spark.master": master}, num_workers=64)
+    assert f"{master!r} retries no task" in finding.problem and "local[64,8]" in finding.remedy
+    assert not finding.prevents
 
 
 @pytest.mark.parametrize(

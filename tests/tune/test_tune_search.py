@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,9 @@ def test_fit_raises_with_every_reason_once_when_no_trial_can_be_built(tmp_path: 
     with pytest.raises(AllTrialsFailed) as raised:
         search.fit(rows())
     text = str(raised.value)
-    assert "all 3 trials failed" in text
-    assert "2 of 3: Traceback" in text
-    assert "1 of 3: Traceback" in text
-    assert "no layer is -2 wide" in text
+    assert re.match(r"all 3 trials failed: .*no layer is -1 wide \(.*tune_models.py, line", text)
+    assert "\n1 of them: ValueError: no layer is -2 wide" in text
+    assert "Traceback" not in text
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def test_factory_of_another_model_is_refused(result: SearchResult) -> None:
     def wider(params: dict[str, Any]) -> Any:
         return tune_models.small({**params, "width": 9})
 
-    with pytest.raises(ConfigurationError, match="the factory that the run was started with"):
+    with pytest.raises(ReplayError, match="the factory that the run was started with"):
         SearchResult.open(result.run_path, factory=wider).torch()
 
 

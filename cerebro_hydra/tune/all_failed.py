@@ -1,0 +1,40 @@
+"""Says why all trials failed: each reason once, with the line of the user's code that raised it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from cerebro_hydra.errors import AllTrialsFailed
+
+_FRAME = re.compile(
+    r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)\n(    .*\n)*', re.M
+)
+_OUR_ERROR = re.compile(r"^cerebro_hydra\.errors\.\w+: ")
+_ROOMS = "agent|data|hopper|ml|observe|recipe|replay|shards|spark|storage|testing|tune|wire"
+_LIBRARY = re.compile(rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/")
+
+
+def all_failed(run_path: str, errors: Sequence[str]) -> AllTrialsFailed:
+    """Return the error of a search whose trials ended with these tracebacks.
+
+    It begins with the most frequent reason. The whole tracebacks stay in the trials' details.
+    """
+    counts = Counter(map(reason, errors)).most_common()
+    lines = [f"all {len(errors)} trials failed: {counts[0][0]}"]
+    for text, count in counts[1:]:
+        lines.append(f"{count} of them: {text}")
+    lines.append(f"the tracebacks are in the run folder {run_path}: SearchResult.open(...).trials")
+    return AllTrialsFailed("\n".join(lines))
+
+
+def reason(error: str) -> str:
+    """Return the first line of a traceback's last error, and where the user's code raised it."""
+    frames = list(_FRAME.finditer(error + "\n"))
+    own = [frame for frame in frames if not _LIBRARY.search(frame["file"].replace("\\", "/"))]
+    text = error[frames[-1].end() :] if frames else error
+    text = _OUR_ERROR.sub("", text.strip().partition("\n")[0])
+    if own:
+        text += f" ({own[-1]['file']}, line {own[-1]['line']}, in {own[-1]['name']})"
+    return text
