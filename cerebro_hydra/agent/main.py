@@ -224,7 +224,7 @@ class _Agent:
         if self._stopping.is_set():
             return
         if message["do"] == "forget":  # after the tasks of the trial that were taken back
-            self._tasks.put(partial(self._builder.forget, message["trial"]))
+            self._tasks.put(partial(self._trainer.forget, message["trial"]))
             return
         if message["spec"] is not None:
             spec = TrialSpec.from_json(message["spec"], "the coordinator's spec of a trial")
@@ -245,6 +245,7 @@ class _Agent:
     def _obey(self, instruction: Instruction, uri: str | None) -> None:
         match instruction:
             case StartSubEpoch() | Evaluate():
+                self._trainer.accept(instruction.attempt)
                 self._tasks.put(partial(self._trainer.perform, instruction, uri))
             case FetchShards():
                 self._trainer.prefetch(instruction, uri)
