@@ -12,12 +12,12 @@ from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.replay.states import load_model, read_saved
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import read_document
 
 
 def trained_recipe(
-    folder: RunFolder, document: RunDocument, trial: int, factory: Callable[[Any], Any]
+    folder: RunFolder, document: RunDocument, spec: TrialSpec, factory: Callable[[Any], Any]
 ) -> Recipe:
     """Build a trial and load its result into the model: moving averages, where they are kept.
 
@@ -27,10 +27,9 @@ def trained_recipe(
         ReplayError: the factory builds another model than the run trained.
         StoreError: a file of the result is missing or damaged.
     """
-    spec = document.trials[trial]
     recipe = build_keeping_random_state(factory, spec.params, document.seed, Columns.of(document))
     where = f"{spec.trial_id} of run {folder.path!r}"
-    load_model(recipe.model, _saved(folder, trial), where)
+    load_model(recipe.model, _saved(folder, spec.trial), where)
     recipe.model.eval()
     return recipe
 
