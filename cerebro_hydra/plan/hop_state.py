@@ -57,8 +57,6 @@ from cerebro_hydra.plan.tables import RunTables
 from cerebro_hydra.plan.trial_course import TrialCourse
 from cerebro_hydra.plan.workers import LiveAgent
 
-MAX_TRANSFER_FAILURES = 3
-
 
 class HopState:
     """Holds the state of one run and makes its decisions.
@@ -152,7 +150,7 @@ class HopState:
             case AuditFailed():
                 self._course.audit_failed(attempt, event.difference)
             case TransferFailed():
-                self._transfer_failed(event, attempt)
+                self._course.transfer_failed(attempt, event.error)
 
     # ------------------------------------------------------------------ workers
 
@@ -216,7 +214,6 @@ class HopState:
         number, visit = attempt.trial, attempt.visit
         trial.visits.append(attempt.partition, done.rows, done.loss_sum)
         trial.trained |= 1 << attempt.partition
-        trial.transfer_failures = 0
         trial.note_progress()
         self.holders.define(number, visit, done.digests)
         self.holders.add(number, visit, attempt.incarnation)
@@ -238,7 +235,6 @@ class HopState:
         self._attempts.close(attempt)
         states = event.states if trial.config.custom_metrics else None
         trial.evaluation.add(attempt.partition, event.sums, states)
-        trial.transfer_failures = 0
         trial.note_progress()
         estimates = self.tables.estimates
         estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
@@ -259,16 +255,6 @@ class HopState:
         for attempt in beginning:
             if attempt.status == "fetching":
                 self._attempts.move(attempt, "running")
-
-    def _transfer_failed(self, event: TransferFailed, attempt: Attempt) -> None:
-        trial = self.trials[attempt.trial]
-        trial.transfer_failures += 1
-        failed = f"attempt {attempt.number}: transfer failed: {event.error}"
-        self.tables.log(attempt.trial, failed)
-        self._attempts.abandon(attempt)
-        if trial.transfer_failures >= MAX_TRANSFER_FAILURES:
-            reason = f"{trial.transfer_failures} transfers in a row failed; its story:\n"
-            self._course.end(attempt.trial, "failed", reason + self.story(attempt.trial))
 
     # ------------------------------------------------------------------ after every event
 

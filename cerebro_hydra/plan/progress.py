@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -21,6 +22,7 @@ AttemptStatus = Literal["reserved", "fetching", "running", "ending", "done", "ca
 TrialStatus = Literal["waiting", "running", "paused", "finished", "stopped", "failed"]
 
 OVER: tuple[TrialStatus, ...] = ("finished", "stopped", "failed")
+MOST_FAILED_TRANSFERS = 3  # of a state from one place, which is no source of it any more then
 STORY_LINES = 100  # of a trial that are kept; the journal has all of them
 
 
@@ -61,7 +63,7 @@ class TrialProgress:
     evaluating: int = 0  # the partitions of ``evaluations``, as a mask
     evaluation: Evaluation = field(default_factory=Evaluation)  # of the present epoch
     merge_attempt: int | None = None  # the number of a ``MergeMetrics`` that has no answer yet
-    transfer_failures: int = 0  # in a row, since the last task that succeeded
+    failed_transfers: dict[tuple[int, str], int] = field(default_factory=dict)  # by visit and place
     lost_agents: list[LostAgent] = field(default_factory=list)  # in a row, by the trial's tasks
     innocent_below: int = 0  # attempts given out before the latest of them is known
     furthest: tuple[int, int] = (0, 0)  # most visits, and the evaluations after them, ever done
@@ -123,6 +125,16 @@ class TrialProgress:
             self.furthest = reached
             self.lost_agents = []
 
+    def is_source(self, visit: int, place: str) -> bool:
+        """Return whether a state may still be fetched from this place."""
+        return self.failed_transfers.get((visit, place), 0) < MOST_FAILED_TRANSFERS
+
+    def forget_failed_transfers(self, kept: Callable[[int, str], bool]) -> None:
+        """Forget what failed from other places, or for other states, than those that are kept."""
+        self.failed_transfers = {
+            at: failures for at, failures in self.failed_transfers.items() if kept(*at)
+        }
+
     def forget_evaluation(self) -> None:
         """Drop what was measured, because the epoch is over or void."""
         self.evaluation, self.merge_attempt = Evaluation(), None
@@ -133,6 +145,7 @@ class TrialProgress:
         del self.history[visit // partitions :]
         self.trained = mask_of(self.visits.partitions_from(len(self.history) * partitions))
         self.arrived = {(each, place) for each, place in self.arrived if each <= visit}
+        self.forget_failed_transfers(lambda each, place: each <= visit)
         self.forget_evaluation()
 
     def visited(self) -> int:

@@ -7,7 +7,7 @@ content is the visit log that made it, so a wrong state is seen as a wrong log.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from math import inf, nan
 from random import Random
@@ -66,6 +66,7 @@ class World:
         slow_saves: bool = False,
         lethal: Callable[[ins.StartSubEpoch | ins.Evaluate], bool] = lambda task: False,
         proposals: Iterable[Proposal] = (),
+        unreachable: Container[int] = (),
     ) -> None:
         self.search, self.workers, self.faults = search, workers, faults
         self.config = search.config if isinstance(search, ClosedSearch) else search
@@ -81,6 +82,7 @@ class World:
         self.lethal = lethal  # the tasks whose agent dies of them
         self.killers: list[int] = []  # the trial of each agent that was lost while it ran that
         self.uncut: set[int] = set()  # trials of a ``TrainUncut``
+        self.unreachable = unreachable  # workers whose shards nobody can fetch
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
         for event in search.events() if isinstance(search, ClosedSearch) else ():
             self.handle(event)
@@ -197,6 +199,8 @@ class World:
         if source.incarnation is None:
             return lambda: self.receive(agent, key, self.store[key])
         owner = next(a for a in self.agents if a.incarnation == source.incarnation)
+        if owner.worker in self.unreachable:
+            return lambda: self.fail_fetch(agent, key)
         if owner.alive and key in owner.held:
             return lambda: self.receive(agent, key, owner.held[key])
         if not owner.alive and self.state.workers.get(owner.incarnation) is None:
@@ -296,8 +300,13 @@ class World:
             # A stream keeps its order, and choices are not sent.
             if not isinstance(event, ev.StateReceived | ev.Assigned):
                 self.handle(event)
-        elif kind in ("task", "transfer"):
-            tasks = [(a, t) for a in living for t in a.tasks.values()]
+        elif kind in ("task", "transfer", "reset"):
+            tasks = [
+                (a, t)
+                for a in living
+                for t in a.tasks.values()
+                if kind != "reset" or t.source.incarnation is not None  # by an agent, not the store
+            ]
             if tasks:
                 agent, task = random.choice(tasks)
                 del agent.tasks[task.attempt]
