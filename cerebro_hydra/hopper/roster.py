@@ -16,6 +16,8 @@ class Roster:
         self._live: dict[int, str] = {}
         self._losses: dict[int, int] = {}
         self._attempts: dict[str, int] = {}
+        self.refused: set[int] = set()
+        """Workers that lost too many agents in a row and get no more."""
 
     def admit(self, agent: AgentInfo) -> None:
         """Take in an agent; a newer incarnation of a worker replaces the older one."""

@@ -17,6 +17,7 @@ from cerebro_hydra.observe.records import (
     RunEnded,
     RunStarted,
     SlowBatch,
+    WorkersMissing,
     records_of,
 )
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter
@@ -37,6 +38,7 @@ __all__ = [
     "RunView",
     "SlowBatch",
     "TrialView",
+    "WorkersMissing",
     "console_observer",
     "records_of",
 ]

@@ -13,8 +13,10 @@ from cerebro_hydra.observe.records import (
     RunEnded,
     RunStarted,
     SlowBatch,
+    WorkersMissing,
 )
 from cerebro_hydra.observe.text import (
+    absence,
     duration,
     failed_audit,
     final_table,
@@ -25,7 +27,7 @@ from cerebro_hydra.observe.text import (
     summary,
 )
 from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.events import Event, WorkerLost
+from cerebro_hydra.plan.events import Event, WorkerGivenUp, WorkerLost
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo, TrainUncut
 from cerebro_hydra.storage.run_document import RunDocument
 
@@ -41,6 +43,8 @@ class LogLines:
             _LOGGER.info("%s", prefixed(record))
         elif isinstance(record, SlowBatch):
             _LOGGER.warning("%s", slowness(record))
+        elif isinstance(record, WorkersMissing):
+            _LOGGER.warning("%s", absence(record))
         elif isinstance(record, Decision):
             for instruction in record.instructions:
                 if isinstance(instruction, TrainUncut):
@@ -73,6 +77,8 @@ class PlainLines:
                 self._print(prefixed(record))
             case SlowBatch():
                 self._print(slowness(record))
+            case WorkersMissing():
+                self._print(absence(record))
             case RunEnded():
                 # A pipe or file has no width of its own, and files are read in wide windows.
                 self._console.print(final_table(self.view), width=max(self._console.width, 120))
@@ -114,6 +120,8 @@ class PlainLines:
                 self._print(f"{trial.trial_id} repeats sub-epochs: {reason}")
 
     def _tell_loss(self, event: Event) -> None:
+        if isinstance(event, WorkerGivenUp):
+            self._print(f"worker {event.worker} is given up, others take over: {event.reason}")
         if isinstance(event, WorkerLost):
             for worker, incarnation in self.view.workers.items():
                 if incarnation == event.incarnation:

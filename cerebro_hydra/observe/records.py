@@ -122,13 +122,35 @@ class SlowBatch:
 
 
 @dataclass(frozen=True)
+class WorkersMissing:
+    """Workers have no agent now; comes every half a minute while they are waited for.
+
+    `seconds` is how long the one that has been missing longest is; after `limit` seconds others
+    take over the partitions of a worker.
+    """
+
+    workers: tuple[int, ...]
+    seconds: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """The run is over, however it ended; comes last."""
 
     seconds: float
 
 
-Record = RunStarted | AgentStarted | Decision | Progress | OutputLine | SlowBatch | RunEnded
+Record = (
+    RunStarted
+    | AgentStarted
+    | Decision
+    | Progress
+    | OutputLine
+    | SlowBatch
+    | WorkersMissing
+    | RunEnded
+)
 
 
 def records_of(folder: RunFolder) -> Iterator[Record]:

@@ -17,8 +17,10 @@ from cerebro_hydra.observe.records import (
     RunEnded,
     RunStarted,
     SlowBatch,
+    WorkersMissing,
 )
 from cerebro_hydra.observe.text import (
+    absence,
     add_parameter_columns,
     duration,
     failed_audit,
@@ -72,6 +74,8 @@ class LiveTable:
                 self._console.print(Text(prefixed(record)))
             case SlowBatch():
                 self._console.print(Text(slowness(record)))
+            case WorkersMissing():
+                self._console.print(Text(absence(record)))
             case RunEnded():
                 self.close()
                 self._console.print(final_table(self.view))

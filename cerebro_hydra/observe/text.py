@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.records import OutputLine, SlowBatch
+from cerebro_hydra.observe.records import OutputLine, SlowBatch, WorkersMissing
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.plan.instructions import TrainUncut
 
@@ -40,6 +40,16 @@ def slowness(slow: SlowBatch) -> str:
         f"[trial-{slow.trial:03d}] a batch of epoch {slow.epoch + 1} on partition {slow.partition} "
         f"(worker {slow.worker}) has taken {duration(slow.seconds)} so far, and {usual}; if it "
         "hangs, batch_seconds= would fail the trial and replace the agent"
+    )
+
+
+def absence(missing: WorkersMissing) -> str:
+    """Return which workers are waited for, and what happens if they don't come."""
+    who = ", ".join(map(str, missing.workers))
+    return (
+        f"waiting for worker{'s' if len(missing.workers) > 1 else ''} {who} for "
+        f"{duration(missing.seconds)}; after {duration(missing.limit)} (join_timeout) others take "
+        "over their partitions"
     )
 
 

@@ -5,7 +5,7 @@
     WorkerJoined ─┐                      ┌─► StartSubEpoch, Evaluate, FetchShards, Cancel
     SubEpochDone ─┤   ┌─────────────┐    ├─► Commit, Redo, MergeMetrics, EndEpoch
     Assigned ─────┼──►│  HopState   ├────┼─► Checkpoint, Drop
-    WorkerLost ───┤   └─────────────┘    └─► FinishTrial, FinishRun
+    WorkerLost ───┤   └─────────────┘    └─► FinishTrial, FinishRun, AdoptPartitions
     TaskFailed ───┘  the coordinator, the in-process driver and the simulator all drive this
 
 Choices are events too: a policy proposes which open task goes to which worker, and ``Assigned``
@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cerebro_hydra.plan import invariants
+from cerebro_hydra.plan.adoptions import Adoptions
 from cerebro_hydra.plan.attempts import Attempts
 from cerebro_hydra.plan.events import (
     Assigned,
@@ -38,12 +39,14 @@ from cerebro_hydra.plan.events import (
     Event,
     MetricsMerged,
     MetricsMergeFailed,
+    PartitionsAdopted,
     SearchEvent,
     StateReceived,
     SubEpochDone,
     SubEpochEnding,
     TaskFailed,
     TransferFailed,
+    WorkerGivenUp,
     WorkerJoined,
     WorkerLost,
 )
@@ -72,6 +75,7 @@ class HopState:
         self.workers = self.tables.workers
         self.holders = self.tables.holders
         self.retention = Retention(self.tables)
+        self.adoptions = Adoptions(self.tables)
         self.finished = False
         self._attempts = Attempts(self.tables)
         self._course = TrialCourse(self.tables, self._attempts, self.retention)
@@ -120,6 +124,12 @@ class HopState:
                 return self._join(event)
             case WorkerLost():
                 return self._lose(event)
+            case WorkerGivenUp():
+                self.adoptions.give_up(event)
+                return ()
+            case PartitionsAdopted():
+                self.adoptions.adopt(event)
+                return ()
             case StateReceived():
                 self._state_received(event)
             case Checkpointed():
@@ -171,6 +181,7 @@ class HopState:
             lost = WorkerLost(old.incarnation, f"worker {event.worker} joined anew")
             concerned = self._lose(lost)
         self.workers.add(LiveAgent(event.worker, event.incarnation, event.partitions))
+        self.adoptions.join(event.worker)
         return concerned
 
     def _lose(self, lost: WorkerLost) -> Iterable[int]:
@@ -188,6 +199,7 @@ class HopState:
                 self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
                 self._attempts.abandon(attempt)
         self.holders.forget_worker(incarnation)
+        self.adoptions.lose(incarnation)
         for index in sorted(concerned):
             self._course.recover(index, self.trials[index], incarnation, reason)
         if ran is not None:

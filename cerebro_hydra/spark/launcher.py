@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
+from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.spark.agent_gpus import pinned
 from cerebro_hydra.spark.last_attempt import run_in_child
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder
@@ -55,6 +56,7 @@ class SparkLauncher:
         num_workers: how many; each holds a task slot until the run is over.
         agent: what a task runs; the default is the agent itself.
         tls: whether control and shards use TLS, and with which certificate.
+        limits: which losses a run outlasts.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class SparkLauncher:
         num_workers: int,
         agent: Agent = run_agent,
         tls: bool | TLS = False,
+        limits: LossLimits = DEFAULT_LIMITS,
     ) -> None:
         self.num_workers = num_workers
         self.host = driver_host(spark_context)
         self.tls = tls
+        self.limits = limits
         self._spark_context = spark_context
         self._agent = agent
         self._thread: threading.Thread | None = None

@@ -83,6 +83,7 @@ class World:
         self.killers: list[int] = []  # the trial of each agent that was lost while it ran that
         self.uncut: set[int] = set()  # trials of a ``TrainUncut``
         self.unreachable = unreachable  # workers whose shards nobody can fetch
+        self.gone: set[int] = set()  # workers of which no agent comes until ``come_back``
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
         for event in search.events() if isinstance(search, ClosedSearch) else ():
             self.handle(event)
@@ -92,6 +93,9 @@ class World:
     # -------------------------------------------------------------- coordinator
 
     def join(self, worker: int) -> None:
+        if worker in self.gone:
+            self.news.append(ev.WorkerGivenUp(worker, self.workers[worker], "gone"))
+            return
         self.agents.append(FakeAgent(worker, f"w{worker}-{len(self.agents)}"))
         incarnation = self.agents[-1].incarnation
         self.news.append(ev.WorkerJoined(worker, incarnation, self.workers[worker]))
@@ -184,6 +188,8 @@ class World:
             case ins.Drop():
                 agent.held.pop((instruction.trial, instruction.visit), None)
                 agent.fetches.pop((instruction.trial, instruction.visit), None)
+            case ins.AdoptPartitions():
+                agent.outbox.append(ev.PartitionsAdopted(agent.incarnation, instruction.partitions))
             case ins.Checkpoint():
                 agent.saves.append((instruction.trial, instruction.visit))
 
@@ -295,6 +301,15 @@ class World:
             self.lose(agent, heard=random.random() < 0.8)
             if random.random() < 0.3:
                 agent.outbox.clear()
+        elif kind == "vanish" and victims:
+            agent = random.choice(victims)
+            if len(self.gone | {agent.worker}) < len(self.workers):
+                self.gone.add(agent.worker)
+                self.lose(agent)
+        elif kind == "come back" and self.gone:
+            worker = random.choice(sorted(self.gone))
+            self.gone.discard(worker)
+            self.join(worker)
         elif kind == "duplicate" and self.journal:
             event = from_json(self.journal[-random.randint(1, 30) :][0]["event"])
             # A stream keeps its order, and choices are not sent.
