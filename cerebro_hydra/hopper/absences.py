@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.hopper.agent_spec import AgentSpec
+from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.hopper.roster import Roster
 from cerebro_hydra.observe.records import WorkersMissing
 from cerebro_hydra.plan.events import WorkerGivenUp
@@ -67,10 +67,25 @@ class Absences:
             longest = max(waited[worker] for worker in left)
             self._tell(WorkersMissing(tuple(left), longest, self._limit))
         why = f"it did not come within {self._limit:.0f} s"
-        return [self.given_up(worker, why) for worker in sorted(late)]
+        return [self._give_up(worker, why) for worker in sorted(late)]
 
-    def given_up(self, worker: int, why: str) -> WorkerGivenUp:
-        """Return the event that lets others take over a worker's partitions."""
+    def refuse(self, agent: AgentInfo, losses: int, reason: str) -> WorkerGivenUp:
+        """Give up a worker whose agents are lost again and again; no more of them may come.
+
+        Raises:
+            SetupError: no other worker is left.
+        """
+        why = (
+            f"worker {agent.worker} on {agent.host} lost {losses} agents in a row, none of which "
+            f"began a task, the last one because: {reason}; look at that machine's memory and at "
+            "the executors' logs"
+        )
+        self._roster.refused.add(agent.worker)
+        if len(self._roster.refused) == self._roster.num_workers:
+            raise SetupError(why)
+        return self._give_up(agent.worker, why)
+
+    def _give_up(self, worker: int, why: str) -> WorkerGivenUp:
         self._given_up.add(worker)
         return WorkerGivenUp(worker, tuple(self._spec.partitions(worker)), why)
 

@@ -16,6 +16,7 @@ from cerebro_hydra.errors import (
     CerebroHydraError,
     ConfigurationError,
     DataError,
+    JobStopped,
     SetupError,
     StoreError,
 )
@@ -262,7 +263,7 @@ class Coordinator:
     def _event_of(self, item: _Item) -> Event | None:
         match item:
             case _JobEnded(error):
-                raise self._job_ended(error) from error
+                raise self._job_ended(error) from (None if isinstance(error, JobStopped) else error)
             case AgentInfo():
                 self._admit(item)
                 return None
@@ -313,23 +314,19 @@ class Coordinator:
         Raises:
             SetupError: every worker has lost too many in a row.
         """
-        self._roster.leave(lost.incarnation)
-        agent = self._roster.agent(lost.incarnation)
+        agent = self._roster.leave(lost.incarnation)
         if (losses := self._roster.losses(agent.worker)) >= self._launcher.limits.max_failures:
-            why = (
-                f"worker {agent.worker} on {agent.host} lost {losses} agents in a row, none of "
-                f"which began a task, the last one because: {lost.reason}; look at that machine's "
-                "memory and at the executors' logs"
-            )
-            self._roster.refused.add(agent.worker)
-            if len(self._roster.refused) == self._roster.num_workers:
-                raise SetupError(why)
-            self._inbox.put(self._absences.given_up(agent.worker, why))
+            self._inbox.put(self._absences.refuse(agent, losses, lost.reason))
         self._launcher.replace(agent.worker, agent.start)
         attempt = self._roster.attempt(lost.incarnation)
         return replace(lost, host=agent.host, attempt=attempt)
 
     def _job_ended(self, error: BaseException | None) -> SetupError:
+        if isinstance(error, JobStopped):
+            path = self._folder.path
+            return JobStopped(
+                f"{error} before the run ended; `cerebro-hydra resume {path}` goes on"
+            )
         missing = self._roster.missing
         advice = f" (workers {missing} are missing; run `cerebro-hydra doctor`)" if missing else ""
         return SetupError(

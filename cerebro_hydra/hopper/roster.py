@@ -24,12 +24,13 @@ class Roster:
         self._agents[agent.incarnation] = agent
         self._live[agent.worker] = agent.incarnation
 
-    def leave(self, incarnation: str) -> None:
-        """Note that an agent is gone, unless a newer one has its place already."""
-        agent = self._agents.get(incarnation)
-        if agent is not None and self._live.get(agent.worker) == incarnation:
+    def leave(self, incarnation: str) -> AgentInfo:
+        """Note that an agent is gone, unless a newer one has its place already; return it."""
+        agent = self._agents[incarnation]
+        if self._live.get(agent.worker) == incarnation:
             del self._live[agent.worker]
             self._losses[agent.worker] = self.losses(agent.worker) + 1
+        return agent
 
     def began(self, incarnation: str, attempt: int) -> None:
         """Note that an agent began a task: if it is lost now, this speaks against the trial."""

@@ -204,7 +204,7 @@ def _check(record: Any, limits: Mapping[str, int], where: str) -> None:
         value = getattr(record, field.name)
         if is_dataclass(value):
             _check(value, limits, where)
-        elif field.name in limits:
+        elif field.name in limits and value is not None:
             within(0, limits[field.name])(value, f"{field.name} in {where}")
     if isinstance(record, FinishTrial):
         one_of(*ENDS)(record.status, f"status in {where}")

@@ -111,11 +111,7 @@ class LocalLauncher:
         on_exit: OnExit,
     ) -> None:
         for number in itertools.count():
-            start = AgentStart(worker, number, scratch)
-            process = self._context.Process(target=run_agent, args=(spec, start, factory))
-            with self._lock:
-                self._processes[worker], self._starts[worker] = process, number
-            process.start()
+            process = self._start_process(AgentStart(worker, number, scratch), spec, factory)
             process.join()
             if process.exitcode == 0 or self._stopping.is_set():
                 self._leave(None, on_exit)
@@ -126,6 +122,13 @@ class LocalLauncher:
                 error = SetupError(f"worker {worker} died {failures} times before it joined")
                 self._leave(error, on_exit)
                 return
+
+    def _start_process(self, start: AgentStart, spec: AgentSpec, factory: Factory) -> BaseProcess:
+        process: BaseProcess = self._context.Process(target=run_agent, args=(spec, start, factory))
+        with self._lock:
+            self._processes[start.worker], self._starts[start.worker] = process, start.number
+        process.start()
+        return process
 
     def _leave(self, error: BaseException | None, on_exit: OnExit) -> None:
         with self._lock:
