@@ -116,10 +116,13 @@ class TrialCourse:
         if visit == trial.base:
             self.end(index, "failed", UNREADABLE.format(visit, error))
             return
-        for each in list(places):
-            self._drop(index, visit, each)
-        lost = f"state {visit} can't be fetched from anywhere"
-        self._roll_back(index, trial, self._retention.fallback(index, trial), lost)
+        self._void_state(index, trial, visit, f"state {visit} can't be fetched from anywhere")
+
+    def _void_state(self, index: int, trial: TrialProgress, visit: int, reason: str) -> None:
+        """Go back to a state before this one, which nobody can use."""
+        for place in list(self._tables.holders.where(index, visit)):
+            self._drop(index, visit, place)
+        self._roll_back(index, trial, self._retention.fallback(index, trial), reason)
 
     def checkpointed(self, event: Checkpointed) -> None:
         """Note that a state is in the store."""
