@@ -56,16 +56,15 @@ class Absences:
         """
         waited = self._waited()
         late = {worker for worker, seconds in waited.items() if seconds >= self._limit}
-        if late and not self._roster.live:
-            if len(late) == len(waited):
-                raise self._nobody()
-            return []  # the others may still come, and can take over then
-        self._given_up |= late
         left = [worker for worker in waited if worker not in late]
         if left and self._clock() - self._told >= TELL_SECONDS:
             self._told = self._clock()
             longest = max(waited[worker] for worker in left)
             self._tell(WorkersMissing(tuple(left), longest, self._limit))
+        if late and not self._roster.live:
+            if not left:
+                raise self._nobody()
+            return []  # the others may still come, and can take over then
         why = f"it did not come within {self._limit:.0f} s"
         return [self._give_up(worker, why) for worker in sorted(late)]
 
