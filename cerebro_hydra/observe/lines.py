@@ -25,6 +25,7 @@ from cerebro_hydra.observe.text import (
     prefixed,
     slowness,
     summary,
+    taken_over,
 )
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import Event, WorkerGivenUp, WorkerLost
@@ -46,6 +47,8 @@ class LogLines:
         elif isinstance(record, WorkersMissing):
             _LOGGER.warning("%s", absence(record))
         elif isinstance(record, Decision):
+            if isinstance(record.event, WorkerGivenUp):
+                _LOGGER.warning("%s", taken_over(record.event))
             for instruction in record.instructions:
                 if isinstance(instruction, TrainUncut):
                     _LOGGER.warning("%s", failed_audit(instruction))
@@ -121,7 +124,7 @@ class PlainLines:
 
     def _tell_loss(self, event: Event) -> None:
         if isinstance(event, WorkerGivenUp):
-            self._print(f"worker {event.worker} is given up, others take over: {event.reason}")
+            self._print(taken_over(event))
         if isinstance(event, WorkerLost):
             for worker, incarnation in self.view.workers.items():
                 if incarnation == event.incarnation:

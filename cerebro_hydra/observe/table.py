@@ -33,8 +33,10 @@ from cerebro_hydra.observe.text import (
     slowness,
     status_text,
     summary,
+    taken_over,
 )
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.events import WorkerGivenUp
 from cerebro_hydra.plan.instructions import TrainUncut
 
 _SECONDS_BETWEEN_FRAMES = 0.1
@@ -67,6 +69,8 @@ class LiveTable:
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
             case Decision():
+                if isinstance(record.event, WorkerGivenUp):
+                    self._console.print(Text(taken_over(record.event)))
                 for instruction in record.instructions:
                     if isinstance(instruction, TrainUncut):
                         self._console.print(Text(failed_audit(instruction)))

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from cerebro_hydra.observe.records import OutputLine, SlowBatch, WorkersMissing
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.events import WorkerGivenUp
 from cerebro_hydra.plan.instructions import TrainUncut
 
 STYLES = {
@@ -51,6 +52,11 @@ def absence(missing: WorkersMissing) -> str:
         f"{duration(missing.seconds)}; after {duration(missing.limit)} (join_timeout) others take "
         "over their partitions"
     )
+
+
+def taken_over(given_up: WorkerGivenUp) -> str:
+    """Return which worker others stand in for, and why."""
+    return f"others take over the partitions of worker {given_up.worker}: {given_up.reason}"
 
 
 def failed_audit(uncut: TrainUncut) -> str:
