@@ -17,6 +17,10 @@ class SetupError(CerebroHydraError, RuntimeError):
     """The surroundings (Spark settings, Java, executors) can't run this; says what to change."""
 
 
+class JobStopped(SetupError):
+    """Somebody stopped what a run's agents live in, such as its SparkContext."""
+
+
 class DataError(CerebroHydraError):
     """The rows can't be used, or what was read differs from what was written."""
 

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.shard_store import Shard, ShardStore, State
 from cerebro_hydra.errors import StoreError, TransferError
 from cerebro_hydra.plan.events import Hop
@@ -22,6 +23,9 @@ Connect = Callable[[str], AbstractContextManager[ShardClient]]
 TRIES = 3
 RETRY_SECONDS = 1.0
 """Seconds between tries; together the tries outlast the time in which a dead owner is noticed."""
+
+STORE_PAUSES = (1.0, 4.0, 16.0)
+"""Seconds between tries to read from the store, which may be away for a moment."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Fetch:
     on_hop: Callable[[Hop], None]
     on_whole: Callable[[int, int], None]
     error: str | None = None
+    lacking: str | None = None
+    """What memory the state did not fit into, if that is why it failed."""
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _client: ShardClient | None = None
@@ -77,11 +83,12 @@ class Fetch:
         try:
             if request.uri is None:
                 for number in range(request.shards):
-                    self.shard_store.put(state, number, self._from_store(number))
+                    self.shard_store.put(state, number, self._patiently_from_store(number))
             else:
                 self._from_peer(state, request.uri)
         except Exception as error:
             self.error = str(error) or type(error).__name__
+            self.lacking = memory_that_ran_out(error)
             self.shard_store.retract(state)
             return
         if not self.cancelled:
@@ -124,6 +131,15 @@ class Fetch:
             self._client = client
             if client is not None and self.cancelled:
                 raise TransferError("cancelled")
+
+    def _patiently_from_store(self, number: int) -> Shard:
+        for pause in STORE_PAUSES:
+            try:
+                return self._from_store(number)
+            except TransferError:
+                if self._cancelled.wait(pause):
+                    raise
+        return self._from_store(number)
 
     def _from_store(self, number: int) -> Shard:
         request = self.request

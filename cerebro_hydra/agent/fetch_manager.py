@@ -70,6 +70,12 @@ class FetchManager:
             fetch = self._fetches.get((trial, visit))
             return None if fetch is None else fetch.error
 
+    def lacking(self, trial: int, visit: int) -> str | None:
+        """Return what memory a state did not fit into; None if nothing or something else failed."""
+        with self._lock:
+            fetch = self._fetches.get((trial, visit))
+            return None if fetch is None else fetch.lacking
+
     def take_hop(self, trial: int) -> Hop:
         """Return what was moved for a trial since the last call, so that no byte counts twice."""
         with self._lock:

@@ -31,6 +31,7 @@ from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.instructions import (
+    AdoptPartitions,
     Cancel,
     Checkpoint,
     Drop,
@@ -78,7 +79,7 @@ def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -
 
 
 def _decode(
-    manifest: Manifest, own: Sequence[int], store: Store, scratch: str, stopping: threading.Event
+    manifest: Manifest, store: Store, scratch: str, stopping: threading.Event, own: Sequence[int]
 ) -> dict[str, Partitions]:
     splits: dict[str, Partitions] = {"train": {}, "val": {}}
     for info in manifest.partitions:
@@ -132,14 +133,23 @@ class _Agent:
         # Dialled before rows are read, so that the user hears at once if they can't be.
         try:
             self._control = ControlClient(
-                spec.control, spec.credentials, info.to_json(), self._on_message, self._on_closed
+                spec.control,
+                spec.credentials,
+                info.to_json(),
+                self._on_message,
+                self._on_closed,
+                heartbeat_seconds=spec.limits.heartbeat_interval,
+                silence_seconds=spec.limits.silence_seconds,
             )
         except ControlFailed:
             self._server.close()
             raise
         own = spec.partitions(start.worker)
+        self._decoded = partial(
+            _decode, spec.manifest, self._folder.store, start.scratch, self._stopping
+        )
         try:
-            splits = _decode(spec.manifest, own, self._folder.store, start.scratch, self._stopping)
+            splits = self._decoded(own)
         except Exception as error:
             self._fail(error)
             raise
@@ -253,9 +263,21 @@ class _Agent:
                 self._trainer.cancel(instruction.attempt)
             case Drop():
                 self._fetch_manager.drop(instruction.trial, instruction.visit)
+            case AdoptPartitions():
+                self._io.submit(self._adopt, instruction.partitions)
             case Checkpoint():
                 shards = self._builder.num_shards(instruction.trial)
                 self._io.submit(self._checkpoint, instruction.trial, instruction.visit, shards)
+
+    def _adopt(self, partitions: Sequence[int]) -> None:
+        """Decode partitions of a worker that did not come back, unless they are here already."""
+        try:
+            splits = self._decoded([p for p in partitions if not self._builder.has(p)])
+            self._builder.add_partitions(splits["train"], splits["val"])
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._report(events.PartitionsAdopted(self._incarnation, tuple(partitions)))
 
     def _checkpoint(self, trial: int, visit: int, shards: int) -> None:
         try:

@@ -169,11 +169,13 @@ class TaskWatch:
 
 def _where(timed: _Timed) -> str:
     """Return which task it is, and the stack of its thread."""
-    task = timed.task
-    doing = "training" if isinstance(task, StartSubEpoch) else "evaluation"
     frame = sys._current_frames().get(timed.thread)
-    return (
-        f"in {doing} of epoch {task.epoch + 1} on partition {task.partition} (worker "
-        f"{task.worker}); allow more, or look for what hangs:\n"
-        + "".join(traceback.format_stack(frame))
+    return f"in {described(timed.task)}; allow more, or look for what hangs:\n" + "".join(
+        traceback.format_stack(frame)
     )
+
+
+def described(task: Task) -> str:
+    """Return what a task does, and where."""
+    doing = "training" if isinstance(task, StartSubEpoch) else "evaluation"
+    return f"{doing} of epoch {task.epoch + 1} on partition {task.partition} (worker {task.worker})"

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+
 from cerebro_hydra.agent.auditor import Auditor, SubEpochAudit
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.heap import trim_heap
+from cerebro_hydra.agent.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.agent.logs import current_trial
+from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
-from cerebro_hydra.agent.task_watch import Task, TaskWatch
+from cerebro_hydra.agent.task_watch import Task, TaskWatch, described
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import Cancelled, DataError, StepDiffers, TransferError
@@ -29,6 +32,11 @@ from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
 
 PROGRESS_SECONDS = 0.5
+
+OUT_OF_MEMORY = (
+    "trial {} ran out of memory in {}: {}; use a smaller batch_size, with accumulate for steps of "
+    "as many rows, or run fewer agents on a machine\n"
+)
 
 Send = Callable[[dict[str, Any]], object]
 Report = Callable[[events.Event], None]
@@ -125,6 +133,9 @@ class Trainer:
             finally:
                 self._close(task.attempt)
         gc.collect()  # frames of a traceback can refer to the trial's memory in a circle
+        trim_heap(LEAST_TRIMMED)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def _close(self, attempt: int) -> None:
         with self._lock:
@@ -134,8 +145,15 @@ class Trainer:
     def _report_failure(self, task: Task, error: BaseException) -> None:
         if isinstance(error, Cancelled) or self._is_cancelled(task.attempt):
             return
+        name, lacking = (task.trial, task.source.visit), memory_that_ran_out(error)
         if isinstance(error, TransferError):
-            why = self._fetch_manager.error(task.trial, task.source.visit) or str(error)
+            lacking = lacking or self._fetch_manager.lacking(*name)
+        if lacking is not None:
+            why = OUT_OF_MEMORY.format(task.trial, described(task), lacking)
+            why += "".join(traceback.format_exception(error))
+            self._report(events.TaskFailed(task.attempt, self._incarnation, why))
+        elif isinstance(error, TransferError):
+            why = self._fetch_manager.error(*name) or str(error)
             self._report(events.TransferFailed(task.attempt, self._incarnation, why))
         elif isinstance(error, StepDiffers):
             self._report(events.AuditFailed(task.attempt, self._incarnation, str(error)))

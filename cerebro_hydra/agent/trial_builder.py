@@ -110,6 +110,17 @@ class TrialBuilder:
         self._specs.pop(trial, None)
         self._runtimes.drop(trial)
 
+    def has(self, partition: int) -> bool:
+        """Return whether the rows of a partition are here."""
+        return partition in self._training
+
+    def add_partitions(
+        self, training: dict[int, CachedPartition], validation: dict[int, CachedPartition]
+    ) -> None:
+        """Take in further partitions, from another thread than the one that trains."""
+        self._training = {**self._training, **training}
+        self._validation = {**self._validation, **validation}
+
     def num_shards(self, trial: int) -> int:
         """Return how many shards a trial has, without building it."""
         return len(self._specs[trial].shards)

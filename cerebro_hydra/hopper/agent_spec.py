@@ -8,6 +8,7 @@ from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.wire.credentials import Credentials
@@ -23,6 +24,7 @@ class AgentSpec:
         num_workers: how many agents the run has.
         document: the run, with its store; what a trial is comes with its first instruction.
         manifest: the run's data.
+        limits: how long the two ends of a connection may be silent.
     """
 
     control: str
@@ -30,6 +32,7 @@ class AgentSpec:
     num_workers: int
     document: RunDocument
     manifest: Manifest
+    limits: LossLimits = DEFAULT_LIMITS
 
     def partitions(self, worker: int) -> range:
         """Return the partitions that are one worker's own."""
@@ -45,6 +48,7 @@ class AgentSpec:
             "credentials": self.credentials.to_json(),
             "document": self.document.to_json(),
             "manifest": self.manifest.to_json(),
+            "limits": vars(self.limits),
         }
         return {**vars(self), **nested}
 
@@ -55,6 +59,7 @@ class AgentSpec:
             "credentials": Credentials.from_json(doc["credentials"]),
             "document": RunDocument.from_json(doc["document"]),
             "manifest": Manifest.from_json(doc["manifest"]),
+            "limits": LossLimits(**doc["limits"]),
         }
         return cls(**{**doc, **nested})
 

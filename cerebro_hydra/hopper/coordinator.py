@@ -16,9 +16,11 @@ from cerebro_hydra.errors import (
     CerebroHydraError,
     ConfigurationError,
     DataError,
+    JobStopped,
     SetupError,
     StoreError,
 )
+from cerebro_hydra.hopper.absences import Absences
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.launcher import Factory, Launcher
@@ -47,6 +49,7 @@ from cerebro_hydra.plan.events import (
 )
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import (
+    AdoptPartitions,
     Cancel,
     Checkpoint,
     Drop,
@@ -66,12 +69,6 @@ from cerebro_hydra.wire.messages import RunOver
 
 FATAL = {kind.__name__: kind for kind in (DataError, StoreError)}
 """Errors of an agent that any other agent in its place would meet too."""
-
-MOST_LOSSES = 8
-"""How many agents a worker may lose in a row of which none began a task.
-
-Agents that are lost while a trial runs on them speak against the trial (`plan/lost_agents.py`).
-"""
 
 JOURNAL_SECONDS = 0.5
 """How long events that led to no instruction may wait to be journalled with others."""
@@ -118,7 +115,6 @@ class Coordinator:
         factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
         manifest: the run's data.
         observers: are given every record, in order.
-        join_timeout: seconds without any progress that missing workers may take to come.
         merge_metrics: called with a trial and the states of its custom metrics, by name, one dict
             per validation partition; returns a value per name. It runs on the caller's thread, and
             what it raises fails the trial alone.
@@ -137,7 +133,6 @@ class Coordinator:
         *,
         manifest: Manifest,
         observers: Sequence[Observer] = (),
-        join_timeout: float = 120.0,
         merge_metrics: MergeStates | None = None,
     ) -> None:
         self._folder = folder
@@ -146,7 +141,6 @@ class Coordinator:
         self._factory = factory
         self._manifest = manifest
         self._observers = Observers(observers)
-        self._join_timeout = join_timeout
         self._specs = TrialSpecs(trials)
         self._search = closed_search(document, trials)
         self._merge_metrics = _checked(merge_metrics, self._search)
@@ -164,8 +158,7 @@ class Coordinator:
         """Train until every trial is over; return the final state.
 
         Raises:
-            SetupError: workers are missing or are lost again and again, or no agent can be started
-                any more.
+            SetupError: no worker comes, all are lost again and again, or no more can be started.
             DataError: an agent can't read its rows as they were prepared.
             StoreError: an agent can't write to the run folder.
         """
@@ -173,8 +166,15 @@ class Coordinator:
         credentials = new_credentials(self._launcher.tls)
         self._observers.on_record(RunStarted(self._document))
         self._journal = Journal(self._folder, self._search.config)
+        limits = self._launcher.limits
         self._control = ControlServer(
-            self._launcher.host, credentials, self._on_hello, self._on_message, self._on_closed
+            self._launcher.host,
+            credentials,
+            self._on_hello,
+            self._on_message,
+            self._on_closed,
+            heartbeat_seconds=limits.heartbeat_interval,
+            silence_seconds=limits.silence_seconds,
         )
         try:
             spec = AgentSpec(
@@ -183,7 +183,9 @@ class Coordinator:
                 self._launcher.num_workers,
                 self._document,
                 self._manifest,
+                limits,
             )
+            self._absences = Absences(self._roster, spec, self._observers.on_record)
             self._launcher.start(spec, self._factory, self._on_exit)
             self._decide_until_over()
         finally:
@@ -221,7 +223,7 @@ class Coordinator:
     def _on_hello(self, hello: dict[str, Any]) -> None:
         agent = AgentInfo.of_hello(hello, self._roster.num_workers)
         with self._door:
-            if self._over:
+            if self._over or agent.worker in self._roster.refused:
                 raise RunOver
             self._greeted.append(agent.incarnation)
         self._inbox.put(agent)
@@ -253,25 +255,26 @@ class Coordinator:
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""
-        items = [self._next_item()]
+        items = [] if (first := self._next_item()) is None else [first]
         while not self._inbox.empty():
             items.append(self._inbox.get())
-        return [event for item in items if (event := self._event_of(item)) is not None]
+        events = [event for item in items if (event := self._event_of(item)) is not None]
+        return [*events, *self._absences.due()]
 
-    def _next_item(self) -> _Item:
+    def _next_item(self) -> _Item | None:
+        """Return what comes next; None if missing workers are to be seen to before."""
         if self._journal.waiting:
             with suppress(queue.Empty):
                 return self._inbox.get(timeout=JOURNAL_SECONDS)
             self._journal.write()
-        try:
-            return self._inbox.get(timeout=self._join_timeout if self._roster.missing else None)
-        except queue.Empty:
-            raise self._missing_workers() from None
+        with suppress(queue.Empty):
+            return self._inbox.get(timeout=self._absences.seconds)
+        return None
 
     def _event_of(self, item: _Item) -> Event | None:
         match item:
             case _JobEnded(error):
-                raise self._job_ended(error) from error
+                raise self._job_ended(error) from (None if isinstance(error, JobStopped) else error)
             case AgentInfo():
                 self._admit(item)
                 return None
@@ -316,35 +319,29 @@ class Coordinator:
     def _replace(self, lost: WorkerLost) -> WorkerLost:
         """Let the launcher start another agent for a lost one; add where that was, and in what.
 
+        Agents that are lost while a trial runs on them speak against it (`plan/lost_agents.py`).
+        Those that began no task speak against their worker, which in the end gets no more.
+
         Raises:
-            SetupError: the worker has lost too many in a row.
+            SetupError: every worker has lost too many in a row.
         """
-        self._roster.leave(lost.incarnation)
-        agent = self._roster.agent(lost.incarnation)
-        if self._roster.losses(agent.worker) >= MOST_LOSSES:
-            raise SetupError(
-                f"worker {agent.worker} on {agent.host} lost {MOST_LOSSES} agents in a row, none "
-                f"of which began a task, the last one because: {lost.reason}; look at that "
-                "machine's memory and at the executors' logs"
-            )
+        agent = self._roster.leave(lost.incarnation)
+        if (losses := self._roster.losses(agent.worker)) >= self._launcher.limits.max_failures:
+            self._inbox.put(self._absences.refuse(agent, losses, lost.reason))
         self._launcher.replace(agent.worker, agent.start)
         attempt = self._roster.attempt(lost.incarnation)
         return replace(lost, host=agent.host, attempt=attempt)
 
     def _job_ended(self, error: BaseException | None) -> SetupError:
+        if isinstance(error, JobStopped):
+            path = self._folder.path
+            return JobStopped(
+                f"{error} before the run ended; `cerebro-hydra resume {path}` goes on"
+            )
         missing = self._roster.missing
         advice = f" (workers {missing} are missing; run `cerebro-hydra doctor`)" if missing else ""
         return SetupError(
             f"the agents' job ended before the run did{advice}: {error or 'no reason was given'}"
-        )
-
-    def _missing_workers(self) -> SetupError:
-        missing = self._roster.missing
-        return SetupError(
-            f"{len(missing)} of {self._roster.num_workers} workers did not come within "
-            f"{self._join_timeout:.0f} s: {missing}; run `cerebro-hydra doctor`, which says what "
-            "keeps them away: the network, too few free slots, or agents that fail at start (see "
-            "the executors' logs)"
         )
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
@@ -355,7 +352,7 @@ class Coordinator:
                     spec = self._specs.untold(instruction.trial, instruction.incarnation)
                     message = {"do": to_json(instruction), "uri": uri, "spec": spec}
                     self._control.send(instruction.incarnation, message)
-                case Cancel() | Checkpoint() | Drop():
+                case Cancel() | Checkpoint() | Drop() | AdoptPartitions():
                     message = {"do": to_json(instruction), "uri": None, "spec": None}
                     self._control.send(instruction.incarnation, message)
                 case FinishTrial(trial):

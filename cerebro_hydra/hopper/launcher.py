@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cerebro_hydra.hopper.agent_spec import AgentSpec
+from cerebro_hydra.hopper.loss_limits import LossLimits
 from cerebro_hydra.wire.credentials import TLS
 
 Factory = Callable[..., Any]
@@ -18,12 +19,14 @@ class Launcher(Protocol):
     """Starts agents and keeps their number up.
 
     `num_workers` is how many agents there are. `host` is the address of this machine on which the
-    coordinator listens and which agents dial; `tls` says whether they do so with TLS.
+    coordinator listens and which agents dial; `tls` says whether they do so with TLS, and `limits`
+    which losses the run outlasts.
     """
 
     num_workers: int
     host: str
     tls: bool | TLS
+    limits: LossLimits
 
     def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
         """Start the agents and return at once.

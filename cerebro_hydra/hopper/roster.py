@@ -16,18 +16,21 @@ class Roster:
         self._live: dict[int, str] = {}
         self._losses: dict[int, int] = {}
         self._attempts: dict[str, int] = {}
+        self.refused: set[int] = set()
+        """Workers that lost too many agents in a row and get no more."""
 
     def admit(self, agent: AgentInfo) -> None:
         """Take in an agent; a newer incarnation of a worker replaces the older one."""
         self._agents[agent.incarnation] = agent
         self._live[agent.worker] = agent.incarnation
 
-    def leave(self, incarnation: str) -> None:
-        """Note that an agent is gone, unless a newer one has its place already."""
-        agent = self._agents.get(incarnation)
-        if agent is not None and self._live.get(agent.worker) == incarnation:
+    def leave(self, incarnation: str) -> AgentInfo:
+        """Note that an agent is gone, unless a newer one has its place already; return it."""
+        agent = self._agents[incarnation]
+        if self._live.get(agent.worker) == incarnation:
             del self._live[agent.worker]
             self._losses[agent.worker] = self.losses(agent.worker) + 1
+        return agent
 
     def began(self, incarnation: str, attempt: int) -> None:
         """Note that an agent began a task: if it is lost now, this speaks against the trial."""

@@ -18,6 +18,7 @@ from cerebro_hydra.observe.records import (
     RunStarted,
     SlowBatch,
     TrialAdmitted,
+    WorkersMissing,
     records_of,
 )
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter
@@ -39,6 +40,7 @@ __all__ = [
     "SlowBatch",
     "TrialAdmitted",
     "TrialView",
+    "WorkersMissing",
     "console_observer",
     "records_of",
 ]

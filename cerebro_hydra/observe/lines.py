@@ -14,8 +14,10 @@ from cerebro_hydra.observe.records import (
     RunStarted,
     SlowBatch,
     TrialAdmitted,
+    WorkersMissing,
 )
 from cerebro_hydra.observe.text import (
+    absence,
     duration,
     failed_audit,
     final_table,
@@ -24,9 +26,10 @@ from cerebro_hydra.observe.text import (
     prefixed,
     slowness,
     summary,
+    taken_over,
 )
 from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.events import Event, SearchClosed, WorkerLost
+from cerebro_hydra.plan.events import Event, SearchClosed, WorkerGivenUp, WorkerLost
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo, TrainUncut
 from cerebro_hydra.storage.run_document import RunDocument
 
@@ -42,7 +45,11 @@ class LogLines:
             _LOGGER.info("%s", prefixed(record))
         elif isinstance(record, SlowBatch):
             _LOGGER.warning("%s", slowness(record))
+        elif isinstance(record, WorkersMissing):
+            _LOGGER.warning("%s", absence(record))
         elif isinstance(record, Decision):
+            if isinstance(record.event, WorkerGivenUp):
+                _LOGGER.warning("%s", taken_over(record.event))
             for instruction in record.instructions:
                 if isinstance(instruction, TrainUncut):
                     _LOGGER.warning("%s", failed_audit(instruction))
@@ -78,6 +85,8 @@ class PlainLines:
                 self._print(prefixed(record))
             case SlowBatch():
                 self._print(slowness(record))
+            case WorkersMissing():
+                self._print(absence(record))
             case RunEnded():
                 # A pipe or file has no width of its own, and files are read in wide windows.
                 self._console.print(final_table(self.view), width=max(self._console.width, 120))
@@ -117,6 +126,8 @@ class PlainLines:
                 self._print(f"{trial.trial_id} repeats sub-epochs: {reason}")
 
     def _tell_loss(self, event: Event) -> None:
+        if isinstance(event, WorkerGivenUp):
+            self._print(taken_over(event))
         if isinstance(event, WorkerLost):
             for worker, incarnation in self.view.workers.items():
                 if incarnation == event.incarnation:

@@ -129,6 +129,19 @@ class SlowBatch:
 
 
 @dataclass(frozen=True)
+class WorkersMissing:
+    """Workers have no agent now; comes every half a minute while they are waited for.
+
+    `seconds` is how long the one that has been missing longest is; after `limit` seconds others
+    take over the partitions of a worker.
+    """
+
+    workers: tuple[int, ...]
+    seconds: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """The run is over, however it ended; comes last."""
 
@@ -143,6 +156,7 @@ Record = (
     | Progress
     | OutputLine
     | SlowBatch
+    | WorkersMissing
     | RunEnded
 )
 
@@ -202,7 +216,7 @@ def _check(record: Any, limits: Mapping[str, int], where: str) -> None:
         value = getattr(record, field.name)
         if is_dataclass(value):
             _check(value, limits, where)
-        elif field.name in limits:
+        elif field.name in limits and value is not None:
             within(0, limits[field.name])(value, f"{field.name} in {where}")
     if isinstance(record, FinishTrial):
         one_of(*ENDS)(record.status, f"status in {where}")

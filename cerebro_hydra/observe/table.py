@@ -18,8 +18,10 @@ from cerebro_hydra.observe.records import (
     RunStarted,
     SlowBatch,
     TrialAdmitted,
+    WorkersMissing,
 )
 from cerebro_hydra.observe.text import (
+    absence,
     add_parameter_columns,
     duration,
     failed_audit,
@@ -32,8 +34,10 @@ from cerebro_hydra.observe.text import (
     slowness,
     status_text,
     summary,
+    taken_over,
 )
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.events import WorkerGivenUp
 from cerebro_hydra.plan.instructions import TrainUncut
 
 _SECONDS_BETWEEN_FRAMES = 0.1
@@ -65,6 +69,8 @@ class LiveTable:
                 if self._console.width < _WIDTH_FOR_PARAMETERS:
                     self._console.print(Text(f"{spec.trial_id}: {parameters(spec.params)}"))
             case Decision():
+                if isinstance(record.event, WorkerGivenUp):
+                    self._console.print(Text(taken_over(record.event)))
                 for instruction in record.instructions:
                     if isinstance(instruction, TrainUncut):
                         self._console.print(Text(failed_audit(instruction)))
@@ -72,6 +78,8 @@ class LiveTable:
                 self._console.print(Text(prefixed(record)))
             case SlowBatch():
                 self._console.print(Text(slowness(record)))
+            case WorkersMissing():
+                self._console.print(Text(absence(record)))
             case RunEnded():
                 self.close()
                 self._console.print(final_table(self.view))

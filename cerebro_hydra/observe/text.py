@@ -9,8 +9,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.records import OutputLine, SlowBatch
+from cerebro_hydra.observe.records import OutputLine, SlowBatch, WorkersMissing
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.events import WorkerGivenUp
 from cerebro_hydra.plan.instructions import TrainUncut
 
 STYLES = {
@@ -41,6 +42,21 @@ def slowness(slow: SlowBatch) -> str:
         f"(worker {slow.worker}) has taken {duration(slow.seconds)} so far, and {usual}; if it "
         "hangs, batch_seconds= would fail the trial and replace the agent"
     )
+
+
+def absence(missing: WorkersMissing) -> str:
+    """Return which workers are waited for, and what happens if they don't come."""
+    who = ", ".join(map(str, missing.workers))
+    return (
+        f"waiting for worker{'s' if len(missing.workers) > 1 else ''} {who} for "
+        f"{duration(missing.seconds)}; after {duration(missing.limit)} (join_timeout) others take "
+        "over their partitions"
+    )
+
+
+def taken_over(given_up: WorkerGivenUp) -> str:
+    """Return which worker others stand in for, and why."""
+    return f"others take over the partitions of worker {given_up.worker}: {given_up.reason}"
 
 
 def failed_audit(uncut: TrainUncut) -> str:

@@ -108,7 +108,7 @@ class Attempts:
     ) -> StateSource:
         """Choose the agent itself, else another agent, else the store.
 
-        After a failed transfer the next of the other agents is taken.
+        Of the others, one is taken from which the fewest transfers of this state have failed.
         """
         if trial.pending_visits:
             return StateSource(trial.newest + 1, trial.pending_visits[0].incarnation)
@@ -116,12 +116,14 @@ class Attempts:
         places = self._tables.holders.where(number, visit)
         if agent.incarnation in places:
             return StateSource(visit, agent.incarnation)
-        owners = [place for place in places if place != STORE]
+        failures = {place: trial.failed_transfers.get((visit, place), 0) for place in places}
+        fewest = min(failures.values())
+        owners = [place for place in places if place != STORE and failures[place] == fewest]
         if not owners:
             return StateSource(visit, None)
         # Evaluations of one state start together, so they are spread over its owners.
         spread = partition if self._tables.phase(trial) == "evaluate" else 0
-        return StateSource(visit, owners[(spread + trial.transfer_failures) % len(owners)])
+        return StateSource(visit, owners[spread % len(owners)])
 
     def _start_reserved(self, agent: LiveAgent) -> None:
         attempt = agent.reserved

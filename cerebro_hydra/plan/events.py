@@ -45,6 +45,23 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerGivenUp:
+    """A worker did not come, or come back, in time, so others take over its partitions."""
+
+    worker: int
+    partitions: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionsAdopted:
+    """An agent can now serve these partitions of other workers, too."""
+
+    incarnation: str
+    partitions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SubEpochEnding:
     """The last window of a sub-epoch starts, so its shards will soon be published."""
 
@@ -255,6 +272,8 @@ Event = (
     AttemptEvent
     | WorkerJoined
     | WorkerLost
+    | WorkerGivenUp
+    | PartitionsAdopted
     | StateReceived
     | MetricsMerged
     | MetricsMergeFailed

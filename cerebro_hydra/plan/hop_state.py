@@ -5,7 +5,7 @@
     WorkerJoined ─┐                      ┌─► StartSubEpoch, Evaluate, FetchShards, Cancel
     SubEpochDone ─┤   ┌─────────────┐    ├─► Commit, Redo, MergeMetrics, EndEpoch
     Assigned ─────┼──►│  HopState   ├────┼─► Checkpoint, Drop
-    WorkerLost ───┤   └─────────────┘    └─► FinishTrial, FinishRun
+    WorkerLost ───┤   └─────────────┘    └─► FinishTrial, FinishRun, AdoptPartitions
     TaskFailed ───┘  the coordinator, the in-process driver and the simulator all drive this
 
 Choices are events too: a policy proposes which open task goes to which worker, and ``Assigned``
@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cerebro_hydra.plan import invariants
+from cerebro_hydra.plan.adoptions import Adoptions
 from cerebro_hydra.plan.attempts import Attempts
 from cerebro_hydra.plan.events import (
     Assigned,
@@ -38,12 +39,14 @@ from cerebro_hydra.plan.events import (
     Event,
     MetricsMerged,
     MetricsMergeFailed,
+    PartitionsAdopted,
     SearchEvent,
     StateReceived,
     SubEpochDone,
     SubEpochEnding,
     TaskFailed,
     TransferFailed,
+    WorkerGivenUp,
     WorkerJoined,
     WorkerLost,
 )
@@ -56,8 +59,6 @@ from cerebro_hydra.plan.search_events import SearchEvents
 from cerebro_hydra.plan.tables import RunTables
 from cerebro_hydra.plan.trial_course import TrialCourse
 from cerebro_hydra.plan.workers import LiveAgent
-
-MAX_TRANSFER_FAILURES = 3
 
 
 class HopState:
@@ -74,6 +75,7 @@ class HopState:
         self.workers = self.tables.workers
         self.holders = self.tables.holders
         self.retention = Retention(self.tables)
+        self.adoptions = Adoptions(self.tables)
         self.finished = False
         self._attempts = Attempts(self.tables)
         self._course = TrialCourse(self.tables, self._attempts, self.retention)
@@ -122,6 +124,12 @@ class HopState:
                 return self._join(event)
             case WorkerLost():
                 return self._lose(event)
+            case WorkerGivenUp():
+                self.adoptions.give_up(event)
+                return ()
+            case PartitionsAdopted():
+                self.adoptions.adopt(event)
+                return ()
             case StateReceived():
                 self._state_received(event)
             case Checkpointed():
@@ -152,7 +160,7 @@ class HopState:
             case AuditFailed():
                 self._course.audit_failed(attempt, event.difference)
             case TransferFailed():
-                self._transfer_failed(event, attempt)
+                self._course.transfer_failed(attempt, event.error)
 
     # ------------------------------------------------------------------ workers
 
@@ -173,6 +181,7 @@ class HopState:
             lost = WorkerLost(old.incarnation, f"worker {event.worker} joined anew")
             concerned = self._lose(lost)
         self.workers.add(LiveAgent(event.worker, event.incarnation, event.partitions))
+        self.adoptions.join(event.worker)
         return concerned
 
     def _lose(self, lost: WorkerLost) -> Iterable[int]:
@@ -190,6 +199,7 @@ class HopState:
                 self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
                 self._attempts.abandon(attempt)
         self.holders.forget_worker(incarnation)
+        self.adoptions.lose(incarnation)
         for index in sorted(concerned):
             self._course.recover(index, self.trials[index], incarnation, reason)
         if ran is not None:
@@ -216,7 +226,6 @@ class HopState:
         number, visit = attempt.trial, attempt.visit
         trial.visits.append(attempt.partition, done.rows, done.loss_sum)
         trial.trained |= 1 << attempt.partition
-        trial.transfer_failures = 0
         trial.note_progress()
         self.holders.define(number, visit, done.digests)
         self.holders.add(number, visit, attempt.incarnation)
@@ -238,7 +247,6 @@ class HopState:
         self._attempts.close(attempt)
         states = event.states if trial.config.custom_metrics else None
         trial.evaluation.add(attempt.partition, event.sums, states)
-        trial.transfer_failures = 0
         trial.note_progress()
         estimates = self.tables.estimates
         estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
@@ -259,16 +267,6 @@ class HopState:
         for attempt in beginning:
             if attempt.status == "fetching":
                 self._attempts.move(attempt, "running")
-
-    def _transfer_failed(self, event: TransferFailed, attempt: Attempt) -> None:
-        trial = self.trials[attempt.trial]
-        trial.transfer_failures += 1
-        failed = f"attempt {attempt.number}: transfer failed: {event.error}"
-        self.tables.log(attempt.trial, failed)
-        self._attempts.abandon(attempt)
-        if trial.transfer_failures >= MAX_TRANSFER_FAILURES:
-            reason = f"{trial.transfer_failures} transfers in a row failed; its story:\n"
-            self._course.end(attempt.trial, "failed", reason + self.story(attempt.trial))
 
     # ------------------------------------------------------------------ after every event
 

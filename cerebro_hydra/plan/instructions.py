@@ -47,6 +47,15 @@ class FetchShards:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptPartitions:
+    """Decode these partitions of a worker that did not come back; ``PartitionsAdopted`` answers."""
+
+    worker: int
+    incarnation: str
+    partitions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluate:
     """Evaluate the immutable state after ``visit`` on one validation partition."""
 
@@ -180,6 +189,7 @@ class FinishRun:
 Instruction = (
     StartSubEpoch
     | FetchShards
+    | AdoptPartitions
     | Evaluate
     | MergeMetrics
     | Cancel

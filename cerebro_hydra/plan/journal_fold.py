@@ -61,6 +61,7 @@ def comparable(state: HopState) -> dict[str, Any]:
         "attempts": sorted(state.attempts),
         "next attempt": state.tables.next_attempt,
         "holders": [asdict(holder) for holder in state.holders],
+        "adoptions": state.adoptions.comparable(),
         "estimates": state.tables.estimates.comparable(),
         "finished": state.finished,
     }

@@ -25,6 +25,8 @@ class LostAgent:
     epoch: int
     partition: int
     reason: str
+    again: bool
+    """Whether the trial had done the same task before, and its result was lost."""
 
     def __str__(self) -> str:
         """Return where, when and why, in one line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -21,6 +22,7 @@ AttemptStatus = Literal["reserved", "fetching", "running", "ending", "done", "ca
 TrialStatus = Literal["waiting", "running", "paused", "finished", "stopped", "failed"]
 
 OVER: tuple[TrialStatus, ...] = ("finished", "stopped", "failed")
+MOST_FAILED_TRANSFERS = 3  # of a state from one place, which is no source of it any more then
 STORY_LINES = 100  # of a trial that are kept; the journal has all of them
 
 
@@ -61,9 +63,11 @@ class TrialProgress:
     evaluating: int = 0  # the partitions of ``evaluations``, as a mask
     evaluation: Evaluation = field(default_factory=Evaluation)  # of the present epoch
     merge_attempt: int | None = None  # the number of a ``MergeMetrics`` that has no answer yet
-    transfer_failures: int = 0  # in a row, since the last task that succeeded
+    failed_transfers: dict[tuple[int, str], int] = field(default_factory=dict)  # by visit and place
     lost_agents: list[LostAgent] = field(default_factory=list)  # in a row, by the trial's tasks
     innocent_below: int = 0  # attempts given out before the latest of them is known
+    void_tasks: dict[tuple[TaskKind, int], int] = field(default_factory=dict)
+    """The partitions of tasks that were done, and whose results were lost, by kind and epoch."""
     furthest: tuple[int, int] = (0, 0)  # most visits, and the evaluations after them, ever done
     # (visit, incarnation) of states that arrived before they were committed, and of each cancelled
     # fetch, whose ``StateReceived`` may still arrive, late.
@@ -108,20 +112,33 @@ class TrialProgress:
         """
         if ran.number >= self.innocent_below:
             self.innocent_below = next_attempt
-            self.lost_agents.append(
-                LostAgent(ran.worker, lost.host, ran.kind, ran.epoch, ran.partition, lost.reason)
-            )
+            again = self.void_tasks.get((ran.kind, ran.epoch), 0) >> ran.partition & 1 == 1
+            where = (ran.worker, lost.host, ran.kind, ran.epoch, ran.partition)
+            self.lost_agents.append(LostAgent(*where, lost.reason, again))
 
     def note_progress(self) -> None:
         """Clear the trial of the agents lost with it, if it is now further than it ever was.
 
         Doing again what a loss has undone is no progress, or a trial that kills each agent at the
-        same place would do so for ever.
+        same place would do so for ever. It clears the trial only of agents that were lost in such
+        tasks, which it did not kill when it did them before.
         """
         reached = (len(self.visits), self.evaluation.done.bit_count())
         if reached > self.furthest:
             self.furthest = reached
-            self.lost_agents = []
+            self.lost_agents, self.void_tasks = [], {}
+        else:
+            self.lost_agents = [lost for lost in self.lost_agents if not lost.again]
+
+    def is_source(self, visit: int, place: str) -> bool:
+        """Return whether a state may still be fetched from this place."""
+        return self.failed_transfers.get((visit, place), 0) < MOST_FAILED_TRANSFERS
+
+    def forget_failed_transfers(self, kept: Callable[[int, str], bool]) -> None:
+        """Forget what failed from other places, or for other states, than those that are kept."""
+        self.failed_transfers = {
+            at: failures for at, failures in self.failed_transfers.items() if kept(*at)
+        }
 
     def forget_evaluation(self) -> None:
         """Drop what was measured, because the epoch is over or void."""
@@ -129,11 +146,20 @@ class TrialProgress:
 
     def roll_back(self, visit: int, partitions: int) -> None:
         """Make ``visit`` the newest state again."""
+        for each in self.visits[visit:]:
+            self._note_void("train", each.epoch, 1 << each.partition)
+        for epoch in range(visit // partitions, len(self.history)):
+            self._note_void("evaluate", epoch, (1 << partitions) - 1)
+        self._note_void("evaluate", len(self.history), self.evaluation.done)
         self.visits.truncate(visit)
         del self.history[visit // partitions :]
         self.trained = mask_of(self.visits.partitions_from(len(self.history) * partitions))
         self.arrived = {(each, place) for each, place in self.arrived if each <= visit}
+        self.forget_failed_transfers(lambda each, place: each <= visit)
         self.forget_evaluation()
+
+    def _note_void(self, kind: TaskKind, epoch: int, partitions: int) -> None:
+        self.void_tasks[kind, epoch] = self.void_tasks.get((kind, epoch), 0) | partitions
 
     def visited(self) -> int:
         """Return this epoch's partitions that are trained or being trained, as a mask."""

@@ -112,6 +112,8 @@ class SearchEvents:
             paused = trial.status == "paused"
             if paused:
                 self._course.stop(number, PAUSED_AT_THE_END)
+                if trial.stop_reason is None:  # it is at its end, and made again if that is lost
+                    self._tables.set_status(number, "waiting")
             if paused or (not trial.over and len(trial.history) >= trial.budget):
                 concerned.append(number)
         return concerned

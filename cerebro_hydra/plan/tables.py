@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from random import Random
 
 from cerebro_hydra.plan.bits import mask_of, members
@@ -90,13 +91,17 @@ class RunTables:
         return self.with_status(*OVER).bit_count() == len(self.trials)
 
     def may_train(self, trial: TrialProgress) -> bool:
-        """Return whether the trial may go on now: it has budget left and is not at its end."""
+        """Return whether the trial may go on now.
+
+        It has budget left, is not at its end, and its newest state can be fetched from somewhere.
+        """
         return (
             trial.status in ("waiting", "running")
             and trial.awaits is None
             and not trial.restarting
             and len(trial.history) < trial.budget
             and outcome(self.config, trial, self.search_closed) is None
+            and any(self.sources(trial))
         )
 
     # ------------------------------------------------------------------ open tasks
@@ -134,6 +139,17 @@ class RunTables:
         if self.config.order == "seeded" and visited != self._all_partitions:
             return 1 << next_partition(self.config, number, trial)
         return self._all_partitions & ~visited
+
+    def sources(self, trial: TrialProgress) -> Iterator[str]:
+        """Yield the places from which the state that the trial's next task needs can be fetched.
+
+        A sub-epoch that is ending is one such place: its agent publishes the state soon.
+        """
+        visit = trial.newest
+        places: Iterable[str] = self.holders.where(trial.config.trial, visit)
+        if trial.pending_visits:
+            visit, places = visit + 1, (trial.pending_visits[0].incarnation,)
+        return (place for place in places if trial.is_source(visit, place))
 
     def turn(self, number: int) -> Turn | None:
         """Return the turn of a trial that can begin a task now, else None."""

@@ -16,7 +16,12 @@ from cerebro_hydra.plan.instructions import (
     Redo,
     TrainUncut,
 )
-from cerebro_hydra.plan.progress import Attempt, TrialProgress, TrialStatus
+from cerebro_hydra.plan.progress import (
+    MOST_FAILED_TRANSFERS,
+    Attempt,
+    TrialProgress,
+    TrialStatus,
+)
 from cerebro_hydra.plan.retention import Retention
 from cerebro_hydra.plan.tables import RunTables
 from cerebro_hydra.plan.trial_end import Outcome, best_visit, outcome, result_visit
@@ -25,6 +30,12 @@ NOT_REPRODUCIBLE = (
     "an audit found that a step of training differs from the same step of a model that was built "
     "anew: {}. Look for state outside of parameters and buffers, such as counters, and for random "
     "numbers that are not torch's"
+)
+
+
+UNREADABLE = (
+    "its first state ({}) can't be read from the store, and no other state is left: {}. Look "
+    "whether every worker sees the store, and check its files with cerebro-hydra verify"
 )
 
 
@@ -78,6 +89,40 @@ class TrialCourse:
             trial.restarting = False
             if trial.newest > trial.base:
                 self._roll_back(index, trial, trial.base, "it is trained again in one piece")
+
+    def transfer_failed(self, attempt: Attempt, error: str) -> None:
+        """Take another source of the state the next time; go back where there is none left.
+
+        Where agents alone hold the state, one of them writes it to the store (``advance``).
+        """
+        index, trial, visit = (
+            attempt.trial,
+            self._tables.trials[attempt.trial],
+            attempt.source.visit,
+        )
+        place = attempt.source.incarnation or STORE
+        failures = trial.failed_transfers[visit, place] = 1 + trial.failed_transfers.get(
+            (visit, place), 0
+        )
+        number = f"attempt {attempt.number}"
+        self._tables.log(index, f"{number}: no transfer of state {visit} from {place}: {error}")
+        self._attempts.abandon(attempt)
+        if failures < MOST_FAILED_TRANSFERS:
+            return
+        self._tables.log(index, f"{place} is no source of state {visit} any more")
+        places = self._tables.holders.where(index, visit)
+        if STORE not in places or any(trial.is_source(visit, each) for each in places):
+            return
+        if visit == trial.base:
+            self.end(index, "failed", UNREADABLE.format(visit, error))
+            return
+        self._void_state(index, trial, visit, f"state {visit} can't be fetched from anywhere")
+
+    def _void_state(self, index: int, trial: TrialProgress, visit: int, reason: str) -> None:
+        """Go back to a state before this one, which nobody can use."""
+        for place in list(self._tables.holders.where(index, visit)):
+            self._drop(index, visit, place)
+        self._roll_back(index, trial, self._retention.fallback(index, trial), reason)
 
     def checkpointed(self, event: Checkpointed) -> None:
         """Note that a state is in the store."""
@@ -143,7 +188,9 @@ class TrialCourse:
             return
         if (best := best_visit(self._config, trial, trial.newest)) is not None:
             self._ensure_saved(index, trial, best)
-        if trial.status == "paused":
+        if trial.status == "paused" or not (
+            trial.pending_visits or any(self._tables.sources(trial))
+        ):
             self._ensure_saved(index, trial, trial.newest)
 
     def _settle_forks(self, index: int, trial: TrialProgress) -> None:
@@ -204,6 +251,11 @@ class TrialCourse:
                     self._drop(index, visit, place)
             if not self._tables.holders.where(index, visit):
                 self._tables.holders.forget_state(index, visit)
+        trial.forget_failed_transfers(
+            lambda visit, place: (
+                visit > trial.newest or self._tables.holders.holds(index, visit, place)
+            )
+        )
 
     def _drop(self, index: int, visit: int, place: str) -> None:
         self._tables.holders.drop(index, visit, place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cerebro_hydra.plan.bits import mask_of
 from cerebro_hydra.plan.progress import Attempt
@@ -16,6 +16,8 @@ class LiveAgent:
     worker: int
     incarnation: str
     partitions: tuple[int, ...]
+    adopted: set[int] = field(default_factory=set)
+    """Those of its partitions that are another worker's, which is not there."""
     running: Attempt | None = None
     reserved: Attempt | None = None
 
@@ -48,13 +50,16 @@ class Workers:
         return self._by_partition.get(partition)
 
     def add(self, agent: LiveAgent) -> None:
-        """Take in an agent.
+        """Take in an agent, to which its partitions go back that others have taken over.
 
         Raises:
-            ValueError: another live agent holds one of its partitions.
+            ValueError: another live agent holds one of its partitions as its own.
         """
         for partition in agent.partitions:
-            if other := self._by_partition.get(partition):
+            if (other := self._by_partition.get(partition)) and partition in other.adopted:
+                other.partitions = tuple(p for p in other.partitions if p != partition)
+                other.adopted.discard(partition)
+            elif other:
                 shared = sorted(set(other.partitions) & set(agent.partitions))
                 raise ValueError(
                     f"worker {agent.worker} joined with partitions {shared}, which the "
@@ -62,6 +67,13 @@ class Workers:
                 )
         self.by_worker[agent.worker] = self._by_incarnation[agent.incarnation] = agent
         self._by_partition.update(dict.fromkeys(agent.partitions, agent))
+        self.refresh(agent)
+
+    def adopt(self, agent: LiveAgent, partitions: tuple[int, ...]) -> None:
+        """Let an agent hold partitions of other workers, which no live agent holds."""
+        agent.partitions += partitions
+        agent.adopted.update(partitions)
+        self._by_partition.update(dict.fromkeys(partitions, agent))
         self.refresh(agent)
 
     def remove(self, agent: LiveAgent) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.loss_limits import LossLimits
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.session import context_of, workers_of
@@ -35,6 +36,16 @@ class SparkBackend:
         verbose: 0 is silent, 1 shows progress and says on standard error what is waited for.
         tls: True encrypts what driver and agents send each other, with a certificate made for each
             run; a `TLS` names the files of one to use instead. docs/cluster.md says more.
+        join_timeout: seconds that a worker may be missing, at the start or after a loss, before the
+            others take over its partitions; if no other is there, the run ends. None takes what
+            Spark needs to replace an executor that fell silent: twice `spark.network.timeout` and
+            a minute, so 300 by default.
+        heartbeat_interval: seconds between two heartbeats of an agent and the driver.
+        missed_heartbeats: how many in a row may be missed; then the agent is given up, its work is
+            done again, and Spark starts another.
+        max_failures: how many agents of one worker may be lost in a row of which none began a task;
+            then that worker gets no more, and the others take over. Losses with work between them
+            don't add up, and Spark's own `spark.task.maxFailures` ends no run.
 
     While other jobs hold the task slots that agents need, or a cluster still starts executors, the
     constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
@@ -51,6 +62,10 @@ class SparkBackend:
         num_workers: int | None = None,
         verbose: int = 1,
         tls: bool | TLS = False,
+        join_timeout: float | None = None,
+        heartbeat_interval: float = 0.5,
+        missed_heartbeats: int = 20,
+        max_failures: int = 8,
     ) -> None:
         self.spark_context = context_of(spark_context)
         if not isinstance(verbose, int):
@@ -58,6 +73,9 @@ class SparkBackend:
         self.verbose = verbose
         new_credentials(tls)  # what can't be used is refused here, not when a run starts
         self.tls = tls
+        if join_timeout is None:
+            join_timeout = _replacement_seconds(self.spark_context)
+        self.limits = LossLimits(join_timeout, heartbeat_interval, missed_heartbeats, max_failures)
         self.num_workers = workers_of(self.spark_context, num_workers)
         preflight.require_ready(self.spark_context, self.num_workers, verbose > 0)
 
@@ -162,4 +180,13 @@ class SparkBackend:
             SetupError: the session has been stopped.
         """
         context_of(self.spark_context)
-        return SparkLauncher(self.spark_context, self.num_workers, tls=self.tls)
+        return SparkLauncher(self.spark_context, self.num_workers, tls=self.tls, limits=self.limits)
+
+
+def _replacement_seconds(spark_context: SparkContext) -> float:
+    """Return how long Spark may take to replace a silent executor, and its agent to come.
+
+    Spark notices after `spark.network.timeout`, and looks for that once a minute.
+    """
+    settings = spark_context._jsc.sc().conf()
+    return 2.0 * settings.getTimeAsSeconds("spark.network.timeout", "120s") + 60.0

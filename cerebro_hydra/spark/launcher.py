@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
+from cerebro_hydra.errors import Cancelled, ConfigurationError, JobStopped, SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
+from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.spark.agent_gpus import pinned
 from cerebro_hydra.spark.last_attempt import run_in_child
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder
@@ -32,6 +35,10 @@ _CANCEL_SECONDS = 10.0
 
 # What Spark says of a job that it ends by itself, because a task has failed too often.
 _FAILED = "most recent failure"
+
+# What it says of a job that somebody ended.
+_SHUT_DOWN = re.compile(r"SparkContext (was|has been|is) (being )?(shut ?down|stopped)|stopped Sp")
+_CANCELLED = re.compile(r"(Job|Stage) \d+ (was )?cancell?ed[^\n]*")
 
 
 def run_agent(spec: AgentSpec, start: AgentStart, factory: Factory) -> None:
@@ -55,6 +62,7 @@ class SparkLauncher:
         num_workers: how many; each holds a task slot until the run is over.
         agent: what a task runs; the default is the agent itself.
         tls: whether control and shards use TLS, and with which certificate.
+        limits: which losses a run outlasts.
     """
 
     def __init__(
@@ -63,10 +71,12 @@ class SparkLauncher:
         num_workers: int,
         agent: Agent = run_agent,
         tls: bool | TLS = False,
+        limits: LossLimits = DEFAULT_LIMITS,
     ) -> None:
         self.num_workers = num_workers
         self.host = driver_host(spark_context)
         self.tls = tls
+        self.limits = limits
         self._spark_context = spark_context
         self._agent = agent
         self._thread: threading.Thread | None = None
@@ -104,11 +114,14 @@ class SparkLauncher:
 
         An agent that hangs would hold its slot for ever. The kill is no failure of the task.
         """
+        from py4j.protocol import Py4JError
+
         self._lost_any.set()
         spark = self._spark_context._jsc  # None once somebody has stopped it, agents and all
         if spark is not None and not self._cancelled.is_set():
             why = f"the agent of worker {worker} was given up"
-            spark.sc().killTaskAttempt(start, True, why)
+            with suppress(Py4JError):  # somebody stops it now
+                spark.sc().killTaskAttempt(start, True, why)
 
     def stop(self, timeout: float) -> None:
         """Wait until the agents, told by the coordinator, have returned; then cancel their job.
@@ -122,7 +135,8 @@ class SparkLauncher:
         thread.join(timeout)
         if thread.is_alive():
             self._cancelled.set()
-            self._spark_context.cancelJobGroup(self._group)
+            if self._spark_context._jsc is not None:
+                self._spark_context.cancelJobGroup(self._group)
             thread.join(_CANCEL_SECONDS)
 
     def _run(self, task: Callable[..., Iterable[int]], on_exit: OnExit) -> None:
@@ -164,7 +178,15 @@ class SparkLauncher:
             reason = SetupError(f"agents could not start: {worker_failure(str(error))}")
             reason.__cause__ = error
             return reason
-        return error
+        return self._stopped(str(error)) or error
+
+    def _stopped(self, words: str) -> JobStopped | None:
+        """Return who stopped the agents, if somebody did."""
+        if self._spark_context._jsc is None or _SHUT_DOWN.search(words):
+            return JobStopped("somebody stopped the SparkContext")
+        if cancelled := _CANCELLED.search(words):
+            return JobStopped(f"somebody cancelled the agents' Spark job ({cancelled[0].strip()})")
+        return None
 
 
 def pickle_factory(factory: Callable[..., Any]) -> bytes:

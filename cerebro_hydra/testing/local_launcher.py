@@ -15,6 +15,7 @@ from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
+from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.spark.daemon import PRELOADED
 from cerebro_hydra.wire.credentials import TLS
 
@@ -33,6 +34,7 @@ class LocalLauncher:
         max_failures: agents of one worker that may die in a row before they join a run.
         preloaded: modules that this process loads too.
         tls: whether control and shards use TLS, and with which certificate.
+        limits: which losses a run outlasts.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class LocalLauncher:
         max_failures: int = 8,
         preloaded: Sequence[str] = (),
         tls: bool | TLS = False,
+        limits: LossLimits = DEFAULT_LIMITS,
     ) -> None:
         self.num_workers = num_workers
         self.host = "127.0.0.1"
         self.tls = tls
+        self.limits = limits
         self._max_failures = max_failures
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
@@ -107,11 +111,7 @@ class LocalLauncher:
         on_exit: OnExit,
     ) -> None:
         for number in itertools.count():
-            start = AgentStart(worker, number, scratch)
-            process = self._context.Process(target=run_agent, args=(spec, start, factory))
-            with self._lock:
-                self._processes[worker], self._starts[worker] = process, number
-            process.start()
+            process = self._start_process(AgentStart(worker, number, scratch), spec, factory)
             process.join()
             if process.exitcode == 0 or self._stopping.is_set():
                 self._leave(None, on_exit)
@@ -122,6 +122,13 @@ class LocalLauncher:
                 error = SetupError(f"worker {worker} died {failures} times before it joined")
                 self._leave(error, on_exit)
                 return
+
+    def _start_process(self, start: AgentStart, spec: AgentSpec, factory: Factory) -> BaseProcess:
+        process: BaseProcess = self._context.Process(target=run_agent, args=(spec, start, factory))
+        with self._lock:
+            self._processes[start.worker], self._starts[start.worker] = process, start.number
+        process.start()
+        return process
 
     def _leave(self, error: BaseException | None, on_exit: OnExit) -> None:
         with self._lock:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from cerebro_hydra.observe import AgentStarted, OutputLine, Record
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.wire.shard_server import ShardServer
 from tests.end_to_end.models import feed_forward
 
 LAST_WORDS = "here it comes"
@@ -32,6 +38,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "locks Python": lambda: ctypes.PyDLL(None).sleep(20),
     "hangs": _hang,
     "is slow": lambda: time.sleep(8),
+    "fills memory": lambda: torch.empty(1 << 50, dtype=torch.uint8),
+    "fills numpy's memory": lambda: np.empty(1 << 45, dtype=np.uint8),
     "none": lambda: None,
 }
 
@@ -52,6 +60,17 @@ def lethal(params: dict[str, Any]) -> Recipe:
         return plain(outputs, labels)
 
     return replace(recipe, loss=loss)
+
+
+def deaf(params: dict[str, Any]) -> Recipe:
+    """The same net; the first agent that builds it stops to serve shards, as if cut off."""
+    if os.getpid() != params["driver"]:
+        with contextlib.suppress(FileExistsError):
+            Path(params["marker"]).touch(exist_ok=False)
+            for each in gc.get_objects():
+                if isinstance(each, ShardServer):
+                    each.close()
+    return feed_forward({"lr": params["lr"], "dropout": 0.2})
 
 
 class Interrupter:

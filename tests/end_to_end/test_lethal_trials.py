@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from cerebro_hydra.errors import Interrupted
 from cerebro_hydra.hopper import coordinator
-from cerebro_hydra.observe import Record, SlowBatch
+from cerebro_hydra.observe import AgentStarted, Record, SlowBatch
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
@@ -74,6 +76,43 @@ def test_a_trial_that_exits_fails_alone(
     out = capfd.readouterr().out
     assert "trial-001 failed: 3 agents in a row were lost while trial 1 ran on them" in out
     assert "3 agents in a row were lost" in (Path(result.run_path) / "report.html").read_text()
+
+
+class Starts:
+    """Counts the agents that were started, by worker."""
+
+    def __init__(self) -> None:
+        self.of: Counter[int] = Counter()
+
+    def on_record(self, record: Record) -> None:
+        if isinstance(record, AgentStarted):
+            self.of[record.worker] += 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "amount"),
+    [
+        ("fills memory", "1,048,576.00 GiB more"),
+        pytest.param("fills numpy's memory", "32,768.00 GiB more", marks=pytest.mark.long),
+    ],
+)
+def test_a_trial_that_runs_out_of_memory_fails_alone_and_its_agents_stay(
+    tmp_path: Path, undisturbed: Any, fault: str, amount: str
+) -> None:
+    starts = Starts()
+    result = run(tmp_path, ["none", fault, "none"], observers=[starts])
+    assert [t.status for t in result.trials] == ["finished", "failed", "finished"]
+    first, rest = result.trials[1].error.split("\n", 1)
+    where = r"training of epoch 1 on partition \d \(worker \d\)"
+    assert re.fullmatch(
+        rf"trial 1 ran out of memory in {where}: the machine has no room for {amount}; use a "
+        "smaller batch_size, .* or run fewer agents on a machine",
+        first,
+    )
+    assert rest.startswith("Traceback")
+    assert starts.of == {0: 1, 1: 1}
+    for trial in (0, 2):
+        assert_equal_bits(result, undisturbed, trial)
 
 
 @pytest.mark.long

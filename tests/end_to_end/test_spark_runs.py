@@ -17,6 +17,7 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra.errors import JobStopped
 from cerebro_hydra.observe import AgentStarted, Decision
 from cerebro_hydra.plan.instructions import Commit
 from tests.end_to_end import models
@@ -122,6 +123,95 @@ def test_a_killed_agent_costs_sub_epochs_but_no_trial(
         assert len(trial.visit_log) == 6
         report = cerebro_hydra.replay(result.run_path, trial.trial_id)
         assert report.identical, str(report)
+
+
+class Calamity:
+    """Sends an agent a signal whenever so many sub-epochs were committed since the last time."""
+
+    def __init__(self, number: int, every: int, times: int) -> None:
+        self.number, self.every, self.left = number, every, times
+        self.pids: dict[str, int] = {}
+        self.commits = self.commits_before = 0
+        self.struck: list[str] = []
+
+    def on_record(self, record: Any) -> None:
+        if isinstance(record, AgentStarted):
+            self.pids[record.incarnation] = record.pid
+        if not isinstance(record, Decision):
+            return
+        done = [each for each in record.instructions if isinstance(each, Commit)]
+        self.commits += len(done)
+        if not done or not self.left or self.commits - self.commits_before < self.every:
+            return
+        incarnation = record.event.incarnation
+        if incarnation in self.pids:
+            self.left, self.commits_before = self.left - 1, self.commits
+            self.struck.append(incarnation)
+            os.kill(self.pids[incarnation], self.number)
+
+
+def assert_same(result: Any, calm: Any) -> None:
+    for mine, other in zip(result.trials, calm.trials, strict=True):
+        assert (mine.status, mine.visit_log) == ("finished", other.visit_log)
+        assert mine.history == other.history
+        states = [each.torch(mine.trial_id).state_dict() for each in (result, calm)]
+        for key, value in states[0].items():
+            assert value.numpy().tobytes() == states[1][key].numpy().tobytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "every", "times"), [(signal.SIGKILL, 4, 15), (signal.SIGSTOP, 10, 2)]
+)
+def test_many_losses_with_work_between_end_no_run_and_change_no_bit(
+    spark: Any, df: Any, tmp_path: Path, number: int, every: int, times: int
+) -> None:
+    space = {"lr": [0.01, 0.001], "dropout": [0.2]}
+    options = {"order": "seeded", "num_epochs": 12}
+    calm = search(spark, tmp_path / "calm", models.feed_forward, space, **options).fit(df)
+    watcher = Calamity(number, every, times)
+    options["observers"] = [watcher]
+    result = search(spark, tmp_path, models.feed_forward, space, **options).fit(df)
+    assert len(watcher.struck) == times
+    assert_same(result, calm)
+
+
+def test_a_cancelled_job_ends_the_run_with_one_sentence(
+    spark: Any, df: Any, tmp_path: Path
+) -> None:
+    class Canceller:
+        def on_record(self, record: Any) -> None:
+            if isinstance(record, Decision) and record.seq == 30:
+                threading.Thread(target=spark.sparkContext.cancelAllJobs).start()
+
+    space, options = {"lr": [0.01]}, {"num_epochs": 1000, "observers": [Canceller()]}
+    with pytest.raises(JobStopped) as caught:
+        search(spark, tmp_path, models.feed_forward, space, **options).fit(df)
+    (run,) = (tmp_path / "runs").iterdir()
+    said = str(caught.value)
+    assert said.startswith("somebody cancelled the agents' Spark job (Job ")
+    assert said.endswith(f" before the run ended; `cerebro-hydra resume {run}` goes on")
+    assert caught.value.__cause__ is None and "\n" not in said
+    assert spark.range(100).count() == 100
+
+
+@pytest.mark.long
+def test_a_stopped_spark_context_ends_the_run_with_one_sentence(tmp_path: Path) -> None:
+    driver = subprocess.run(
+        [sys.executable, str(HERE / "stopping_driver.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])},
+    )
+    (run,) = (tmp_path / "runs").iterdir()
+    told = json.loads(driver.stdout.splitlines()[-1])
+    assert told["error"] == (
+        "JobStopped: somebody stopped the SparkContext before the run ended; "
+        f"`cerebro-hydra resume {run}` goes on"
+    )
+    assert told["seconds"] < 10.0
+    assert "Traceback" not in driver.stdout + driver.stderr and "py4j" not in driver.stderr
 
 
 @pytest.mark.long

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
+from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.instructions import Checkpoint, Evaluate, StartSubEpoch
+from cerebro_hydra.plan.instructions import AdoptPartitions, Checkpoint, Evaluate, StartSubEpoch
 from cerebro_hydra.wire.control_client import ControlClient
 from cerebro_hydra.wire.messages import ControlFailed
 
@@ -44,6 +45,8 @@ class ScriptedAgent:
             info.to_json(),
             self._inbox.put,
             lambda reason: self.stop(),
+            heartbeat_seconds=spec.limits.heartbeat_interval,
+            silence_seconds=spec.limits.silence_seconds,
         )
         joined = events.WorkerJoined(worker, self.incarnation, tuple(spec.partitions(worker)))
         self._control.send({"event": to_json(joined)})
@@ -92,6 +95,8 @@ class ScriptedAgent:
                         attempt, me, sums, 0.01, events.Hop(10, 20, 0.001), {"seen": [partition]}
                     ),
                 ]
+            case AdoptPartitions(partitions=partitions):
+                return [events.PartitionsAdopted(me, partitions)]
             case Checkpoint(trial, visit):
                 return [events.Checkpointed(trial, visit, me)]
         return []
@@ -106,10 +111,12 @@ class ScriptedLauncher:
         present: int | None = None,
         script: Callable[[Any, str], Any] | None = None,
         tls: bool = False,
+        limits: LossLimits = DEFAULT_LIMITS,
     ) -> None:
         self.num_workers = num_workers
         self.host = "127.0.0.1"
         self.tls = tls
+        self.limits = limits
         self.given_up: list[tuple[int, int]] = []
         self.spec: AgentSpec | None = None
         self._present = num_workers if present is None else present

@@ -14,14 +14,24 @@ import pytest
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
 from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.hopper import absences
 from cerebro_hydra.hopper import journal as journal_module
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
-from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator
+from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.journal import Journal
+from cerebro_hydra.hopper.loss_limits import LossLimits
 from cerebro_hydra.hopper.run_config import hop_config
-from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
+from cerebro_hydra.observe import (
+    AgentStarted,
+    Decision,
+    Record,
+    RunEnded,
+    RunStarted,
+    WorkersMissing,
+)
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.plan.events import WorkerGivenUp
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.instructions import Cancel, FinishTrial, StartSubEpoch
 from cerebro_hydra.plan.journal_fold import comparable, fold
@@ -240,7 +250,7 @@ def test_trials_that_kill_agents_fail_alone_and_their_losses_end_no_run(tmp_path
 
     launcher = ScriptedLauncher(1, script=script)
     folder, state, tape = run(tmp_path, launcher, described(6, 1, 2))
-    assert len(launcher.given_up) == 12 > MOST_LOSSES  # all of the same worker
+    assert len(launcher.given_up) == 12 > LossLimits().max_failures  # all of the same worker
     for trial in range(6):
         assert read_trial(folder, trial).status == ("failed" if trial in lethal else "finished")
     (reason,) = (each.reason for each in tape.instructions(FinishTrial) if each.trial == 3)
@@ -364,10 +374,44 @@ def test_a_hello_that_can_not_be_used_is_refused_in_words_and_the_run_goes_on(
 
 
 def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
-    launcher = ScriptedLauncher(3, present=2, script=lambda *_: None)
-    said = r"1 of 3 workers did not come.*\[2\].*run `cerebro-hydra doctor`"
+    launcher = ScriptedLauncher(3, present=0, limits=LossLimits(join_timeout=1.0))
+    said = r"none of 3 workers came within join_timeout=1 s: \[0, 1, 2\].*`cerebro-hydra doctor`"
     with pytest.raises(SetupError, match=said):
-        run(tmp_path, launcher, described(1, 3, 1), join_timeout=1.0)
+        run(tmp_path, launcher, described(1, 3, 1))
+
+
+def test_one_worker_that_came_does_the_work_of_all_and_waits_are_told(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(absences, "TELL_SECONDS", 0.3)
+    launcher = ScriptedLauncher(3, present=1, limits=LossLimits(join_timeout=1.0))
+    _, state, tape = run(tmp_path, launcher, described(2, 3, 2))
+    assert [trial.status for trial in state.trials.values()] == ["finished"] * 2
+    waits = [record for record in tape.records if isinstance(record, WorkersMissing)]
+    assert {(wait.workers, wait.limit) for wait in waits} == {((1, 2), 1.0)}
+    assert len(waits) == 3
+
+
+def test_a_worker_whose_agents_are_lost_again_and_again_is_given_up_and_the_others_go_on(
+    tmp_path: Any,
+) -> None:
+    broken: set[str] = set()
+
+    def script(instruction: Any, incarnation: str) -> Any:
+        dies = isinstance(instruction, StartSubEpoch) and instruction.worker == 1
+        broken.update({incarnation} if dies else ())
+        return "die" if dies else None
+
+    launcher = ScriptedLauncher(2, script=script, limits=LossLimits(max_failures=3))
+    _, state, tape = run(tmp_path, launcher, described(2, 2, 2))
+    assert [trial.status for trial in state.trials.values()] == ["finished"] * 2
+    assert len(broken) == 3
+    (given_up,) = (
+        each.event
+        for each in tape.records
+        if isinstance(each, Decision) and isinstance(each.event, WorkerGivenUp)
+    )
+    assert "worker 1 on here lost 3 agents in a row" in given_up.reason
 
 
 class LateLauncher(ScriptedLauncher):

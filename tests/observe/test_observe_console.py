@@ -18,6 +18,7 @@ from cerebro_hydra.observe import (
     RunEnded,
     RunView,
     SlowBatch,
+    WorkersMissing,
     console_observer,
 )
 from cerebro_hydra.observe.lines import LogLines, PlainLines
@@ -73,6 +74,37 @@ def test_a_slow_batch_is_told_of_in_every_view(
         assert said in " ".join(printed(console).split())
     with caplog.at_level(logging.WARNING, "cerebro_hydra.trials"):
         LogLines().on_record(slow)
+    assert caplog.messages == [said]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (
+            WorkersMissing((1, 3), 90.0, 300.0),
+            "waiting for workers 1, 3 for 1 min 30 s; after 5 min 00 s (join_timeout) others take "
+            "over their partitions",
+        ),
+        (
+            Decision(7, 0.0, ev.WorkerGivenUp(1, (1,), "it did not come within 300 s"), ()),
+            "others take over the partitions of worker 1: it did not come within 300 s",
+        ),
+    ],
+)
+def test_missing_workers_are_told_of_in_every_view(
+    caplog: pytest.LogCaptureFixture, record: Any, said: str
+) -> None:
+    views: list[tuple[Any, Console]] = [
+        (PlainLines(console := pipe()), console),
+        (LiveTable(console := terminal()), console),
+    ]
+    for view, console in views:
+        for each in [*begin(1), record]:
+            view.on_record(each)
+        view.close()
+        assert said in " ".join(printed(console).split())
+    with caplog.at_level(logging.WARNING, "cerebro_hydra.trials"):
+        LogLines().on_record(record)
     assert caplog.messages == [said]
 
 

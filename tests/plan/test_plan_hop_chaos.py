@@ -55,6 +55,7 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
     )
     limits = {
         "kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "audit": 2, "stop": 1, "merge": 1,
+        "reset": 15, "vanish": 4, "come back": 3,
     }  # fmt: skip
     budget = Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults})
     search = ClosedSearch(config, trials, epochs)
@@ -185,6 +186,29 @@ def check_undisturbed(world: World) -> None:
 def test_seeded_runs_with_losses_have_the_histories_of_the_undisturbed_run(world, script) -> None:
     world.run(script)
     check_undisturbed(world)
+
+
+@settings(max_examples=examples(100))
+@given(worlds(faults=("kill", "duplicate", "reset")), scripts, st.sets(st.integers(0, 3)))
+def test_every_trial_finishes_however_many_transfers_from_agents_fail(
+    world, script, unreachable
+) -> None:
+    world.unreachable = unreachable
+    world.run(script)
+    check_outcome(world)
+    assert {trial.status for trial in world.state.trials.values()} == {"finished"}
+    if world.config.order == "seeded":
+        check_undisturbed(world)
+
+
+@settings(max_examples=examples(150))
+@given(worlds(faults=("kill", "duplicate", "vanish", "come back")), scripts)
+def test_the_partitions_of_workers_that_do_not_come_back_are_taken_over(world, script) -> None:
+    world.run(script)
+    check_outcome(world)
+    assert {trial.status for trial in world.state.trials.values()} == {"finished"}
+    if world.config.order == "seeded":
+        check_undisturbed(world)
 
 
 @st.composite

@@ -220,14 +220,58 @@ def test_a_stopped_trial_saves_its_last_state_and_ends() -> None:
     assert ins.FinishTrial(0, "stopped", "pruned", 1) in run(ev.Checkpointed(0, 1, w1))
 
 
-def test_a_failed_transfer_is_tried_again_but_not_for_ever() -> None:
+def test_a_trial_fails_only_if_its_first_state_can_not_be_read_from_the_store() -> None:
     run = Driver(evaluate=False)
     for _ in range(3):
         ((worker, attempt),) = run.running.items()
-        run(ev.TransferFailed(attempt, worker, "connection reset"))
+        run(ev.TransferFailed(attempt, worker, "damaged"))
     (finish,) = of(ins.FinishTrial, run.last)
     assert finish.status == "failed"
-    assert finish.reason.count("connection reset") == 3
+    assert "its first state (0) can't be read from the store" in finish.reason
+    assert "damaged" in finish.reason and run.state.story(0).count("damaged") == 3
+
+
+def fail(run: Driver, times: int = 1) -> None:
+    for _ in range(times):
+        ((worker, attempt),) = run.running.items()
+        run(ev.TransferFailed(attempt, worker, "reset"))
+
+
+def test_an_agent_from_which_nobody_can_fetch_writes_its_state_to_the_store() -> None:
+    run = Driver(partitions=2, evaluate=False, order="seeded", seed=in_order(0, 1))
+    run.train(run.running["a"], "a")
+    fail(run, 2)
+    assert run.running and not of(ins.Checkpoint, run.told)
+    fail(run)
+    assert ins.Checkpoint(0, 1, "a") in run.last and not run.running
+    assert "a is no source of state 1 any more" in run.state.story(0)
+    (start,) = of(ins.StartSubEpoch, run(ev.Checkpointed(0, 1, "a")))
+    assert (start.incarnation, start.source) == ("b", ins.StateSource(1, None))
+
+
+def test_after_a_failed_transfer_the_store_is_the_source_if_it_has_the_state() -> None:
+    run = Driver(partitions=2, evaluate=False, order="seeded", seed=in_order(0, 1))
+    run(ev.TrialPaused(0))
+    run.train(run.running["a"], "a")
+    run(ev.Checkpointed(0, 1, "a"))
+    run(ev.TrialResumed(0))
+    fail(run)
+    (start,) = of(ins.StartSubEpoch, run.last)
+    assert start.source == ins.StateSource(1, None)
+
+
+def test_a_state_that_nobody_can_fetch_is_void_and_the_trial_goes_back_to_the_store() -> None:
+    run = Driver(partitions=2, evaluate=False, order="seeded", seed=in_order(0, 1))
+    run.train(run.running["a"], "a")
+    fail(run, 3)
+    run(ev.Checkpointed(0, 1, "a"))
+    fail(run, 3)
+    (redo,) = of(ins.Redo, run.last)
+    assert redo.visits == (1,) and "can't be fetched from anywhere" in redo.reason
+    (start,) = of(ins.StartSubEpoch, run.last)
+    assert (start.incarnation, start.source) == ("a", ins.StateSource(0, None))
+    run.train(start.attempt, "a")
+    assert run.running["b"] and not run.state.trials[0].over, "made anew, it has its sources again"
 
 
 def test_a_new_incarnation_fences_the_old_one() -> None:

@@ -80,6 +80,20 @@ def test_a_finished_task_that_only_repeats_what_was_lost_clears_nothing() -> Non
     assert of(ins.FinishTrial, run.told)[0].status == "failed"
 
 
+def test_losses_while_lost_work_is_done_again_do_not_add_up_if_work_is_done_between() -> None:
+    run = LosingDriver(epochs=3)
+    for epoch in range(2):
+        run.train(run.running[run.agent], run.agent)
+        assert run.state.trials[0].newest == epoch + 1
+    run.lose()  # of the first two epochs, nothing is left
+    for _ in range(3 * MOST_LOST_AGENTS):
+        run.train(run.running[run.agent], run.agent)
+        run.lose()  # in the second epoch, which was done before
+    assert not of(ins.FinishTrial, run.told)
+    run.lose()  # with nothing done between; the first loss, beyond all that was done, counts still
+    assert of(ins.FinishTrial, run.told)[0].status == "failed"
+
+
 @pytest.mark.parametrize("attempt", [None, 99])
 def test_an_agent_that_had_not_begun_the_task_it_was_told_speaks_against_no_trial(
     attempt: int | None,

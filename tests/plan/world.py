@@ -7,7 +7,7 @@ content is the visit log that made it, so a wrong state is seen as a wrong log.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from math import inf, nan
 from random import Random
@@ -66,6 +66,7 @@ class World:
         slow_saves: bool = False,
         lethal: Callable[[ins.StartSubEpoch | ins.Evaluate], bool] = lambda task: False,
         proposals: Iterable[Proposal] = (),
+        unreachable: Container[int] = (),
     ) -> None:
         self.search, self.workers, self.faults = search, workers, faults
         self.config = search.config if isinstance(search, ClosedSearch) else search
@@ -81,6 +82,8 @@ class World:
         self.lethal = lethal  # the tasks whose agent dies of them
         self.killers: list[int] = []  # the trial of each agent that was lost while it ran that
         self.uncut: set[int] = set()  # trials of a ``TrainUncut``
+        self.unreachable = unreachable  # workers whose shards nobody can fetch
+        self.gone: set[int] = set()  # workers of which no agent comes until ``come_back``
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
         for event in search.events() if isinstance(search, ClosedSearch) else ():
             self.handle(event)
@@ -90,6 +93,9 @@ class World:
     # -------------------------------------------------------------- coordinator
 
     def join(self, worker: int) -> None:
+        if worker in self.gone:
+            self.news.append(ev.WorkerGivenUp(worker, self.workers[worker], "gone"))
+            return
         self.agents.append(FakeAgent(worker, f"w{worker}-{len(self.agents)}"))
         incarnation = self.agents[-1].incarnation
         self.news.append(ev.WorkerJoined(worker, incarnation, self.workers[worker]))
@@ -182,6 +188,8 @@ class World:
             case ins.Drop():
                 agent.held.pop((instruction.trial, instruction.visit), None)
                 agent.fetches.pop((instruction.trial, instruction.visit), None)
+            case ins.AdoptPartitions():
+                agent.outbox.append(ev.PartitionsAdopted(agent.incarnation, instruction.partitions))
             case ins.Checkpoint():
                 agent.saves.append((instruction.trial, instruction.visit))
 
@@ -197,6 +205,8 @@ class World:
         if source.incarnation is None:
             return lambda: self.receive(agent, key, self.store[key])
         owner = next(a for a in self.agents if a.incarnation == source.incarnation)
+        if owner.worker in self.unreachable:
+            return lambda: self.fail_fetch(agent, key)
         if owner.alive and key in owner.held:
             return lambda: self.receive(agent, key, owner.held[key])
         if not owner.alive and self.state.workers.get(owner.incarnation) is None:
@@ -291,13 +301,27 @@ class World:
             self.lose(agent, heard=random.random() < 0.8)
             if random.random() < 0.3:
                 agent.outbox.clear()
+        elif kind == "vanish" and victims:
+            agent = random.choice(victims)
+            if len(self.gone | {agent.worker}) < len(self.workers):
+                self.gone.add(agent.worker)
+                self.lose(agent)
+        elif kind == "come back" and self.gone:
+            worker = random.choice(sorted(self.gone))
+            self.gone.discard(worker)
+            self.join(worker)
         elif kind == "duplicate" and self.journal:
             event = from_json(self.journal[-random.randint(1, 30) :][0]["event"])
             # A stream keeps its order, and choices are not sent.
             if not isinstance(event, ev.StateReceived | ev.Assigned):
                 self.handle(event)
-        elif kind in ("task", "transfer"):
-            tasks = [(a, t) for a in living for t in a.tasks.values()]
+        elif kind in ("task", "transfer", "reset"):
+            tasks = [
+                (a, t)
+                for a in living
+                for t in a.tasks.values()
+                if kind != "reset" or t.source.incarnation is not None  # by an agent, not the store
+            ]
             if tasks:
                 agent, task = random.choice(tasks)
                 del agent.tasks[task.attempt]

@@ -54,8 +54,6 @@ def test_a_class_in_place_of_a_loss_is_refused() -> None:
 
 
 def test_more_columns_than_forward_takes_are_refused_before_a_batch() -> None:
-    said = (
-        r"3 feature columns \['a', 'b', 'c'\], and Sequential.forward takes .'input'.; as"
-    )
+    said = r"3 feature columns \['a', 'b', 'c'\], and Sequential.forward takes .'input'.; as"
     with pytest.raises(ConfigurationError, match=said):
         recipe(nn.MSELoss(), features=("a", "b", "c"))

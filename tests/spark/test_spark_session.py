@@ -11,6 +11,7 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.hopper.loss_limits import LossLimits
 from cerebro_hydra.spark import SparkBackend
 from cerebro_hydra.spark.slots import count_slots
 from cerebro_hydra.spark.worker_check import ask_workers, check_imports, required_modules
@@ -115,6 +116,22 @@ def test_the_backend_refuses_a_number_of_workers_that_is_none(
 ) -> None:
     with pytest.raises(ConfigurationError, match="num_workers is"):
         SparkBackend(spark, num_workers=workers)  # type: ignore[arg-type]
+
+
+def test_the_backend_waits_for_longer_than_spark_takes_to_replace_an_executor(
+    spark: SparkSession,
+) -> None:
+    assert SparkBackend(spark, num_workers=1).limits == LossLimits(300.0, 0.5, 20, 8)
+    assert SparkBackend(spark, num_workers=1).launcher().limits.join_timeout == 300.0
+    settings = spark.sparkContext._jsc.sc().conf()
+    settings.set("spark.network.timeout", "10min")
+    try:
+        backend = SparkBackend(spark, num_workers=1, max_failures=3)
+    finally:
+        settings.remove("spark.network.timeout")
+    assert (backend.limits.join_timeout, backend.limits.max_failures) == (1260.0, 3)
+    with pytest.raises(ConfigurationError, match="missed_heartbeats is 0; it is a whole number"):
+        SparkBackend(spark, num_workers=1, missed_heartbeats=0)
 
 
 def test_the_backend_takes_a_context_a_session_or_the_active_one(spark: SparkSession) -> None:

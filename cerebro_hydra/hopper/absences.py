@@ -1,0 +1,110 @@
+"""Decides how long missing workers are waited for, and when others take over their partitions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from cerebro_hydra.errors import SetupError
+from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
+from cerebro_hydra.hopper.roster import Roster
+from cerebro_hydra.observe.records import WorkersMissing
+from cerebro_hydra.plan.events import WorkerGivenUp
+
+TELL_SECONDS = 30.0
+"""Seconds between two records of what is waited for."""
+
+
+class Absences:
+    """Watches which workers are missing; `due` says what follows from it, `seconds` when to ask.
+
+    Args:
+        roster: who is there.
+        spec: the run, which has each worker's partitions.
+        tell: is given a record every half a minute, while workers are waited for.
+        clock: seconds from any start.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        spec: AgentSpec,
+        tell: Callable[[WorkersMissing], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._roster, self._spec, self._tell, self._clock = roster, spec, tell, clock
+        self._limit = spec.limits.join_timeout
+        self._since: dict[int, float] = {}
+        self._told = clock()
+        self._given_up: set[int] = set()
+
+    @property
+    def seconds(self) -> float | None:
+        """Return how long nothing is due at least; None if no worker is waited for."""
+        waited = self._waited()
+        if not waited:
+            return None
+        told = self._clock() - self._told
+        longest = max(waited.values()) if self._roster.live else min(waited.values())
+        return max(0.0, min(self._limit - longest, TELL_SECONDS - told))
+
+    def due(self) -> list[WorkerGivenUp]:
+        """Return the workers to give up now, and tell of those that are waited for.
+
+        Raises:
+            SetupError: no agent has been there for as long as workers are waited for.
+        """
+        waited = self._waited()
+        late = {worker for worker, seconds in waited.items() if seconds >= self._limit}
+        left = [worker for worker in waited if worker not in late]
+        if left and self._clock() - self._told >= TELL_SECONDS:
+            self._told = self._clock()
+            longest = max(waited[worker] for worker in left)
+            self._tell(WorkersMissing(tuple(left), longest, self._limit))
+        if late and not self._roster.live:
+            if not left:
+                raise self._nobody()
+            return []  # the others may still come, and can take over then
+        why = f"it did not come within {self._limit:.0f} s"
+        return [self._give_up(worker, why) for worker in sorted(late)]
+
+    def refuse(self, agent: AgentInfo, losses: int, reason: str) -> WorkerGivenUp:
+        """Give up a worker whose agents are lost again and again; no more of them may come.
+
+        Raises:
+            SetupError: no other worker is left.
+        """
+        why = (
+            f"worker {agent.worker} on {agent.host} lost {losses} agents in a row, none of which "
+            f"began a task, the last one because: {reason}; look at that machine's memory and at "
+            "the executors' logs"
+        )
+        self._roster.refused.add(agent.worker)
+        if len(self._roster.refused) == self._roster.num_workers:
+            raise SetupError(why)
+        return self._give_up(agent.worker, why)
+
+    def _give_up(self, worker: int, why: str) -> WorkerGivenUp:
+        self._given_up.add(worker)
+        return WorkerGivenUp(worker, tuple(self._spec.partitions(worker)), why)
+
+    def _waited(self) -> dict[int, float]:
+        """Return for how long each worker has been missing that is not given up.
+
+        While nobody is there to take partitions over, none counts as given up.
+        """
+        now, missing = self._clock(), self._roster.missing
+        self._given_up &= set(missing)
+        if not self._since:
+            self._told = now
+        self._since = {worker: self._since.get(worker, now) for worker in missing}
+        ignored = self._given_up if self._roster.live else ()
+        return {w: now - since for w, since in self._since.items() if w not in ignored}
+
+    def _nobody(self) -> SetupError:
+        missing = self._roster.missing
+        return SetupError(
+            f"none of {len(missing)} workers came within join_timeout={self._limit:.0f} s: "
+            f"{missing}; run `cerebro-hydra doctor`, which says what keeps them away: the network, "
+            "too few free slots, or agents that fail at start (see the executors' logs)"
+        )

@@ -1,0 +1,71 @@
+"""Gives the partitions of workers that don't come back to those that are there."""
+
+from __future__ import annotations
+
+from cerebro_hydra.plan.events import PartitionsAdopted, WorkerGivenUp
+from cerebro_hydra.plan.instructions import AdoptPartitions
+from cerebro_hydra.plan.tables import RunTables
+from cerebro_hydra.plan.workers import LiveAgent
+
+
+class Adoptions:
+    """Notes which workers were given up, and who takes their partitions over.
+
+    A worker that comes back has its own partitions back at once. If the one that took them over is
+    lost, another one takes them.
+    """
+
+    def __init__(self, tables: RunTables) -> None:
+        self._tables = tables
+        self._given_up: dict[int, tuple[int, ...]] = {}  # the partitions of each, by worker
+        self._promised: dict[int, str] = {}  # who decodes a partition, by partition
+
+    def give_up(self, event: WorkerGivenUp) -> None:
+        """Let the others take over the partitions of a worker, unless it is there again."""
+        if event.worker not in self._tables.workers.by_worker:
+            self._given_up[event.worker] = event.partitions
+            self._hand_out()
+
+    def join(self, worker: int) -> None:
+        """Leave its own partitions to a worker that is there, and ask it for those of others."""
+        for partition in self._given_up.pop(worker, ()):
+            self._promised.pop(partition, None)
+        self._hand_out()
+
+    def lose(self, incarnation: str) -> None:
+        """Let others take over what a lost agent had taken over, or was about to."""
+        self._promised = {p: name for p, name in self._promised.items() if name != incarnation}
+        self._hand_out()
+
+    def adopt(self, event: PartitionsAdopted) -> None:
+        """Note that an agent has decoded partitions of other workers."""
+        agent = self._tables.workers.get(event.incarnation)
+        mine = [p for p in event.partitions if self._promised.get(p) == event.incarnation]
+        for partition in mine:
+            del self._promised[partition]
+        if agent is not None:
+            self._tables.workers.adopt(agent, tuple(mine))
+
+    def _hand_out(self) -> None:
+        workers = self._tables.workers
+        for partitions in self._given_up.values():
+            for partition in partitions:
+                taken = partition in self._promised or workers.of_partition(partition)
+                if not taken and (agent := self._least_burdened()) is not None:
+                    self._promised[partition] = agent.incarnation
+                    self._tables.instructions.append(
+                        AdoptPartitions(agent.worker, agent.incarnation, (partition,))
+                    )
+
+    def _least_burdened(self) -> LiveAgent | None:
+        """Return the agent that has, or was promised, the fewest partitions."""
+        promised = list(self._promised.values())
+        return min(
+            self._tables.workers,
+            key=lambda agent: len(agent.partitions) + promised.count(agent.incarnation),
+            default=None,
+        )
+
+    def comparable(self) -> tuple[dict[int, tuple[int, ...]], dict[int, str]]:
+        """Return all that the next decisions depend on."""
+        return self._given_up, self._promised
