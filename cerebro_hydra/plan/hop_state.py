@@ -161,7 +161,7 @@ class HopState:
             agent = self.workers.of_partition(task.partition)
             tasks, bit = self.tables.open_tasks, 1 << task.partition
             ready = tasks.ready >> task.trial & 1 and tasks.partitions(task.trial) & bit
-            if agent is None or agent.worker != task.worker or not (agent.open and ready):
+            if agent is None or agent.worker != task.worker or not (agent.room > 0 and ready):
                 raise ValueError(f"{task} was chosen, and it can't be begun now")
             self._attempts.assign(task.trial, task.partition, agent)
 
@@ -172,7 +172,11 @@ class HopState:
         if old := self.workers.by_worker.get(event.worker):
             lost = WorkerLost(old.incarnation, f"worker {event.worker} joined anew")
             concerned = self._lose(lost)
-        self.workers.add(LiveAgent(event.worker, event.incarnation, event.partitions))
+        self.workers.add(
+            LiveAgent(
+                event.worker, event.incarnation, event.partitions, event.devices, event.residents
+            )
+        )
         return concerned
 
     def _lose(self, lost: WorkerLost) -> Iterable[int]:
@@ -184,11 +188,10 @@ class HopState:
         ran = None if lost.attempt is None else self._attempts.running(lost.attempt, incarnation)
         concerned = {trial for trial, _ in self.holders.states_at(incarnation)}
         self.workers.remove(agent)
-        for attempt in (agent.reserved, agent.running):
-            if attempt is not None:
-                concerned.add(attempt.trial)
-                self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
-                self._attempts.abandon(attempt)
+        for attempt in [*agent.reserved, *agent.started]:
+            concerned.add(attempt.trial)
+            self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
+            self._attempts.abandon(attempt)
         self.holders.forget_worker(incarnation)
         for index in sorted(concerned):
             self._course.recover(index, self.trials[index], incarnation, reason)
@@ -205,7 +208,7 @@ class HopState:
         attempt.done = event
         self._attempts.move(attempt, "done")
         estimates = self.tables.estimates
-        estimates.learn("train", attempt.trial, attempt.partition, event.seconds)
+        estimates.learn("train", attempt.trial, attempt.partition, event.work_seconds)
         estimates.advance_clock(attempt.started_at + event.hop.seconds + event.seconds)
         trial = self.trials[attempt.trial]
         while trial.pending_visits and trial.pending_visits[0].done is not None:
@@ -241,7 +244,7 @@ class HopState:
         trial.transfer_failures = 0
         trial.note_progress()
         estimates = self.tables.estimates
-        estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
+        estimates.learn("evaluate", attempt.trial, attempt.partition, event.work_seconds)
         estimates.advance_clock(attempt.started_at + event.seconds)
 
     def _is_merging(self, event: MetricsMerged | MetricsMergeFailed) -> bool:

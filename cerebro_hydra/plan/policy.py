@@ -13,6 +13,7 @@ estimates are true.
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from cerebro_hydra.plan.lookahead import Lookahead, PairValues, PlannedTask, sna
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.plan.view import View
 
-FEW_PER_WORKER = 2  # trials per worker, below which conflicts are worth a look ahead
+FEW_PER_PLACE = 2  # trials per place at a worker, below which conflicts are worth a look ahead
 MOST_PAIRS = 1024  # of trials and partitions, beyond which a look ahead takes too long
 HORIZON = 160  # tasks in one rollout
 EFFORT = 640  # tasks in all rollouts of a decision
@@ -35,30 +36,56 @@ TIE_BREAK, BYTES_THERE = 1e-4, 1e-3
 
 
 def most_work_first(view: View) -> list[Assignment]:
-    """Give every open worker a task, if there is one for it, from the trial with the most work.
+    """Give every open worker tasks, if there are some for it, of the trials with the most work.
 
-    A trial goes to the worker with the longest backlog, and of those to one with most of its bytes.
+    Every idle device is served before a worker is given more. A trial goes to the worker with the
+    longest backlog, and of those to one with most of its bytes.
     """
-    free = view.open_partitions
     chosen: list[Assignment] = []
-    for trial in view.ready():
-        while tasks := view.tasks(trial) & free:
-            partition = _longest_backlog(view, trial, tasks)
-            chosen.append(view.assignment(trial, partition))
-            free &= ~view.partitions_beside(partition)
-            if view.one_at_a_time(trial):
+    given: Counter[int] = Counter()  # by worker
+    begun: dict[int, int] = {}  # the partitions of a trial's tasks in ``chosen``, as a mask
+    free = level = 0
+    while free or level < len(view.open_levels):
+        if level < len(view.open_levels):
+            free |= view.open_levels[level]
+        level += 1
+        fuller = 0  # the partitions of workers that wait for the next level
+        for trial in view.ready() if free else ():
+            if trial in begun and view.one_at_a_time(trial):
+                continue
+            while tasks := view.tasks(trial) & free & ~begun.get(trial, 0):
+                partition = _longest_backlog(view, trial, tasks)
+                chosen.append(task := view.assignment(trial, partition))
+                begun[trial] = begun.get(trial, 0) | 1 << partition
+                given[task.worker] += 1
+                beside = view.partitions_beside(partition)
+                if given[task.worker] == view.room(partition):
+                    free &= ~beside
+                elif view.level(partition, given[task.worker]) == level:
+                    free, fuller = free & ~beside, fuller | beside
+                if view.one_at_a_time(trial):
+                    break
+            if not free:
                 break
-        if not free:
-            break
+        free = fuller
     return chosen
 
 
 def _longest_backlog(view: View, trial: int, tasks: int) -> int:
+    """Return the partition with the longest backlog, and of those one with most of the bytes.
+
+    Where devices are shared, a backlog that is shorter by one task is as good: what a trial has
+    there need not move, and the others wait no longer.
+    """
     if tasks & (tasks - 1) == 0:
         return tasks.bit_length() - 1
     backlogs = {partition: view.backlog(partition) for partition in members(tasks)}
     longest = max(backlogs.values())
-    best = [partition for partition, backlog in backlogs.items() if backlog == longest]
+    best = [
+        partition
+        for partition, backlog in backlogs.items()
+        if backlog + view.slack(partition) >= longest
+    ]
     return max(best, key=lambda partition: view.share_there(trial, partition))
 
 
@@ -84,11 +111,11 @@ class Policy:
         self._untried_rings = list(MAX_WAITS)
 
     def choose(self, view: View) -> list[Assignment]:
-        """Return the tasks to begin: at most one per worker, and one sub-epoch per trial."""
+        """Return the tasks to begin: as many as workers have room, and one sub-epoch per trial."""
         if not view.open_partitions:
             return []
         live = view.num_live()
-        if live >= FEW_PER_WORKER * view.num_workers or live * self._partitions > MOST_PAIRS:
+        if live >= FEW_PER_PLACE * view.num_places or live * self._partitions > MOST_PAIRS:
             return most_work_first(view)
         choices = view.choices()
         return self._look_ahead(view, choices) if choices else []
@@ -110,7 +137,8 @@ class Policy:
             effort += max(1, len(other_tasks))
             if other_end < end:
                 self._rule, end, tasks = rule, other_end, other_tasks
-        return [view.assignment(t.trial, t.partition) for t in _first(lookahead, tasks, choices)]
+        first = _first(view, lookahead, tasks, choices)
+        return [view.assignment(task.trial, task.partition) for task in first]
 
     def _other_rule(self, lookahead: Lookahead) -> DispatchRule:
         if self._untried_rings:
@@ -129,24 +157,27 @@ class Policy:
 
 
 def _first(
-    lookahead: Lookahead, tasks: list[PlannedTask], choices: dict[int, int]
+    view: View, lookahead: Lookahead, tasks: list[PlannedTask], choices: dict[int, int]
 ) -> list[PlannedTask]:
     """Return the choices that come first in this future for their worker and for their trial."""
-    workers: set[int] = set()
+    room = {worker: max(1, view.room(p)) for p, worker in enumerate(lookahead.workers)}
     trials: set[int] = set()
     chosen = []
     for task in tasks:
-        worker = lookahead.workers[task.partition]
-        possible = choices.get(task.trial, 0) >> task.partition & 1
-        suspect = lookahead.trials[task.trial].suspect
-        if suspect and not possible:
+        worker, trial = lookahead.workers[task.partition], lookahead.trials[task.trial]
+        present = task.kind == trial.kind
+        possible = present and choices.get(task.trial, 0) >> task.partition & 1
+        if trial.suspect and not possible:
             continue  # nobody waits for a trial that may be lethal
-        if worker not in workers and task.trial not in trials and possible:
-            chosen.append(task)
-        workers.add(worker)
-        if task.kind == "train" or suspect:
+        if worker in room:
+            if task.trial not in trials and possible:
+                chosen.append(task)
+            room[worker] -= 1
+            if not room[worker]:
+                del room[worker]
+        if task.kind == "train" or trial.suspect:
             trials.add(task.trial)
-        if len(workers) == len(lookahead.free_at):
+        if not room:
             break
     return chosen
 

@@ -66,7 +66,7 @@ class Driver:
     def running(self) -> dict[str, int]:
         """The number of the running attempt by incarnation."""
         agents = self.state.workers
-        return {a.incarnation: a.running.number for a in agents if a.running is not None}
+        return {a.incarnation: each.number for a in agents for each in a.started}
 
 
 def of(kind: type, instructions: list[Instruction]) -> list:
