@@ -161,7 +161,7 @@ class HopState:
             agent = self.workers.of_partition(task.partition)
             tasks, bit = self.tables.open_tasks, 1 << task.partition
             ready = tasks.ready >> task.trial & 1 and tasks.partitions(task.trial) & bit
-            if agent is None or agent.worker != task.worker or not (agent.room > 0 and ready):
+            if agent is None or agent.worker != task.worker or not (agent.open and ready):
                 raise ValueError(f"{task} was chosen, and it can't be begun now")
             self._attempts.assign(task.trial, task.partition, agent)
 

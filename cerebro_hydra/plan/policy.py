@@ -13,7 +13,6 @@ estimates are true.
 
 from __future__ import annotations
 
-from collections import Counter
 from random import Random
 from typing import NamedTuple
 
@@ -36,56 +35,42 @@ TIE_BREAK, BYTES_THERE = 1e-4, 1e-3
 
 
 def most_work_first(view: View) -> list[Assignment]:
-    """Give every open worker tasks, if there are some for it, of the trials with the most work.
+    """Give open workers a task each, if there is one for it, from the trial with the most work.
 
-    Every idle device is served before a worker is given more. A trial goes to the worker with the
+    Workers come first whose devices have the least to do. A trial goes to the worker with the
     longest backlog, and of those to one with most of its bytes.
     """
+    for free in view.open_levels:
+        if chosen := _most_work_first(view, free):
+            return chosen
+    return []
+
+
+def _most_work_first(view: View, free: int) -> list[Assignment]:
     chosen: list[Assignment] = []
-    given: Counter[int] = Counter()  # by worker
-    begun: dict[int, int] = {}  # the partitions of a trial's tasks in ``chosen``, as a mask
-    free = level = 0
-    while free or level < len(view.open_levels):
-        if level < len(view.open_levels):
-            free |= view.open_levels[level]
-        level += 1
-        fuller = 0  # the partitions of workers that wait for the next level
-        for trial in view.ready() if free else ():
-            if trial in begun and view.one_at_a_time(trial):
-                continue
-            while tasks := view.tasks(trial) & free & ~begun.get(trial, 0):
-                partition = _longest_backlog(view, trial, tasks)
-                chosen.append(task := view.assignment(trial, partition))
-                begun[trial] = begun.get(trial, 0) | 1 << partition
-                given[task.worker] += 1
-                beside = view.partitions_beside(partition)
-                if given[task.worker] == view.room(partition):
-                    free &= ~beside
-                elif view.level(partition, given[task.worker]) == level:
-                    free, fuller = free & ~beside, fuller | beside
-                if view.one_at_a_time(trial):
-                    break
-            if not free:
+    for trial in view.ready(free):
+        while tasks := view.tasks(trial) & free:
+            partition = _longest_backlog(view, trial, tasks)
+            chosen.append(view.assignment(trial, partition))
+            free &= ~view.partitions_beside(partition)
+            if view.one_at_a_time(trial):
                 break
-        free = fuller
+        if not free:
+            break
     return chosen
 
 
 def _longest_backlog(view: View, trial: int, tasks: int) -> int:
     """Return the partition with the longest backlog, and of those one with most of the bytes.
 
-    Where devices are shared, a backlog that is shorter by one task is as good: what a trial has
-    there need not move, and the others wait no longer.
+    A worker of several tasks does not wait for one of them, so there a backlog that is shorter by
+    one task is as good, and what the trial has there need not move.
     """
     if tasks & (tasks - 1) == 0:
         return tasks.bit_length() - 1
     backlogs = {partition: view.backlog(partition) for partition in members(tasks)}
     longest = max(backlogs.values())
-    best = [
-        partition
-        for partition, backlog in backlogs.items()
-        if backlog + view.slack(partition) >= longest
-    ]
+    best = [p for p, backlog in backlogs.items() if backlog + view.slack(p) >= longest]
     return max(best, key=lambda partition: view.share_there(trial, partition))
 
 
@@ -111,7 +96,7 @@ class Policy:
         self._untried_rings = list(MAX_WAITS)
 
     def choose(self, view: View) -> list[Assignment]:
-        """Return the tasks to begin: as many as workers have room, and one sub-epoch per trial."""
+        """Return the tasks to begin: at most one per worker, and one sub-epoch per trial."""
         if not view.open_partitions:
             return []
         live = view.num_live()
@@ -137,8 +122,7 @@ class Policy:
             effort += max(1, len(other_tasks))
             if other_end < end:
                 self._rule, end, tasks = rule, other_end, other_tasks
-        first = _first(view, lookahead, tasks, choices)
-        return [view.assignment(task.trial, task.partition) for task in first]
+        return [view.assignment(t.trial, t.partition) for t in _first(lookahead, tasks, choices)]
 
     def _other_rule(self, lookahead: Lookahead) -> DispatchRule:
         if self._untried_rings:
@@ -157,27 +141,24 @@ class Policy:
 
 
 def _first(
-    view: View, lookahead: Lookahead, tasks: list[PlannedTask], choices: dict[int, int]
+    lookahead: Lookahead, tasks: list[PlannedTask], choices: dict[int, int]
 ) -> list[PlannedTask]:
     """Return the choices that come first in this future for their worker and for their trial."""
-    room = {worker: max(1, view.room(p)) for p, worker in enumerate(lookahead.workers)}
+    workers: set[int] = set()
     trials: set[int] = set()
     chosen = []
     for task in tasks:
-        worker, trial = lookahead.workers[task.partition], lookahead.trials[task.trial]
-        present = task.kind == trial.kind
-        possible = present and choices.get(task.trial, 0) >> task.partition & 1
-        if trial.suspect and not possible:
+        worker = lookahead.workers[task.partition]
+        possible = choices.get(task.trial, 0) >> task.partition & 1
+        suspect = lookahead.trials[task.trial].suspect
+        if suspect and not possible:
             continue  # nobody waits for a trial that may be lethal
-        if worker in room:
-            if task.trial not in trials and possible:
-                chosen.append(task)
-            room[worker] -= 1
-            if not room[worker]:
-                del room[worker]
-        if task.kind == "train" or trial.suspect:
+        if worker not in workers and task.trial not in trials and possible:
+            chosen.append(task)
+        workers.add(worker)
+        if task.kind == "train" or suspect:
             trials.add(task.trial)
-        if not room:
+        if len(workers) == len(lookahead.free_at):
             break
     return chosen
 

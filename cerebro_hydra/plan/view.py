@@ -50,6 +50,12 @@ class View:
         return self._tables.workers.open_levels
 
     @property
+    def holds_several(self) -> bool:
+        """Return whether a worker may be given several tasks at one moment."""
+        workers = self._tables.workers
+        return workers.residents > len(workers.by_worker)
+
+    @property
     def num_places(self) -> int:
         """The number of tasks that all workers can hold at once, those yet to join included."""
         workers = self._tables.workers
@@ -65,16 +71,6 @@ class View:
         agent = self._tables.workers.of_partition(partition)
         return 0 if agent is None else mask_of(agent.partitions)
 
-    def room(self, partition: int) -> int:
-        """Return how many more tasks the live worker that holds a partition can be given."""
-        agent = self._tables.workers.of_partition(partition)
-        return 0 if agent is None else agent.room
-
-    def level(self, partition: int, more: int) -> int:
-        """Return how many tasks each device of a partition's live worker has, with some more."""
-        agent = self._tables.workers.of_partition(partition)
-        return 0 if agent is None else agent.level(more)
-
     def assignment(self, trial: int, partition: int) -> Assignment:
         """Return the assignment of a trial's open task to the worker of its partition."""
         worker = self.worker(partition)
@@ -83,10 +79,10 @@ class View:
 
     # ------------------------------------------------------------------ what is ready
 
-    def ready(self) -> Iterator[int]:
-        """Iterate over ready trials that an open worker may serve, the most work left first."""
+    def ready(self, free: int) -> Iterator[int]:
+        """Iterate over ready trials with tasks on free partitions, the most work left first."""
         tasks = self._tables.open_tasks
-        return tasks.in_turn(tasks.ready_for(self.open_partitions))
+        return tasks.in_turn(tasks.ready_for(free))
 
     def choices(self) -> dict[int, int]:
         """Return the partitions of every task that an open worker could begin, by trial."""

@@ -43,13 +43,14 @@ class LiveAgent:
         return sum(attempt.status != "ending" for attempt in self.started) + len(self.reserved)
 
     @property
-    def room(self) -> int:
-        """Return how many more tasks it can be given."""
-        return self.residents - self.load
+    def open(self) -> bool:
+        """Return whether it can be given a task."""
+        return self.load < self.residents
 
-    def level(self, more: int = 0) -> int:
-        """Return how many tasks each device has, with ``more`` of them; 0 if one would be idle."""
-        return (self.load + more) // self.width
+    @property
+    def level(self) -> int:
+        """Return how many tasks each of its devices has; 0 if one has none."""
+        return self.load // self.width
 
 
 class Workers:
@@ -120,10 +121,9 @@ class Workers:
     def refresh(self, agent: LiveAgent) -> None:
         """Note anew whether the agent can be given a task, and at which level."""
         self._take_out(agent)
-        if agent.room > 0:
-            level = agent.level()
-            self.open_levels += [0] * (level + 1 - len(self.open_levels))
-            self.open_levels[level] |= mask_of(agent.partitions)
+        if agent.open:
+            self.open_levels += [0] * (agent.level + 1 - len(self.open_levels))
+            self.open_levels[agent.level] |= mask_of(agent.partitions)
 
     def _take_out(self, agent: LiveAgent) -> None:
         others = ~mask_of(agent.partitions)
@@ -141,10 +141,10 @@ class Workers:
         )
         assert self.residents == sum(agent.residents for agent in agents), "residents"
         for level, partitions in enumerate(self.open_levels):
-            at_level = [agent for agent in agents if agent.room > 0 and agent.level() == level]
+            at_level = [agent for agent in agents if agent.open and agent.level == level]
             there = mask_of(partition for agent in at_level for partition in agent.partitions)
             assert partitions == there, (
                 f"{partitions:b} are open at level {level} by the index, {there:b} by the agents"
             )
-        levels = [agent.level() for agent in agents if agent.room > 0]
+        levels = [agent.level for agent in agents if agent.open]
         assert max(levels, default=0) < len(self.open_levels), f"the levels are {levels}"
