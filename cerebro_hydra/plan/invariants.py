@@ -44,7 +44,9 @@ def _check_agents(state: HopState) -> None:
             reserved = attempt.status == "reserved"
             assert reserved == (attempt in agent.reserved), f"{attempt} is at the wrong place"
         assert len(agent.started) <= agent.residents, f"{agent.started} are too many residents"
-        assert agent.load <= agent.residents, f"{agent.attempts} are more than {agent.residents} and those ending"
+        assert agent.load <= agent.residents, (
+            f"{agent.attempts} are more than {agent.residents} and those ending"
+        )
         trained = [attempt.trial for attempt in agent.started if attempt.kind == "train"]
         assert len(trained) == len(set(trained)), f"{agent.started} train a trial twice at once"
         for attempt in agent.reserved:

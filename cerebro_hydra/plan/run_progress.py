@@ -36,6 +36,10 @@ class ShardSpec:
     update: float = 0.0
     forward_writes: bool = False
 
+    def seconds(self, kind: ActionKind) -> float:
+        """Return the estimated seconds of a task."""
+        return {F: self.forward, B: self.backward, U: self.update}[kind]
+
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
@@ -138,9 +142,9 @@ class RunProgress:
         self.order = order  # among the runs of the worker
         self.status: Status = "waiting"
         self._seconds = {
-            (kind, number): seconds
+            (kind, number): shard.seconds(kind)
             for number, shard in enumerate(spec.shards)
-            for kind, seconds in ((F, shard.forward), (B, shard.backward), (U, shard.update))
+            for kind in (F, B, U)
         }
         self.begin()
 
