@@ -1,4 +1,4 @@
-"""Tells how long it takes to move a shard between the tiers of a worker."""
+"""Tells how long the actions of a worker take, by the speed of its tiers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from cerebro_hydra.plan.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.run_progress import ShardSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +16,16 @@ class MoveRates:
     device: float = math.inf
     disk: float = math.inf
 
-    def seconds(self, action: Action, nbytes: int) -> float:
-        """Return how long a LOAD or SPILL of these bytes takes; transfers elsewhere count nothing.
+    def seconds(self, action: Action, shard: ShardSpec) -> float:
+        """Return how long an action on the shard takes; transfers to other workers count nothing.
 
-        They go on while other runs compute, and the estimates of a hop have them.
+        They go on while other runs compute, and the seconds of a hop have them.
         """
+        if action.kind.computes:
+            return shard.seconds(action.kind)
         if action.kind not in (ActionKind.LOAD, ActionKind.SPILL):
             return 0.0
-        return nbytes / (self.disk if action.device == HOST else self.device)
+        return shard.state / (self.disk if action.device == HOST else self.device)
 
 
 FREE_MOVES = MoveRates()

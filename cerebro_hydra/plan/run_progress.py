@@ -109,6 +109,11 @@ class RunSpec:
         return 0 if self.stays else self.boundary_bytes
 
     @property
+    def host_need(self) -> int:
+        """Return the bytes of DRAM without which a worker refuses the run."""
+        return self.host_state_bytes + self.host_boundary_bytes
+
+    @property
     def host_state_bytes(self) -> int:
         """Return the bytes of DRAM without which the run can't go on; it is a shard's home."""
         return self.state_bytes if self.keeps_all else max(shard.state for shard in self.shards)

@@ -109,6 +109,4 @@ class DeviceClock:
 
     def _seconds(self, action: Action) -> float:
         shard = self._specs[action.trial].shards[action.shard]
-        if action.kind.computes:
-            return shard.seconds(action.kind)
-        return self._devices.rates.seconds(action, shard.state)
+        return self._devices.rates.seconds(action, shard)
