@@ -25,7 +25,7 @@ def table(lines: Sequence[BillLine]) -> str:
     for numbers, workers_of in by_numbers.items():
         rows += [(trials, workers, *numbers) for trials, workers in grouped(workers_of)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    written = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    written = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
     return "\n".join([*written, *refusals(lines)])
 
 
