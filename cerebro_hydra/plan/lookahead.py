@@ -205,7 +205,8 @@ def snapshot(view: View) -> Lookahead:
     held = [view.worker(partition) for partition in partitions]
     workers = [-1 - p if worker is None else worker for p, worker in enumerate(held)]
     # Agents join one by one and come back, so an absent one is expected soon.
-    absent = {worker: [view.now + OVERDUE_SHARE * mean] for worker in workers if worker < 0}
+    soon = [view.now + OVERDUE_SHARE * mean] * view.usual_width
+    absent = {worker: soon.copy() for worker in workers if worker < 0}
     free_at = view.free_at() | absent
 
     load = dict.fromkeys(free_at, 0.0)

@@ -61,6 +61,14 @@ class View:
         workers = self._tables.workers
         return workers.residents + self.partitions - workers.num_held
 
+    @property
+    def usual_width(self) -> int:
+        """The number of tasks that a worker which has yet to join is expected to compute at once.
+
+        It is that of the widest live one.
+        """
+        return max((agent.width for agent in self._tables.workers), default=1)
+
     def worker(self, partition: int) -> int | None:
         """Return the live worker that holds a partition."""
         agent = self._tables.workers.of_partition(partition)
