@@ -6,10 +6,11 @@
         │            │           │           │          │
         └────────────┴───────────┴───────────┴──────────┴────► cancelled
 
-An attempt is ``reserved`` behind another task of its worker. Started, it is ``fetching`` until the
-state that it begins from is whole at its worker, then ``running``, and ``ending`` from its last
-window on. A sub-epoch that is ``done`` before the one that it follows is held back until that one
-is committed.
+An attempt is ``reserved`` until its worker has a place for it, behind another that is ending.
+Started, it is a resident of its worker: ``fetching`` until the state that it begins from is whole
+there, then ``running``, and ``ending`` from its last window on. A sub-epoch that is ``done`` before
+the one that it follows is held back until that one is committed. A trial trains at one worker at a
+time, so a visit that follows another at the same worker stays reserved until that one is done.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Attempts:
 
     def __init__(self, tables: RunTables) -> None:
         self._tables = tables
-        self._freed: set[int] = set()  # workers whose task ended in the present event
+        self._freed: set[int] = set()  # workers with a task that ended in the present event
 
     def running(self, number: int, incarnation: str) -> Attempt | None:
         """Return the started attempt that an event names, or None if it is over."""
@@ -55,8 +56,7 @@ class Attempts:
     @staticmethod
     def beginning_from(trial: int, visit: int, agent: LiveAgent) -> list[Attempt]:
         """Return the agent's attempts that begin from this state."""
-        attempts = (agent.running, agent.reserved)
-        return [a for a in attempts if a and a.trial == trial and a.source.visit == visit]
+        return [a for a in agent.attempts if a.trial == trial and a.source.visit == visit]
 
     # ------------------------------------------------------------------ giving tasks
 
@@ -84,10 +84,10 @@ class Attempts:
             trial.evaluating |= 1 << partition
         if trial.status == "waiting":
             tables.set_status(number, "running")
-        agent.reserved = attempt
-        if agent.running is None:
-            self._start_reserved(agent)
-        elif not (self.has_source(attempt) or attempt.source.incarnation == agent.incarnation):
+        agent.reserved.append(attempt)
+        self._start_reserved(agent)
+        waits = attempt.status == "reserved" and attempt.source.incarnation != agent.incarnation
+        if waits and not self.has_source(attempt):
             tables.instructions.append(
                 FetchShards(number, agent.worker, agent.incarnation, attempt.source)
             )
@@ -95,10 +95,10 @@ class Attempts:
         tables.refresh(number)
 
     def start_reserved(self) -> None:
-        """Let every agent whose task ended go on with what is reserved for it."""
+        """Let every agent with a task that ended go on with what is reserved for it."""
         for worker in sorted(self._freed):
             agent = self._tables.workers.by_worker.get(worker)
-            if agent is not None and agent.running is None and agent.reserved is not None:
+            if agent is not None and agent.reserved:
                 self._start_reserved(agent)
                 self._tables.workers.refresh(agent)
         self._freed.clear()
@@ -108,11 +108,14 @@ class Attempts:
     ) -> StateSource:
         """Choose the agent itself, else another agent, else the store.
 
-        Of the others, one is taken from which the fewest transfers of this state have failed.
+        Of the others, one is taken from which the fewest transfers of this state have failed. What
+        the agent fetches already has one source.
         """
         if trial.pending_visits:
             return StateSource(trial.newest + 1, trial.pending_visits[0].incarnation)
         visit = trial.newest
+        if fetching := self.beginning_from(number, visit, agent):
+            return fetching[0].source
         places = self._tables.holders.where(number, visit)
         if agent.incarnation in places:
             return StateSource(visit, agent.incarnation)
@@ -126,10 +129,18 @@ class Attempts:
         return StateSource(visit, owners[spread % len(owners)])
 
     def _start_reserved(self, agent: LiveAgent) -> None:
-        attempt = agent.reserved
-        assert attempt is not None
-        agent.running, agent.reserved = attempt, None
-        self.move(attempt, "running" if self.has_source(attempt) else "fetching")
+        for attempt in agent.reserved.copy():
+            if len(agent.started) == agent.residents:
+                return
+            if not self.follows_in_place(attempt):
+                agent.reserved.remove(attempt)
+                agent.started.append(attempt)
+                self.move(attempt, "running" if self.has_source(attempt) else "fetching")
+
+    def follows_in_place(self, attempt: Attempt) -> bool:
+        """Return whether the visit before the attempt's is still going on at the same agent."""
+        pending = self._tables.trials[attempt.trial].pending_visits
+        return pending[1:] == [attempt] and pending[0].incarnation == attempt.incarnation
 
     # ------------------------------------------------------------------ the table
 
@@ -207,11 +218,11 @@ class Attempts:
         agent = self._tables.workers.get(attempt.incarnation)
         if agent is None:
             return
-        if agent.running is attempt:
-            agent.running = None
+        if attempt in agent.started:
+            agent.started.remove(attempt)
             self._freed.add(agent.worker)
-        if agent.reserved is attempt:
-            agent.reserved = None
+        if attempt in agent.reserved:
+            agent.reserved.remove(attempt)
 
     def _end_fetch(self, attempt: Attempt) -> None:
         """Let the agent forget a state that it was to fetch for this attempt alone."""

@@ -9,13 +9,16 @@ from cerebro_hydra.plan.simulate import TaskSeconds
 
 
 def lower_bound(
-    search: ClosedSearch, workers: Sequence[tuple[int, ...]], seconds: TaskSeconds
+    search: ClosedSearch,
+    workers: Sequence[tuple[int, ...]],
+    seconds: TaskSeconds,
+    devices: int = 1,
 ) -> float:
     """Return the larger of the longest trial and the fullest worker, in seconds.
 
     A trial trains on one partition at a time and is then evaluated on all workers at once; a
-    worker runs one task at a time. It is the bound of an open shop, with evaluations between the
-    epochs.
+    worker runs a task on each of its ``devices`` at a time. It is the bound of an open shop, with
+    evaluations between the epochs.
     """
     trials = [trial.trial for trial in search.trials]
     partitions_of_all = range(search.config.partitions)
@@ -30,11 +33,18 @@ def lower_bound(
 
     longest_trial = max(
         training(trial, partitions_of_all)
-        + max(evaluation(trial, partitions) for partitions in workers)
+        + max(
+            max(
+                evaluation(trial, partitions) / devices,
+                *(evaluation(trial, (p,)) for p in partitions),
+            )
+            for partitions in workers
+        )
         for trial in trials
     )
     fullest_worker = max(
         sum(training(trial, partitions) + evaluation(trial, partitions) for trial in trials)
+        / devices
         for partitions in workers
     )
     return search.epochs * max(longest_trial, fullest_worker)

@@ -23,11 +23,16 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """An agent is ready, so an older incarnation in the same worker slot is lost."""
+    """An agent is ready, so an older incarnation in the same worker slot is lost.
+
+    It can hold ``residents`` tasks at once, which share its ``devices``.
+    """
 
     worker: int
     incarnation: str
     partitions: tuple[int, ...]
+    devices: int = 1
+    residents: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ class WorkerLost:
     """An agent ended or stopped answering, so what it held in memory is gone.
 
     ``attempt`` is the task that it had begun last by its own word, so that a trial which kills
-    agents is known by it. An agent that is told to start a task may still be in the one before.
+    agents is known by it. An agent that is told to start a task may still be in the one before. Of
+    several residents it names the one whose tasks it computed last.
     """
 
     incarnation: str
@@ -75,7 +81,8 @@ class SubEpochDone:
 
     ``digests`` has one (frozen, trainable) pair per shard. ``seconds`` is the time from the first
     forward to the last update; ``hop`` has the transfer before it. Of these seconds an audit, which
-    found no difference, took ``audit_seconds``; 0 if there was none.
+    found no difference, took ``audit_seconds``; 0 if there was none. Beside other residents,
+    devices computed for it ``device_seconds`` long; None means all the time.
     """
 
     attempt: int
@@ -87,6 +94,12 @@ class SubEpochDone:
     seconds: float
     hop: Hop
     audit_seconds: float = 0.0
+    device_seconds: float | None = None
+
+    @property
+    def work_seconds(self) -> float:
+        """Return how long it would have taken alone."""
+        return self.seconds if self.device_seconds is None else self.device_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +147,8 @@ class EvaluationDone:
     """One validation partition is evaluated.
 
     ``sums`` has (sum, rows) for "loss" and for every metric that is a mean over rows. ``states``
-    has the JSON value that each custom metric computed on the partition, by name.
+    has the JSON value that each custom metric computed on the partition, by name. Beside other
+    residents, devices computed for it ``device_seconds`` long; None means all the time.
     """
 
     attempt: int
@@ -143,6 +157,12 @@ class EvaluationDone:
     seconds: float
     hop: Hop
     states: dict[str, Any]
+    device_seconds: float | None = None
+
+    @property
+    def work_seconds(self) -> float:
+        """Return how long it would have taken alone."""
+        return self.seconds if self.device_seconds is None else self.device_seconds
 
 
 @dataclass(frozen=True, slots=True)

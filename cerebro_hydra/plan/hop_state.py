@@ -180,7 +180,11 @@ class HopState:
         if old := self.workers.by_worker.get(event.worker):
             lost = WorkerLost(old.incarnation, f"worker {event.worker} joined anew")
             concerned = self._lose(lost)
-        self.workers.add(LiveAgent(event.worker, event.incarnation, event.partitions))
+        self.workers.add(
+            LiveAgent(
+                event.worker, event.incarnation, event.partitions, event.devices, event.residents
+            )
+        )
         self.adoptions.join(event.worker)
         return concerned
 
@@ -193,11 +197,10 @@ class HopState:
         ran = None if lost.attempt is None else self._attempts.running(lost.attempt, incarnation)
         concerned = {trial for trial, _ in self.holders.states_at(incarnation)}
         self.workers.remove(agent)
-        for attempt in (agent.reserved, agent.running):
-            if attempt is not None:
-                concerned.add(attempt.trial)
-                self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
-                self._attempts.abandon(attempt)
+        for attempt in [*agent.reserved, *agent.started]:
+            concerned.add(attempt.trial)
+            self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
+            self._attempts.abandon(attempt)
         self.holders.forget_worker(incarnation)
         self.adoptions.lose(incarnation)
         for index in sorted(concerned):
@@ -215,7 +218,7 @@ class HopState:
         attempt.done = event
         self._attempts.move(attempt, "done")
         estimates = self.tables.estimates
-        estimates.learn("train", attempt.trial, attempt.partition, event.seconds)
+        estimates.learn("train", attempt.trial, attempt.partition, event.work_seconds)
         estimates.advance_clock(attempt.started_at + event.hop.seconds + event.seconds)
         trial = self.trials[attempt.trial]
         while trial.pending_visits and trial.pending_visits[0].done is not None:
@@ -249,7 +252,7 @@ class HopState:
         trial.evaluation.add(attempt.partition, event.sums, states)
         trial.note_progress()
         estimates = self.tables.estimates
-        estimates.learn("evaluate", attempt.trial, attempt.partition, event.seconds)
+        estimates.learn("evaluate", attempt.trial, attempt.partition, event.work_seconds)
         estimates.advance_clock(attempt.started_at + event.seconds)
 
     def _is_merging(self, event: MetricsMerged | MetricsMergeFailed) -> bool:

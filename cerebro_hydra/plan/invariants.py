@@ -38,13 +38,22 @@ def _check_agents(state: HopState) -> None:
     for holder in state.holders:
         assert holder.where == STORE or holder.where in live, f"{holder} is not alive"
     for agent in state.workers:
-        for attempt in (agent.running, agent.reserved):
-            if attempt is not None:
-                assert state.attempts.get(attempt.number) is attempt, f"{attempt} is over"
-                assert attempt.incarnation == agent.incarnation, f"{attempt} is elsewhere"
-                reserved = attempt.status == "reserved"
-                assert reserved == (attempt is agent.reserved), f"{attempt} is at the wrong place"
-        assert agent.running or not agent.reserved, f"{agent.reserved} waits for nothing"
+        for attempt in agent.attempts:
+            assert state.attempts.get(attempt.number) is attempt, f"{attempt} is over"
+            assert attempt.incarnation == agent.incarnation, f"{attempt} is elsewhere"
+            reserved = attempt.status == "reserved"
+            assert reserved == (attempt in agent.reserved), f"{attempt} is at the wrong place"
+        assert len(agent.started) <= agent.residents, f"{agent.started} are too many residents"
+        assert agent.load <= agent.residents, (
+            f"{agent.attempts} are more than {agent.residents} and those ending"
+        )
+        trained = [attempt.trial for attempt in agent.started if attempt.kind == "train"]
+        assert len(trained) == len(set(trained)), f"{agent.started} train a trial twice at once"
+        for attempt in agent.reserved:
+            pending = state.trials[attempt.trial].pending_visits
+            follows = pending[1:] == [attempt] and pending[0].incarnation == agent.incarnation
+            full = len(agent.started) == agent.residents
+            assert full or follows, f"{attempt} waits for nothing"
 
 
 def _check_visits(state: HopState, index: int, trial: TrialProgress) -> None:
@@ -131,7 +140,7 @@ def _check_attempt(state: HopState, trial: TrialProgress, attempt: Attempt) -> N
     assert agent is not None, f"{attempt} has no live agent"
     assert (attempt.status == "done") == (attempt.done is not None), f"{attempt} is contradictory"
     if attempt.done is None:
-        assert attempt in (agent.running, agent.reserved), f"{attempt} is not what its agent does"
+        assert attempt in agent.attempts, f"{attempt} is not what its agent does"
     if attempt.status in ("reserved", "fetching") and trial.pending_visits[1:] != [attempt]:
         place = attempt.source.incarnation or STORE
         there = any(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
@@ -53,14 +55,14 @@ class Lookahead:
     seconds: SecondsTable
     mean: float  # seconds of a mean sub-epoch
     forecasts: dict[int, Forecast]  # by trial, of those that have not ended
-    free_at: dict[int, float]  # by worker
-    load: dict[int, float]  # by worker, the seconds of work that is not assigned yet
+    free_at: dict[int, list[float]]  # by worker, of each of its devices, as a heap
+    load: dict[int, float]  # by worker, the seconds per device of work that is not assigned yet
 
     @property
     def bound(self) -> float:
         """Return the time before which no future ends, by longest trial and fullest worker."""
         trials = [max(f.ready, f.evaluated) + f.work for f in self.forecasts.values()]
-        workers = [until + self.load[worker] for worker, until in self.free_at.items()]
+        workers = [sum(t) / len(t) + self.load[worker] for worker, t in self.free_at.items()]
         return max(0.0, *trials, *workers)
 
     def rollout(
@@ -68,7 +70,7 @@ class Lookahead:
     ) -> tuple[float, list[PlannedTask]]:
         """Follow one rule for up to ``horizon`` tasks; return the end of the run and the tasks.
 
-        The rule considers a worker and a trial once both are free, or will be within ``max_wait``
+        The rule considers a device and a trial once both are free, or will be within ``max_wait``
         seconds. The pair with the most work left goes first, counting the trial's work, the
         worker's load and the pair's preference, all in seconds. If the horizon comes before the end
         of the run, the returned end is a lower bound.
@@ -76,23 +78,29 @@ class Lookahead:
         future = replace(
             self,
             forecasts={trial: forecast.copy() for trial, forecast in self.forecasts.items()},
-            free_at=dict(self.free_at),
+            free_at={worker: devices.copy() for worker, devices in self.free_at.items()},
             load=dict(self.load),
         )
         queues = TaskQueues(future, preferences)
-        moments = sorted({*future.free_at.values(), *queues.ready_times()})
+        moments = sorted({*chain.from_iterable(future.free_at.values()), *queues.ready_times()})
         tasks: list[PlannedTask] = []
         end = 0.0
         while moments and len(tasks) < horizon:
             now = heapq.heappop(moments)
             soon = now + max_wait
             # Nobody waits for an agent that may never join, only for one that is there.
-            idle = {w for w, until in future.free_at.items() if until <= (soon if w >= 0 else now)}
+            idle = {
+                worker: count
+                for worker, devices in future.free_at.items()
+                if (count := sum(until <= (soon if worker >= 0 else now) for until in devices))
+            }
             while idle and (task := queues.take_best(soon, idle)):
                 worker, until = future._run_task(task)
                 queues.end_turn(task)
                 tasks.append(task)
-                idle.discard(worker)
+                idle[worker] -= 1
+                if not idle[worker]:
+                    del idle[worker]
                 end = max(end, until)
                 heapq.heappush(moments, until)
         return max(end, future.bound), tasks
@@ -102,9 +110,10 @@ class Lookahead:
         trial, kind, partition = task
         forecast, seconds = self.forecasts[trial], self.seconds[kind][trial][partition]
         worker = self.workers[partition]
-        until = max(self.free_at[worker], forecast.ready) + seconds
-        self.free_at[worker] = until
-        self.load[worker] -= seconds
+        devices = self.free_at[worker]
+        until = max(devices[0], forecast.ready) + seconds
+        heapq.heapreplace(devices, until)
+        self.load[worker] -= seconds / len(devices)
         forecast.unassigned.remove(partition)
         if kind == "train":
             forecast.ready = until
@@ -149,7 +158,7 @@ class TaskQueues:
         """Return when the trials that have tasks left, but none in a queue, are ready."""
         return {ready for ready, _ in self._not_ready}
 
-    def take_best(self, soon: float, idle: set[int]) -> PlannedTask | None:
+    def take_best(self, soon: float, idle: Iterable[int]) -> PlannedTask | None:
         """Take the task with the most work of those that an idle worker can begin by ``soon``."""
         while self._not_ready and self._not_ready[0][0] <= soon:
             self._queue_tasks(heapq.heappop(self._not_ready)[1])
@@ -196,8 +205,9 @@ def snapshot(view: View) -> Lookahead:
     held = [view.worker(partition) for partition in partitions]
     workers = [-1 - p if worker is None else worker for p, worker in enumerate(held)]
     # Agents join one by one and come back, so an absent one is expected soon.
-    absent = {worker: view.now + OVERDUE_SHARE * mean for worker in workers if worker < 0}
-    free_at = absent | view.free_at()
+    soon = [view.now + OVERDUE_SHARE * mean] * view.usual_width
+    absent = {worker: soon.copy() for worker in workers if worker < 0}
+    free_at = view.free_at() | absent
 
     load = dict.fromkeys(free_at, 0.0)
     forecasts = {}
@@ -220,8 +230,10 @@ def snapshot(view: View) -> Lookahead:
             trial.evaluated,
         )
         for partition, worker in enumerate(workers):
-            unassigned = partition in trial.unassigned
-            load[worker] += (later_epochs + (trains and unassigned)) * training[partition]
+            unassigned, devices = partition in trial.unassigned, len(free_at[worker])
+            sub_epochs = later_epochs + (trains and unassigned)
+            load[worker] += sub_epochs * training[partition] / devices
             if view.evaluates:
-                load[worker] += (later_epochs + (trains or unassigned)) * evaluating[partition]
+                evaluations = later_epochs + (trains or unassigned)
+                load[worker] += evaluations * evaluating[partition] / devices
     return Lookahead(view, trials, workers, seconds, mean, forecasts, free_at, load)

@@ -23,7 +23,7 @@ from cerebro_hydra.plan.lookahead import Lookahead, PairValues, PlannedTask, sna
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.plan.view import View
 
-FEW_PER_WORKER = 2  # trials per worker, below which conflicts are worth a look ahead
+FEW_PER_PLACE = 2  # trials per place at a worker, below which conflicts are worth a look ahead
 MOST_PAIRS = 1024  # of trials and partitions, beyond which a look ahead takes too long
 HORIZON = 160  # tasks in one rollout
 EFFORT = 640  # tasks in all rollouts of a decision
@@ -35,13 +35,20 @@ TIE_BREAK, BYTES_THERE = 1e-4, 1e-3
 
 
 def most_work_first(view: View) -> list[Assignment]:
-    """Give every open worker a task, if there is one for it, from the trial with the most work.
+    """Give open workers a task each, if there is one for it, from the trial with the most work.
 
-    A trial goes to the worker with the longest backlog, and of those to one with most of its bytes.
+    Workers come first whose devices have the least to do. A trial goes to the worker with the
+    longest backlog, and of those to one with most of its bytes.
     """
-    free = view.open_partitions
+    for free in view.open_levels:
+        if chosen := _most_work_first(view, free):
+            return chosen
+    return []
+
+
+def _most_work_first(view: View, free: int) -> list[Assignment]:
     chosen: list[Assignment] = []
-    for trial in view.ready():
+    for trial in view.ready(free):
         while tasks := view.tasks(trial) & free:
             partition = _longest_backlog(view, trial, tasks)
             chosen.append(view.assignment(trial, partition))
@@ -54,11 +61,16 @@ def most_work_first(view: View) -> list[Assignment]:
 
 
 def _longest_backlog(view: View, trial: int, tasks: int) -> int:
+    """Return the partition with the longest backlog, and of those one with most of the bytes.
+
+    A worker of several tasks does not wait for one of them, so there a backlog that is shorter by
+    one task is as good, and what the trial has there need not move.
+    """
     if tasks & (tasks - 1) == 0:
         return tasks.bit_length() - 1
     backlogs = {partition: view.backlog(partition) for partition in members(tasks)}
     longest = max(backlogs.values())
-    best = [partition for partition, backlog in backlogs.items() if backlog == longest]
+    best = [p for p, backlog in backlogs.items() if backlog + view.slack(p) >= longest]
     return max(best, key=lambda partition: view.share_there(trial, partition))
 
 
@@ -88,7 +100,7 @@ class Policy:
         if not view.open_partitions:
             return []
         live = view.num_live()
-        if live >= FEW_PER_WORKER * view.num_workers or live * self._partitions > MOST_PAIRS:
+        if live >= FEW_PER_PLACE * view.num_places or live * self._partitions > MOST_PAIRS:
             return most_work_first(view)
         choices = view.choices()
         return self._look_ahead(view, choices) if choices else []

@@ -36,6 +36,10 @@ class ShardSpec:
     update: float = 0.0
     forward_writes: bool = False
 
+    def seconds(self, kind: ActionKind) -> float:
+        """Return the estimated seconds of a task."""
+        return {F: self.forward, B: self.backward, U: self.update}[kind]
+
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
@@ -105,6 +109,11 @@ class RunSpec:
         return 0 if self.stays else self.boundary_bytes
 
     @property
+    def host_need(self) -> int:
+        """Return the bytes of DRAM without which a worker refuses the run."""
+        return self.host_state_bytes + self.host_boundary_bytes
+
+    @property
     def host_state_bytes(self) -> int:
         """Return the bytes of DRAM without which the run can't go on; it is a shard's home."""
         return self.state_bytes if self.keeps_all else max(shard.state for shard in self.shards)
@@ -138,9 +147,9 @@ class RunProgress:
         self.order = order  # among the runs of the worker
         self.status: Status = "waiting"
         self._seconds = {
-            (kind, number): seconds
+            (kind, number): shard.seconds(kind)
             for number, shard in enumerate(spec.shards)
-            for kind, seconds in ((F, shard.forward), (B, shard.backward), (U, shard.update))
+            for kind in (F, B, U)
         }
         self.begin()
 

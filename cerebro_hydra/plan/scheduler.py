@@ -32,9 +32,14 @@ class Scheduler:
         self._view = View(self.state.tables)
 
     def handle(self, event: Event) -> list[Decision]:
-        """Handle one event, and the choices that it made possible as one more event."""
+        """Handle one event, and the choices that it made possible as events of their own.
+
+        A choice has one task for a worker, so where workers hold several there may be more of them.
+        """
         decisions = [(event, self.state.handle(event))]
-        if tasks := self._policy.choose(self._view):
+        while tasks := self._policy.choose(self._view):
             assigned = Assigned(tuple(tasks))
             decisions.append((assigned, self.state.handle(assigned)))
+            if not self._view.holds_several:
+                break
         return decisions

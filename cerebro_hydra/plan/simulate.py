@@ -1,11 +1,16 @@
-"""Simulates a run: the real state machine on a virtual clock, with simulated agents."""
+"""Simulates a run: the real state machine on a virtual clock, with simulated agents.
+
+A worker of one device takes one task at a time, which lasts as long as it is told. A worker of
+several devices has real queues, which run the tasks shard by shard (``plan/simulate_devices.py``).
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
@@ -13,6 +18,7 @@ from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.progress import TaskKind
 from cerebro_hydra.plan.scheduler import Scheduler
+from cerebro_hydra.plan.simulate_devices import DeviceClock, SimulatedDevices
 
 TaskSeconds = Callable[[TaskKind, int, int], float]  # by kind, trial and partition
 ENDING_SHARE = 0.1  # of a sub-epoch's time is left when it says that it is ending
@@ -46,11 +52,12 @@ class Simulation:
     Args:
         search: the trials and what is fixed for them.
         workers: the partitions of each worker.
-        seconds: how long a task takes.
+        seconds: how long a task takes on a worker of one device.
         hop_seconds: how long any fetch of a state takes.
         crashes: the workers that die, and when.
         metric: the value of every metric of a trial, by trial and epoch.
         on_decision: is given every event with its instructions; else the timeline keeps them.
+        devices: the devices of every worker; None means that each has one.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class Simulation:
         crashes: Sequence[WorkerCrash] = (),
         metric: Callable[[int, int], float] = lambda trial, epoch: 1.0,
         on_decision: Callable[[ev.Event, list[ins.Instruction]], object] | None = None,
+        devices: SimulatedDevices | None = None,
     ) -> None:
         self.scheduler = Scheduler(search.config)
         self.now = 0.0
@@ -79,6 +87,9 @@ class Simulation:
         self._held: set[_HeldState] = set()
         self._fetches: dict[_HeldState, str | None] = {}  # the owner of each, None for the store
         self._waiting: dict[_HeldState, list[_HeldState]] = {}  # fetches of what is not made yet
+        self._devices = devices
+        self._clocks: dict[str, DeviceClock] = {}  # by incarnation, of workers of several devices
+        self._made_by: dict[_HeldState, int] = {}  # the attempt that trained a state there
         self._configs = {trial.trial: trial for trial in search.trials}
         for event in search.events():
             self._schedule(0.0, partial(self._handle, event))
@@ -137,12 +148,17 @@ class Simulation:
         self._live[worker] = f"worker-{worker}-{self._incarnations}"
         self._incarnations += 1
         self._tasks_of[self._live[worker]] = {}
-        self._handle(ev.WorkerJoined(worker, self._live[worker], self._workers[worker]))
+        joined = ev.WorkerJoined(worker, self._live[worker], self._workers[worker])
+        if (devices := self._devices) is not None:
+            self._clocks[joined.incarnation] = DeviceClock(devices)
+            joined = replace(joined, devices=len(devices.budgets), residents=devices.residents)
+        self._handle(joined)
 
     def _crash(self, crash: WorkerCrash) -> None:
         incarnation = self._live.pop(crash.worker, None)
         if incarnation is None:
             return
+        self._clocks.pop(incarnation, None)
         for task in list(self._tasks_of[incarnation].values()):
             self._remove_task(task)
         self._held = {state for state in self._held if state[0] != incarnation}
@@ -163,11 +179,18 @@ class Simulation:
             case ins.FetchShards():
                 self._fetch(instruction.incarnation, instruction.trial, instruction.source)
             case ins.Cancel():
+                clock = self._clocks.get(instruction.incarnation)
+                if clock is not None and instruction.attempt in self._computing:
+                    clock.cancel(self.now, instruction.attempt)
+                    self._wake(instruction.incarnation)
+                for state in [s for s, a in self._made_by.items() if a == instruction.attempt]:
+                    self._release(state)
                 self._remove_task(instruction)
             case ins.Drop():
                 state = (instruction.incarnation, instruction.trial, instruction.visit)
                 self._held.discard(state)
                 self._fetches.pop(state, None)
+                self._release(state)
             case ins.MergeMetrics():
                 names = self._configs[instruction.trial].custom_metrics
                 value = self._metric(instruction.trial, instruction.epoch)
@@ -218,7 +241,12 @@ class Simulation:
             return
         self._computing.add(task.attempt)
         train = isinstance(task, ins.StartSubEpoch)
-        seconds = self._seconds("train" if train else "evaluate", task.trial, task.partition)
+        kind: TaskKind = "train" if train else "evaluate"
+        if clock := self._clocks.get(task.incarnation):
+            clock.start(self.now, kind, task.trial, task.partition, task.attempt)
+            self._wake(task.incarnation)
+            return
+        seconds = self._seconds(kind, task.trial, task.partition)
         if train:
             ending = self.now + seconds * (1 - ENDING_SHARE)
             self._schedule(ending, partial(self._announce_end, task))
@@ -228,7 +256,33 @@ class Simulation:
         if task.attempt in self._tasks_of[task.incarnation]:
             self._handle(ev.SubEpochEnding(task.attempt, task.incarnation))
 
-    def _end_task(self, task: _Task, seconds: float) -> None:
+    def _wake(self, incarnation: str) -> None:
+        """Have the worker's devices take their next step when it is due."""
+        moment = self._clocks[incarnation].next_moment
+        if moment < inf:
+            self._schedule(moment, partial(self._step_devices, incarnation, moment))
+
+    def _step_devices(self, incarnation: str, moment: float) -> None:
+        clock = self._clocks.get(incarnation)
+        if clock is None or clock.next_moment > moment:
+            return  # it died, or has taken this step already
+        ending, ended = clock.step()
+        tasks = self._tasks_of[incarnation]
+        for attempt in ending:
+            if attempt in tasks:
+                self._announce_end(tasks[attempt])
+        for run in ended:
+            if run.run in tasks:
+                self._end_task(tasks[run.run], run.seconds, run.device_seconds)
+        self._wake(incarnation)
+
+    def _release(self, state: _HeldState) -> None:
+        attempt = self._made_by.pop(state, None)
+        if attempt is not None and (clock := self._clocks.get(state[0])):
+            clock.release(self.now, attempt)
+            self._wake(state[0])
+
+    def _end_task(self, task: _Task, seconds: float, device_seconds: float | None = None) -> None:
         if task.attempt not in self._tasks_of[task.incarnation]:
             return
         self._remove_task(task)
@@ -238,21 +292,25 @@ class Simulation:
             sums = {"loss": (value, 1)}
             hop = ev.Hop(0, 0, 0.0)
             states = dict.fromkeys(trial.custom_metrics)
-            self._handle(
-                ev.EvaluationDone(task.attempt, task.incarnation, sums, seconds, hop, states)
+            evaluated = ev.EvaluationDone(
+                task.attempt, task.incarnation, sums, seconds, hop, states, device_seconds
             )
+            self._handle(evaluated)
             return
         made = (task.incarnation, task.trial, task.visit)
         self._held.add(made)
+        self._made_by[made] = task.attempt
         digests = tuple(
             (frozen, f"{task.trial}/{task.visit}/{shard}")
             for shard, (frozen, _) in enumerate(trial.initial_digests)
         )
         nbytes = trial.nbytes
         hop = ev.Hop(nbytes, 0, self._hop_seconds)
-        self._handle(
-            ev.SubEpochDone(task.attempt, task.incarnation, 1, value, digests, nbytes, seconds, hop)
-        )
+        trained = ev.SubEpochDone(
+            task.attempt, task.incarnation, 1, value, digests, nbytes, seconds, hop,
+            device_seconds=device_seconds,
+        )  # fmt: skip
+        self._handle(trained)
         for state in self._waiting.pop(made, ()):
             if self._fetches.get(state) == task.incarnation:
                 self._start_transfer(state)

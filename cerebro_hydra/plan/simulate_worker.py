@@ -1,5 +1,7 @@
 """Simulates a worker: the real queues on a virtual clock, with simulated devices.
 
+It runs alone, or ``plan/simulate.py`` takes its steps beside those of other workers.
+
 A device computes, loads and writes back at the same time, one action of each kind after the other.
 Transfers from other workers and to disk go one after the other too. Every action is checked against
 the places and bytes of ``plan/memory_check.py`` when it begins and ends.
@@ -8,12 +10,13 @@ the places and bytes of ``plan/memory_check.py`` when it begins and ends.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cerebro_hydra.plan.actions import HOST, Action, ActionKind
-from cerebro_hydra.plan.memory_check import MemoryCheck
+from cerebro_hydra.plan.memory_check import Key, MemoryCheck
 from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.plan.schedules.candidate import Rule
 from cerebro_hydra.plan.worker_events import (
@@ -75,7 +78,7 @@ class WorkerSimulation:
     """Runs the queues of one worker once.
 
     Args:
-        specs: the runs, all of which are added at 0 seconds.
+        specs: the runs that are added at 0 seconds.
         seconds: how long an action takes; its device is its place.
         later: more events, with their seconds.
         observe: is called with the queues after every event.
@@ -96,12 +99,10 @@ class WorkerSimulation:
         self.state = WorkerState(budgets, host_budget, rule, double_buffering=double_buffering)
         self.timeline = WorkerTimeline(len(budgets))
         self._seconds, self._observe = seconds, observe
-        keys = {(s.run, k): shard for s in specs for k, shard in enumerate(s.shards)}
+        self._state_bytes: dict[Key, int] = {}
+        self._activations: dict[Key, int] = {}
         self.check = MemoryCheck(
-            dict(enumerate(budgets)),
-            host_budget,
-            {key: shard.state for key, shard in keys.items()},
-            {key: shard.activations for key, shard in keys.items()},
+            dict(enumerate(budgets)), host_budget, self._state_bytes, self._activations
         )
         self._now = 0.0
         self._lanes: dict[Lane, deque[Action]] = {}
@@ -109,9 +110,9 @@ class WorkerSimulation:
         self._heap: list[tuple[float, int, WorkerEvent | Lane]] = []
         self._scheduled = 0
         for spec in specs:
-            self._schedule(0.0, RunAdded(spec))
+            self.add(0.0, RunAdded(spec))
         for moment, event in later:
-            self._schedule(moment, event)
+            self.add(moment, event)
 
     def run(self) -> WorkerTimeline:
         """Run until nothing is left to happen, and return what happened.
@@ -120,17 +121,7 @@ class WorkerSimulation:
             RuntimeError: the queues stand still with runs that are not over.
         """
         while self._heap:
-            self._now = self._heap[0][0]
-            events = []
-            while self._heap and self._heap[0][0] == self._now:
-                happens = heapq.heappop(self._heap)[2]
-                event = self._end(happens) if isinstance(happens, tuple) else happens
-                if event is not None:
-                    events.append(event)
-                    self._before(event)
-            for answer in self.state.handle(events):
-                self._carry_out(answer)
-            self._observe(self.state)
+            self.step()
         left = [number for number, run in self.state.runs.items() if run.status != "finished"]
         if left:
             raise RuntimeError(f"the queues stand still at {self._now:.3f} s with runs {left}")
@@ -139,12 +130,40 @@ class WorkerSimulation:
         }
         return self.timeline
 
+    @property
+    def next_moment(self) -> float:
+        """Return when the next thing happens; infinity if nothing is left to happen."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def add(self, moment: float, event: WorkerEvent) -> None:
+        """Let an event happen at a moment that is not past."""
+        self._schedule(moment, event)
+
+    def step(self) -> list[Answer]:
+        """Let the next moment happen, and return what the queues answered."""
+        self._now = self._heap[0][0]
+        events = []
+        while self._heap and self._heap[0][0] == self._now:
+            happens = heapq.heappop(self._heap)[2]
+            event = self._end(happens) if isinstance(happens, tuple) else happens
+            events.append(event)
+            self._before(event)
+        answers = self.state.handle(events)
+        for answer in answers:
+            self._carry_out(answer)
+        self._observe(self.state)
+        return answers
+
     def _schedule(self, moment: float, happens: WorkerEvent | Lane) -> None:
         heapq.heappush(self._heap, (moment, self._scheduled, happens))
         self._scheduled += 1
 
     def _before(self, event: WorkerEvent) -> None:
-        if isinstance(event, RunCancelled | RunReleased):
+        if isinstance(event, RunAdded):
+            for number, shard in enumerate(event.spec.shards):
+                self._state_bytes[event.spec.run, number] = shard.state
+                self._activations[event.spec.run, number] = shard.activations
+        elif isinstance(event, RunCancelled | RunReleased):
             self.check.abandon(event.run)
         elif isinstance(event, DeviceLost):
             self.check.lose(event.device)

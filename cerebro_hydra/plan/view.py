@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from cerebro_hydra.plan.bits import mask_of, members
 from cerebro_hydra.plan.events import Assignment
 from cerebro_hydra.plan.progress import Attempt, TaskKind, visit_order
 from cerebro_hydra.plan.tables import RunTables
+from cerebro_hydra.plan.workers import LiveAgent
 
 OVERDUE_SHARE = 0.05  # of a task's time is left of one that takes longer than expected
 
@@ -43,10 +45,29 @@ class View:
         return self._tables.workers.open_partitions
 
     @property
-    def num_workers(self) -> int:
-        """The number of workers that are free or will be, those that have yet to join included."""
-        held = sum(len(agent.partitions) for agent in self._tables.workers.by_worker.values())
-        return len(self._tables.workers.by_worker) + self.partitions - held
+    def open_levels(self) -> list[int]:
+        """The open partitions by the tasks that each device of their worker has, as masks."""
+        return self._tables.workers.open_levels
+
+    @property
+    def holds_several(self) -> bool:
+        """Return whether a worker may be given several tasks at one moment."""
+        workers = self._tables.workers
+        return workers.residents > len(workers.by_worker)
+
+    @property
+    def num_places(self) -> int:
+        """The number of tasks that all workers can hold at once, those yet to join included."""
+        workers = self._tables.workers
+        return workers.residents + self.partitions - workers.num_held
+
+    @property
+    def usual_width(self) -> int:
+        """The number of tasks that a worker which has yet to join is expected to compute at once.
+
+        It is that of the widest live one.
+        """
+        return max((agent.width for agent in self._tables.workers), default=1)
 
     def worker(self, partition: int) -> int | None:
         """Return the live worker that holds a partition."""
@@ -66,10 +87,10 @@ class View:
 
     # ------------------------------------------------------------------ what is ready
 
-    def ready(self) -> Iterator[int]:
-        """Iterate over ready trials that an open worker may serve, the most work left first."""
+    def ready(self, free: int) -> Iterator[int]:
+        """Iterate over ready trials with tasks on free partitions, the most work left first."""
         tasks = self._tables.open_tasks
-        return tasks.in_turn(tasks.ready_for(self.open_partitions))
+        return tasks.in_turn(tasks.ready_for(free))
 
     def choices(self) -> dict[int, int]:
         """Return the partitions of every task that an open worker could begin, by trial."""
@@ -90,6 +111,12 @@ class View:
         """Return how much work the present epochs of all trials leave on a partition."""
         waiting = self._tables.open_tasks.trials(partition).bit_count()
         return waiting * self._tables.estimates.pace("train", partition)
+
+    def slack(self, partition: int) -> float:
+        """Return the work that a worker of several tasks may be behind others and never idle."""
+        agent = self._tables.workers.of_partition(partition)
+        several = agent is not None and agent.residents > 1
+        return self._tables.estimates.pace("train", partition) if several else 0.0
 
     def share_there(self, trial: int, partition: int) -> float:
         """Return the share of a trial's newest state that the partition's worker has already."""
@@ -121,15 +148,9 @@ class View:
         """Return the size of a trial's state."""
         return self._tables.trials[trial].config.nbytes
 
-    def free_at(self) -> dict[int, float]:
-        """Return when each live worker will have done what it was given."""
-        return {
-            agent.worker: max(
-                (self._end(attempt) for attempt in (agent.running, agent.reserved) if attempt),
-                default=self.now,
-            )
-            for agent in self._tables.workers
-        }
+    def free_at(self) -> dict[int, list[float]]:
+        """Return when each device of each live worker will have done what it was given."""
+        return {agent.worker: self._ends(agent)[1] for agent in self._tables.workers}
 
     def _trial(self, number: int) -> TrialView:
         trial = self._tables.trials[number]
@@ -155,11 +176,25 @@ class View:
 
     def _end(self, attempt: Attempt) -> float:
         """Return when an attempt ends that its agent runs, or will run next."""
-        expected = self.seconds(attempt.kind, attempt.trial, attempt.partition)
-        agent = self._tables.workers.by_worker[attempt.worker]
-        start = attempt.started_at
-        if attempt is agent.reserved:
-            start = self.now if agent.running is None else self._end(agent.running)
+        return self._ends(self._tables.workers.by_worker[attempt.worker])[0][attempt.number]
+
+    def _ends(self, agent: LiveAgent) -> tuple[dict[int, float], list[float]]:
+        """Return when the agent's attempts end, and when its devices are free, the first first.
+
+        More residents than devices share them; what is reserved comes after all of them.
+        """
+        shared_by = max(1.0, len(agent.started) / agent.width)
+        ends: dict[int, float] = {}
+        for attempt in agent.started:
+            ends[attempt.number] = self._end_from(attempt, attempt.started_at, shared_by)
+        free = sorted([*[self.now] * agent.width, *ends.values()])[-agent.width :]
+        for attempt in agent.reserved:
+            ends[attempt.number] = self._end_from(attempt, free[0], 1.0)
+            heapq.heapreplace(free, ends[attempt.number])
+        return ends, free
+
+    def _end_from(self, attempt: Attempt, start: float, shared_by: float) -> float:
+        expected = self.seconds(attempt.kind, attempt.trial, attempt.partition) * shared_by
         # An overdue task is not over yet, and idle workers should not wait for it.
         left = 0.0 if attempt.status == "ending" else OVERDUE_SHARE * expected
         return max(self.now + left, start + expected)

@@ -105,7 +105,7 @@ class WorkerState(WorkerQueues):
         if spec.run in self.runs:
             raise ValueError(f"run {spec.run} was added before; number the runs of a worker apart")
         most = max(queue.budget for queue in self.queues.values())
-        host_need, host = spec.host_state_bytes + spec.host_boundary_bytes, self.tiers.host_budget
+        host_need, host = spec.host_need, self.tiers.host_budget
         if spec.device_need > most:
             reason = f"it needs {spec.device_need} bytes of a device, and the largest has {most}"
         elif host_need > host:

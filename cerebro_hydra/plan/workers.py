@@ -1,9 +1,11 @@
-"""Keeps the live agents: by worker, by incarnation and by partition, and which of them are open."""
+"""Keeps the live agents: by worker, by incarnation and by partition, and which can take more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from cerebro_hydra.plan.bits import mask_of
 from cerebro_hydra.plan.progress import Attempt
@@ -11,20 +13,46 @@ from cerebro_hydra.plan.progress import Attempt
 
 @dataclass(slots=True)
 class LiveAgent:
-    """Records one live incarnation of a worker, the task it runs and the task it will run next."""
+    """Records one live incarnation of a worker, its residents and those that come after them.
+
+    It holds up to ``residents`` attempts at once, which share its ``devices``. More are reserved
+    behind those that are ending.
+    """
 
     worker: int
     incarnation: str
     partitions: tuple[int, ...]
+    devices: int = 1
+    residents: int = 1
     adopted: set[int] = field(default_factory=set)
     """Those of its partitions that are another worker's, which is not there."""
-    running: Attempt | None = None
-    reserved: Attempt | None = None
+    started: list[Attempt] = field(default_factory=list)
+    reserved: list[Attempt] = field(default_factory=list)
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """Return all its attempts in the order in which they were given."""
+        return [*self.started, *self.reserved]
+
+    @property
+    def width(self) -> int:
+        """Return how many of its residents can compute at once."""
+        return min(self.devices, self.residents)
+
+    @property
+    def load(self) -> int:
+        """Return how many attempts it has beside those that are ending."""
+        return sum(attempt.status != "ending" for attempt in self.started) + len(self.reserved)
 
     @property
     def open(self) -> bool:
-        """Return whether it can be given a task: idle or ending one, with nothing reserved."""
-        return self.reserved is None and (self.running is None or self.running.status == "ending")
+        """Return whether it can be given a task."""
+        return self.load < self.residents
+
+    @property
+    def level(self) -> int:
+        """Return how many tasks each of its devices has; 0 if one has none."""
+        return self.load // self.width
 
 
 class Workers:
@@ -32,14 +60,26 @@ class Workers:
 
     def __init__(self) -> None:
         self.by_worker: dict[int, LiveAgent] = {}
-        self.open_partitions = 0
-        """The partitions of the agents that can be given a task, as a mask."""
+        self.open_levels: list[int] = [0]
+        """The partitions of the agents that can be given a task, as a mask for each level."""
+        self.residents = 0
+        """How many attempts all live agents may hold at once."""
         self._by_incarnation: dict[str, LiveAgent] = {}
         self._by_partition: dict[int, LiveAgent] = {}
 
     def __iter__(self) -> Iterator[LiveAgent]:
         """Iterate over the live agents in the order of their workers."""
         return (self.by_worker[worker] for worker in sorted(self.by_worker))
+
+    @property
+    def open_partitions(self) -> int:
+        """The partitions of the agents that can be given a task, as a mask."""
+        return reduce(or_, self.open_levels)
+
+    @property
+    def num_held(self) -> int:
+        """The number of partitions that live agents hold."""
+        return len(self._by_partition)
 
     def get(self, incarnation: str) -> LiveAgent | None:
         """Return the live agent with this incarnation."""
@@ -53,8 +93,14 @@ class Workers:
         """Take in an agent, to which its partitions go back that others have taken over.
 
         Raises:
-            ValueError: another live agent holds one of its partitions as its own.
+            ValueError: another live agent holds one of its partitions as its own, or it can't hold
+                a task.
         """
+        if agent.width < 1:
+            raise ValueError(
+                f"worker {agent.worker} joined with devices={agent.devices} and "
+                f"residents={agent.residents}; both must be at least 1"
+            )
         for partition in agent.partitions:
             if (other := self._by_partition.get(partition)) and partition in other.adopted:
                 other.partitions = tuple(p for p in other.partitions if p != partition)
@@ -67,6 +113,7 @@ class Workers:
                 )
         self.by_worker[agent.worker] = self._by_incarnation[agent.incarnation] = agent
         self._by_partition.update(dict.fromkeys(agent.partitions, agent))
+        self.residents += agent.residents
         self.refresh(agent)
 
     def adopt(self, agent: LiveAgent, partitions: tuple[int, ...]) -> None:
@@ -81,14 +128,19 @@ class Workers:
         del self.by_worker[agent.worker], self._by_incarnation[agent.incarnation]
         for partition in agent.partitions:
             del self._by_partition[partition]
-        self.open_partitions &= ~mask_of(agent.partitions)
+        self.residents -= agent.residents
+        self._take_out(agent)
 
     def refresh(self, agent: LiveAgent) -> None:
-        """Note anew whether the agent can be given a task."""
+        """Note anew whether the agent can be given a task, and at which level."""
+        self._take_out(agent)
         if agent.open:
-            self.open_partitions |= mask_of(agent.partitions)
-        else:
-            self.open_partitions &= ~mask_of(agent.partitions)
+            self.open_levels += [0] * (agent.level + 1 - len(self.open_levels))
+            self.open_levels[agent.level] |= mask_of(agent.partitions)
+
+    def _take_out(self, agent: LiveAgent) -> None:
+        others = ~mask_of(agent.partitions)
+        self.open_levels = [partitions & others for partitions in self.open_levels]
 
     def check(self) -> None:
         """Raise AssertionError if an index is not what the agents give."""
@@ -100,9 +152,12 @@ class Workers:
         assert len(held) == sum(len(agent.partitions) for agent in agents), (
             "a partition has two workers"
         )
-        is_open = mask_of(
-            partition for agent in agents if agent.open for partition in agent.partitions
-        )
-        assert self.open_partitions == is_open, (
-            f"{self.open_partitions:b} are open by the index, {is_open:b} by the agents"
-        )
+        assert self.residents == sum(agent.residents for agent in agents), "residents"
+        for level, partitions in enumerate(self.open_levels):
+            at_level = [agent for agent in agents if agent.open and agent.level == level]
+            there = mask_of(partition for agent in at_level for partition in agent.partitions)
+            assert partitions == there, (
+                f"{partitions:b} are open at level {level} by the index, {there:b} by the agents"
+            )
+        levels = [agent.level for agent in agents if agent.open]
+        assert max(levels, default=0) < len(self.open_levels), f"the levels are {levels}"

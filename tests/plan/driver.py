@@ -34,14 +34,14 @@ def done(attempt: int, worker: str, loss: float = 1.0) -> ev.SubEpochDone:
 class Driver:
     """A state with workers "a", "b", ... on partitions 0, 1, ...; validates after every event."""
 
-    def __init__(self, **more) -> None:
+    def __init__(self, joins: bool = True, **more) -> None:
         search = config(**more)
         self.scheduler = Scheduler(search.config)
         self.state = self.scheduler.state
         self.told: list[Instruction] = []
         for event in search.events():
             self(event)
-        for worker in range(self.state.config.partitions):
+        for worker in range(self.state.config.partitions if joins else 0):
             self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
 
     def __call__(self, event: ev.Event) -> list[Instruction]:
@@ -66,7 +66,7 @@ class Driver:
     def running(self) -> dict[str, int]:
         """The number of the running attempt by incarnation."""
         agents = self.state.workers
-        return {a.incarnation: a.running.number for a in agents if a.running is not None}
+        return {a.incarnation: each.number for a in agents for each in a.started}
 
 
 def of(kind: type, instructions: list[Instruction]) -> list:

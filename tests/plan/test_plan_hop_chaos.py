@@ -24,6 +24,13 @@ METRICS = ("train_loss", "val_plain", "val_score")
 FAULTS = ("kill", "duplicate", "task", "transfer", "audit", "stop", "merge")
 
 
+def places(workers: int):
+    """Draw devices and residents for each worker; half of the runs are plain."""
+    plain = st.just([(1, 1)] * workers)
+    each = st.tuples(st.integers(1, 3), st.integers(1, 4))
+    return plain | st.lists(each, min_size=workers, max_size=workers)
+
+
 @st.composite
 def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
     partitions = draw(st.integers(1, 4))
@@ -59,7 +66,8 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
     }  # fmt: skip
     budget = Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults})
     search = ClosedSearch(config, trials, epochs)
-    return World(search, workers, budget, slow_saves=draw(st.booleans()))
+    slow_saves = draw(st.booleans())
+    return World(search, workers, budget, slow_saves, places=draw(places(len(workers))))
 
 
 # Short scripts shrink well; a long random one is what usually finds the fault.
@@ -172,7 +180,7 @@ def test_without_faults_of_its_own_every_trial_finishes(world, script) -> None:
 
 def check_undisturbed(world: World) -> None:
     """Check that the world's histories and results are those of a run without losses."""
-    calm = World(world.search, world.workers, Counter())
+    calm = World(world.search, world.workers, Counter(), places=world.places)
     calm.run([])
     for index, mine in world.state.trials.items():
         other = calm.state.trials[index]
@@ -223,7 +231,8 @@ def storms(draw):
     config = HopConfig(partitions, order=order, seed=seed, evaluate=False)
     workers = [(partition,) for partition in range(partitions)]
     search = ClosedSearch(config, trials, epochs=4)
-    return World(search, workers, Counter(kill=draw(st.integers(4, 20))), slow_saves=True)
+    kills = Counter(kill=draw(st.integers(4, 20)))
+    return World(search, workers, kills, slow_saves=True, places=draw(places(len(workers))))
 
 
 @settings(max_examples=examples(120))

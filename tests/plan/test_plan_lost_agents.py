@@ -17,7 +17,7 @@ from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
 from tests.examples import examples
 from tests.plan.driver import Driver, in_order, of
-from tests.plan.test_plan_hop_chaos import check_outcome, scripts
+from tests.plan.test_plan_hop_chaos import check_outcome, places, scripts
 from tests.plan.world import World
 
 Task = ins.StartSubEpoch | ins.Evaluate
@@ -172,6 +172,7 @@ def lethal_worlds(draw, kills: int = 0, order: str | None = None):
         Counter(kill=draw(st.integers(0, kills))),
         slow_saves=draw(st.booleans()),
         lethal=lethal,
+        places=draw(places(cut)),
     )
     return world, killers, partition
 
@@ -217,7 +218,7 @@ def test_other_losses_beside_lethal_trials_cost_no_innocent_trial(lethal, script
 def test_innocent_trials_have_the_results_of_a_run_without_lethal_ones(lethal, script) -> None:
     world, killers, _ = lethal
     world.run(script)
-    calm = World(world.search, world.workers, Counter())
+    calm = World(world.search, world.workers, Counter(), places=world.places)
     calm.run([])
     for index in set(range(len(world.state.trials))) - killers:
         mine, other = world.state.trials[index], calm.state.trials[index]

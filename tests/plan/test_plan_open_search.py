@@ -19,7 +19,12 @@ from cerebro_hydra.plan.progress import visit_order
 from cerebro_hydra.plan.scheduler import Scheduler
 from tests.examples import examples
 from tests.plan.driver import done, of
-from tests.plan.test_plan_hop_chaos import expected_result, scripts, surviving_commits
+from tests.plan.test_plan_hop_chaos import (
+    expected_result,
+    places,
+    scripts,
+    surviving_commits,
+)
 from tests.plan.world import Proposal, World, score, val_loss
 
 
@@ -45,7 +50,7 @@ class OpenDriver:
     @property
     def running(self) -> dict[str, int]:
         agents = self.state.workers
-        return {a.incarnation: a.running.number for a in agents if a.running is not None}
+        return {a.incarnation: each.number for a in agents for each in a.started}
 
     def train(self) -> list[ins.Instruction]:
         """Let the task that runs end."""
@@ -294,6 +299,7 @@ def open_worlds(draw, faults: tuple[str, ...] = ("kill", "duplicate", "task", "a
         Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults}),
         slow_saves=draw(st.booleans()),
         proposals=draw(proposals()),
+        places=draw(places(cut)),
     )
 
 

@@ -108,7 +108,7 @@ def forget_turn(tables: RunTables) -> None:
 
 
 def open_all(tables: RunTables) -> None:
-    tables.workers.open_partitions = 0b11
+    tables.workers.open_levels[0] = 0b11
 
 
 def lose_status(tables: RunTables) -> None:

@@ -54,7 +54,8 @@ class FakeAgent:
     ending: set[int] = field(default_factory=set)
     fetches: dict[tuple[int, int], ins.StateSource] = field(default_factory=dict)
     saves: deque[tuple[int, int]] = field(default_factory=deque)
-    began: int | None = None  # the latest attempt that it has begun
+    began: int | None = None  # the attempt that it has begun or computed last
+    residents: int = 1
 
 
 class World:
@@ -67,8 +68,10 @@ class World:
         lethal: Callable[[ins.StartSubEpoch | ins.Evaluate], bool] = lambda task: False,
         proposals: Iterable[Proposal] = (),
         unreachable: Container[int] = (),
+        places: list[tuple[int, int]] | None = None,
     ) -> None:
         self.search, self.workers, self.faults = search, workers, faults
+        self.places = places or [(1, 1)] * len(workers)  # devices and residents of each worker
         self.config = search.config if isinstance(search, ClosedSearch) else search
         self.proposals = deque(proposals)  # of an open search, each made at any time, in order
         self.scheduler = Scheduler(self.config)
@@ -96,9 +99,11 @@ class World:
         if worker in self.gone:
             self.news.append(ev.WorkerGivenUp(worker, self.workers[worker], "gone"))
             return
-        self.agents.append(FakeAgent(worker, f"w{worker}-{len(self.agents)}"))
-        incarnation = self.agents[-1].incarnation
-        self.news.append(ev.WorkerJoined(worker, incarnation, self.workers[worker]))
+        incarnation = f"w{worker}-{len(self.agents)}"
+        devices, residents = self.places[worker]
+        self.agents.append(FakeAgent(worker, incarnation, residents=residents))
+        partitions = self.workers[worker]
+        self.news.append(ev.WorkerJoined(worker, incarnation, partitions, devices, residents))
 
     def handle(self, event: ev.Event) -> None:
         given: list[ins.Instruction] = []
@@ -175,7 +180,10 @@ class World:
         match instruction:
             case ins.StartSubEpoch() | ins.Evaluate():
                 doing = [t for t in agent.tasks.values()]
-                assert not doing, f"{agent.incarnation} has {doing} and gets {instruction}"
+                full = f"{agent.incarnation} has {doing} and gets {instruction}"
+                assert len(doing) < agent.residents, full
+                if isinstance(instruction, ins.StartSubEpoch):
+                    assert instruction.trial not in {task.trial for task in doing}, full
                 agent.tasks[instruction.attempt] = instruction
                 agent.began = instruction.attempt
                 self.want(agent, instruction.trial, instruction.source)
@@ -232,6 +240,7 @@ class World:
         content = agent.held[task.trial, task.source.visit]
         assert len(content) == task.source.visit
         attempt, me = task.attempt, agent.incarnation
+        agent.began = attempt
         if self.lethal(task):
             self.lose(agent)
         elif isinstance(task, ins.Evaluate):
@@ -325,7 +334,9 @@ class World:
             if tasks:
                 agent, task = random.choice(tasks)
                 del agent.tasks[task.attempt]
-                agent.fetches.pop((task.trial, task.source.visit), None)
+                key = (task.trial, task.source.visit)
+                if key not in {(t.trial, t.source.visit) for t in agent.tasks.values()}:
+                    agent.fetches.pop(key, None)
                 event_type = ev.TaskFailed if kind == "task" else ev.TransferFailed
                 agent.outbox.append(event_type(task.attempt, agent.incarnation, "injected"))
         elif kind == "audit":
