@@ -53,7 +53,7 @@ class TrialView:
     epochs: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics of each ended epoch: "train_loss", "val_loss", ..."""
     best_epoch: int | None = None
-    """The epoch, from 0, with the best finite value so far; None for trials without patience."""
+    """The epoch, from 0, with the best finite value so far; None for trials that keep the last."""
     result_visit: int | None = None
     """The visit whose state is its result, which the run folder holds; 0 if it failed."""
     seconds: float = 0.0
@@ -73,7 +73,7 @@ class TrialView:
 
     @property
     def result_epoch(self) -> int | None:
-        """Return the epoch of its result: the best one with patience, else the last ended."""
+        """Return the epoch, from 0, of its result: the best one, or the last that ended."""
         return self.best_epoch if self.best_epoch is not None else max(self.epochs, default=None)
 
     @property
@@ -283,6 +283,6 @@ class RunView:
         self._find_best(trial)
 
     def _find_best(self, trial: TrialView) -> None:
-        if self.document.trials[trial.trial].patience is not None:
+        if self.document.trials[trial.trial].keep == "best":
             values = [trial.epochs[e].get(self.metric, math.nan) for e in sorted(trial.epochs)]
             trial.best_epoch = best_epoch(values, self.direction)

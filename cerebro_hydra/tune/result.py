@@ -88,9 +88,9 @@ class SearchResult:
 
         Args:
             per_epoch: False gives one row per trial: trial_id, status, a column `param_NAME` per
-                parameter, the metrics of its result, epochs (ended ones), result_epoch (from 0),
+                parameter, the metrics of its result, epochs (ended ones), result_epoch (from 1),
                 seconds, error. True gives one row per trial and ended epoch: trial_id, epoch (from
-                0), the parameters, the metrics of that epoch.
+                1), the parameters, the metrics of that epoch.
         """
         from cerebro_hydra.tune.frames import by_epoch, by_trial
 

@@ -20,7 +20,7 @@ from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, Interrupte
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
-from cerebro_hydra.plan.hop_config import ORDERS
+from cerebro_hydra.plan.hop_config import KEEPS, ORDERS
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
@@ -58,6 +58,8 @@ class Search(ABC):
         batch_seconds: how long one batch may take, without the wait for shards; None allows any
             time. A trial that takes longer fails alone, and its agent is replaced. A batch that
             takes 20 times the median of its trial's batches is told of in any case.
+        keep: "best" takes the state after a trial's best epoch as its result, "last" that after its
+            last one. None is "best" where there are validation rows or early stopping.
         sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take from
             its first batch on; else like `batch_seconds`.
         audit_share: how much of the training time may go into audits, which take single steps also
@@ -93,6 +95,7 @@ class Search(ABC):
         batch_seconds: float | None = None,
         sub_epoch_seconds: float | None = None,
         audit_share: float = 0.01,
+        keep: str | None = None,
         verbose: int = 1,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -124,6 +127,9 @@ class Search(ABC):
         self.batch_seconds = _seconds("batch_seconds", batch_seconds)
         self.sub_epoch_seconds = _seconds("sub_epoch_seconds", sub_epoch_seconds)
         self.audit_share = _share("audit_share", audit_share)
+        if keep is not None and keep not in KEEPS:
+            raise ConfigurationError(f"keep is {keep!r}; it is one of {KEEPS}, or None")
+        self.keep = keep
         self.verbose = whole("verbose", verbose, least=0)
         if not isinstance(observers, Sequence):
             raise ConfigurationError(f"observers is {observers!r}; give a list: [{observers!r}]")
@@ -227,7 +233,9 @@ class Search(ABC):
         columns = Columns.of(self.data_spec)
         examples = ExampleBatches(manifest, self.store, columns)
         report = print if self.verbose else lambda line: None
-        admission = Admission(self.estimator_gen_fn, columns, examples, folder, self.seed, report)
+        admission = Admission(
+            self.estimator_gen_fn, columns, examples, folder, self.seed, report, self.keep
+        )
         return admission.admit(self.candidates(), self.evaluation_metric)
 
     def _document(self, folder: RunFolder, manifest: Manifest, admitted: Admitted) -> RunDocument:

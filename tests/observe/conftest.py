@@ -26,6 +26,7 @@ def document(
     num_trials: int,
     validated: bool = True,
     patience: int | None = None,
+    keep: str = "last",
     params: dict[str, Any] | None = None,
     **changes: Any,
 ) -> RunDocument:
@@ -43,6 +44,7 @@ def document(
             steps=(4, 4),
             shards=(DIGESTS,),
             patience=patience,
+            keep=keep,
         )
         for trial in range(num_trials)
     )
@@ -80,10 +82,12 @@ def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
         losses: tuple[WorkerCrash, ...] = (),
         validated: bool = True,
         patience: int | None = None,
+        keep: str = "last",
         loss: Callable[[int, int], float] = lambda trial, epoch: 1.0,
     ) -> tuple[Simulation, list[Record]]:
         trials = tuple(
-            TrialConfig(t, 1.0, 1_000_000, (DIGESTS,), patience=patience) for t in range(num_trials)
+            TrialConfig(t, 1.0, 1_000_000, (DIGESTS,), patience=patience, keep=keep)
+            for t in range(num_trials)
         )
         config = HopConfig(
             partitions=PARTITIONS,
@@ -100,7 +104,7 @@ def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
             metric=loss,
         )
         timeline = simulation.run()
-        records: list[Record] = [RunStarted(document(num_trials, validated, patience))]
+        records: list[Record] = [RunStarted(document(num_trials, validated, patience, keep))]
         for seq, (event, instructions) in enumerate(timeline.records):
             records.append(Decision(seq, float(seq), event, tuple(instructions)))
         records.append(RunEnded(timeline.makespan))
