@@ -28,7 +28,9 @@ from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.interrupts import sigterm_interrupts
 from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.run_claim import run_claim
 from cerebro_hydra.tune.space import check_space
+from cerebro_hydra.tune.winner_archive import WinnerArchive
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -174,7 +176,7 @@ class Search(ABC):
                 manifest = self.backend.prepare(self.store, df, self.data_spec)
             return self._fit(manifest)
 
-    def fit_on_prepared_data(self, prepared: Manifest | None = None) -> SearchResult:
+    def fit_on_prepared_data(self, prepared: Manifest | str | None = None) -> SearchResult:
         """Train every candidate on data that is there already.
 
         The data is what `backend.prepare_data` has written to the store; or the Parquet files of
@@ -183,9 +185,10 @@ class Search(ABC):
         Prepared data keeps the rows that it holds out, whatever share or seed this search has.
 
         Args:
-            prepared: what `backend.prepare_data` or `backend.existing_data` returned; None takes
-                the store's existing files, else the only prepared data that has the columns of
-                this search and a partition for every worker.
+            prepared: what `backend.prepare_data` or `backend.existing_data` returned, or the name
+                of prepared data, as `cerebro-hydra runs STORE` lists it. None takes the store's
+                existing files, else the only prepared data that has the columns of this search and
+                a partition for every worker.
 
         Raises:
             ConfigurationError: there is no such data, or several, or `prepared` is something else;
@@ -197,10 +200,11 @@ class Search(ABC):
         if prepared is None and existing_paths(self.store) is not None:
             with sigterm_interrupts():
                 return self._fit(self.backend.describe(self.store, self.data_spec))
-        if not isinstance(prepared, Manifest | None):
+        if not isinstance(prepared, Manifest | str | None):
             raise ConfigurationError(
                 f"fit_on_prepared_data got a {type(prepared).__name__}; give what "
-                "backend.prepare_data returned, or nothing; a DataFrame goes to fit"
+                "backend.prepare_data returned, the name of prepared data, or nothing; a DataFrame "
+                "goes to fit"
             )
         workers = self.backend.num_workers
         with sigterm_interrupts():
@@ -208,7 +212,7 @@ class Search(ABC):
 
     def _fit(self, manifest: Manifest) -> SearchResult:
         folder = RunFolder(self.store, _new_run_id())
-        with _removed_on_error(folder):
+        with _removed_on_error(folder), run_claim(folder):
             admitted = self._admit(folder, manifest)
             folder.write_json(REFUSED_FILE, {"trials": admitted.refused})
             document = self._document(folder, manifest, admitted)
@@ -218,11 +222,14 @@ class Search(ABC):
             raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
         estimator_factories.remember(folder.path, self.estimator_gen_fn)
         try:
-            self._run(folder, document, manifest, admitted)
+            with run_claim(folder):
+                self._run(folder, document, manifest, admitted)
         except KeyboardInterrupt:
             result = self.result = SearchResult.open(folder.path)
             raise Interrupted(
-                f"the run was interrupted; {result!r} is in search.result", result
+                f"the run was interrupted; {result!r} is in search.result, and "
+                f"cerebro_hydra.SearchResult.open({folder.path!r}) opens it again",
+                result,
             ) from None
         result = self.result = SearchResult.open(folder.path)
         if all(trial.status == "failed" for trial in result.trials):
@@ -266,14 +273,15 @@ class Search(ABC):
         self, folder: RunFolder, document: RunDocument, manifest: Manifest, admitted: Admitted
     ) -> None:
         observer, report = console_observer(self.verbose), ReportWriter(folder)
+        archive = WinnerArchive(folder, print if self.verbose else lambda line: None)
         coordinator = Coordinator(
             folder,
             document,
             self.backend.launcher(),
             self.estimator_gen_fn,
             manifest=manifest,
-            # Trackers come after the report, which they may keep as an artifact.
-            observers=[observer, report, *self.observers],
+            # Trackers come after the report and the best model, which they may keep as artifacts.
+            observers=[observer, report, archive, *self.observers],
             merge_metrics=admitted.merge_metrics,
         )
         try:
@@ -282,6 +290,8 @@ class Search(ABC):
             observer.close()
             if self.verbose and report.path:
                 print(f"report: {report.path}")
+            if self.verbose:
+                print(f"open it again: cerebro_hydra.SearchResult.open({folder.path!r})")
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def trained_recipe(
     model = recipe.model
     targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
     targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}
-    saved = _saved(folder, trial)
+    saved = saved_tensors(folder, trial)
     for name, tensor in saved.items():
         if name not in targets or targets[name].shape != tensor.shape:
             raise ConfigurationError(
@@ -54,8 +54,8 @@ def trained_recipe(
     return recipe
 
 
-def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
-    """Return parameters and buffers of the result, as evaluation used them."""
+def saved_tensors(folder: RunFolder, trial: int) -> dict[str, Tensor]:
+    """Return `param:NAME` and `buffer:NAME` of the result, as evaluation used them."""
     run_id = read_document(folder).run_id
     tensors = read_saved(folder, trial, result_visit(folder, trial), run_id).tensors
     tensors |= {

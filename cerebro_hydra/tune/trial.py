@@ -20,8 +20,8 @@ class Trial:
     failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
     partition) per sub-epoch, both from 0 as in the journal, in the order in which the trial trained
     on them. `result_epoch` is the epoch, counted from 1, whose weights are the trial's result: its
-    best or its last, as the search keeps; None before the first has ended. `seconds` were spent in its sub-epochs, hops and
-    evaluations, repeated ones too.
+    best or its last, as the search keeps; None before the first has ended.
+    `seconds` were spent in its sub-epochs, hops and evaluations, repeated ones too.
     """
 
     trial_id: str

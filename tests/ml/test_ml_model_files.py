@@ -14,12 +14,12 @@ from cerebro_hydra import SparkModel
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
 from cerebro_hydra.ml.model_files import FORMAT, METADATA_FILE
-from cerebro_hydra.ml.prediction_kind import PredictionKind
 from cerebro_hydra.ml.trained_network import ExportedNetwork
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.exported import EXPORTED_FILES, GRAPH_FILE, save_exported
 from cerebro_hydra.spark.predictors import ExportedPredictor
 from cerebro_hydra.storage.digested_json import decode_format, encode_format
+from cerebro_hydra.tune.prediction_kind import PredictionKind
 from cerebro_hydra.tune.trial import Trial
 from tests.shards import forged_archives
 

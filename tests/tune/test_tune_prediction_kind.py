@@ -12,8 +12,8 @@ from pyspark.sql.types import DoubleType
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.prediction_kind import EvaluatorOutputs, PredictionKind
 from cerebro_hydra.ml.trained_network import ExportedNetwork
+from cerebro_hydra.tune.prediction_kind import EvaluatorOutputs, PredictionKind
 
 RAW, NUMBER, SOFTMAX, SIGMOID, PROBABILITY = PredictionKind
 
