@@ -169,9 +169,8 @@ def write_archive(archive: ModelArchive, path: str, overwrite: bool) -> None:
     """
     path = str(path).rstrip("/")
     if (folder := _on_this_machine(path)) is None:
-        hadoop_files.write_folder(
-            hadoop_files.active_context(path), path, archive.files(), overwrite
-        )
+        context = hadoop_files.active_context(path)
+        hadoop_files.write_folder(context, path, archive.files(), overwrite)
         return
     if not overwrite and os.path.exists(folder):
         raise ConfigurationError(
