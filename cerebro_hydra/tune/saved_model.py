@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -50,9 +51,11 @@ class ModelFacts:
         return facts
 
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata of an archive, with those by which Spark ML finds its class."""
+        """Return the metadata of an archive, as JSON, with what Spark ML asks for."""
         stage = {"class": SPARK_CLASS, "uid": f"SparkModel_{uuid.uuid4().hex[:12]}"}
-        return {**stage, "paramMap": {}, "defaultParamMap": {}, **asdict(self)}
+        fields = {**stage, "paramMap": {}, "defaultParamMap": {}, **asdict(self)}
+        document: dict[str, Any] = json.loads(json.dumps(fields))
+        return document
 
 
 class SavedModel:
