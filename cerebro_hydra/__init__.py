@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cerebro_hydra.tune import (
         GridSearch,
         RandomSearch,
+        SearchResult,
         hp_choice,
         hp_int,
         hp_log,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         hp_quniform,
         hp_uniform,
     )
+    from cerebro_hydra.tune.saved_model import load_model
     from cerebro_hydra.verification import verify
     from cerebro_hydra.wire.credentials import TLS
 
@@ -40,6 +42,7 @@ __all__ = [
     "LocalStore",
     "MLflowTracker",
     "RandomSearch",
+    "SearchResult",
     "SparkBackend",
     "SparkEstimator",
     "SparkModel",
@@ -54,6 +57,7 @@ __all__ = [
     "hp_qloguniform",
     "hp_quniform",
     "hp_uniform",
+    "load_model",
     "local_spark",
     "replay",
     "verify",
@@ -66,6 +70,7 @@ _HOMES = {
     "LocalStore": "cerebro_hydra.storage",
     "MLflowTracker": "cerebro_hydra.observe.mlflow",
     "RandomSearch": "cerebro_hydra.tune",
+    "SearchResult": "cerebro_hydra.tune",
     "SparkBackend": "cerebro_hydra.spark",
     "SparkEstimator": "cerebro_hydra.ml",
     "SparkModel": "cerebro_hydra.ml",
@@ -79,6 +84,7 @@ _HOMES = {
     "hp_qloguniform": "cerebro_hydra.tune",
     "hp_quniform": "cerebro_hydra.tune",
     "hp_uniform": "cerebro_hydra.tune",
+    "load_model": "cerebro_hydra.tune.saved_model",
     "local_spark": "cerebro_hydra.spark",
     "verify": "cerebro_hydra.verification",
 }

@@ -1,4 +1,4 @@
-"""The command line: `cerebro-hydra demo`, `replay RUN`, `verify PATH`, `report RUN`, `doctor`."""
+"""The command line: `demo`, `replay`, `verify`, `report`, `runs`, `clean` and `doctor`."""
 
 from __future__ import annotations
 
@@ -90,6 +90,22 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--output", metavar="PATH", help="default: report.html in RUN")
     report.add_argument("--trace", metavar="PATH", help="write a trace for Perfetto or Chrome, too")
     report.set_defaults(command=_report)
+
+    runs = commands.add_parser("runs", help="list the runs and the data of a store")
+    runs.add_argument("store", metavar="STORE", help="the folder of a store")
+    runs.set_defaults(command=_runs)
+
+    clean = commands.add_parser(
+        "clean", help="delete runs and data, never what a run that stays needs"
+    )
+    clean.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        help="<store>/runs/<run id>, <store>/data/<name>, or a store: all data that no run needs",
+    )
+    clean.add_argument("--yes", action="store_true", help="delete without asking")
+    clean.set_defaults(command=_clean)
     return parser
 
 
@@ -171,6 +187,29 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.trace:
         _write(arguments.trace, json.dumps(trace(folder)))
     return 0
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cerebro_hydra.tune.store_commands import print_contents
+
+    print_contents(Console(), arguments.store)
+    return 0
+
+
+def _clean(arguments: argparse.Namespace) -> int:
+    from cerebro_hydra.tune.store_commands import clean
+
+    def confirmed(question: str) -> bool:
+        if arguments.yes:
+            return True
+        try:
+            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except EOFError:  # nobody is there to answer
+            return False
+
+    return 0 if clean(arguments.paths, print, confirmed) else 1
 
 
 def _write(path: str, content: str) -> None:

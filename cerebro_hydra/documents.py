@@ -176,3 +176,13 @@ def _plain(value: Any, where: str, left: int = DEEPEST) -> Any:
         for item in value if isinstance(value, list) else value.values():
             _plain(item, where, left - 1)
     return value
+
+
+def part_of(kind: Any, document: dict[str, Any], where: str) -> Any:
+    """Return the fields of a dataclass that a document holds among others.
+
+    Raises:
+        StoreError: one is missing or of a wrong type.
+    """
+    names = kind.__dataclass_fields__.keys() & document.keys()
+    return decode(kind, {name: document[name] for name in names}, where)

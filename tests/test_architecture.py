@@ -247,7 +247,7 @@ def test_rows_read_back_as_they_are_printed() -> None:
         ("data/cache.py", "import pyspark.sql", "belongs in data/prepare.py"),
         ("wire/a.py", "from cerebro_hydra.storage import Store", "does not grant it"),
         ("recipe/a.py", "from cerebro_hydra.storage import Store", "storage is above recipe"),
-        ("observe/a.py", "from cerebro_hydra.data import cache", "does not grant it"),
+        ("observe/a.py", "from cerebro_hydra.recipe import columns", "does not grant it"),
         ("hopper/a.py", "import pyspark", "does not grant pyspark"),
         ("hopper/a.py", "from torch import Tensor", "does not grant torch"),
         ("replay/a.py", "from cerebro_hydra.shards import digest", "does not grant it"),

@@ -253,7 +253,7 @@ class Trainer:
         expected = self._builder.rows(task.partition)
         if rows != expected:
             raise DataError(
-                f"epoch {task.epoch} trained on {rows} rows of partition {task.partition}, "
+                f"epoch {task.epoch + 1} trained on {rows} rows of partition {task.partition}, "
                 f"which has {expected}"
             )
 

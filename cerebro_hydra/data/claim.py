@@ -1,4 +1,4 @@
-"""Lets one program prepare a data set while others wait, by claims that must be renewed.
+"""Lets one program work on a data set or a run, by claims that must be renewed.
 
 ```
 data/<fingerprint>/claims/000000   renewed every few seconds by the program that prepares
@@ -114,6 +114,18 @@ class Claims:
                 )
             self._seen, self._seen_at = (path, content), now
         return now - self._seen_at > self._seconds
+
+
+def is_claimed(store: Store, folder: str) -> bool:
+    """Return whether a program works on what lies in a folder, by this machine's clock."""
+    names = store.list(f"{folder}/{CLAIMS}")
+    if not names:
+        return False
+    path = f"{folder}/{CLAIMS}/{names[-1]}"
+    modified = store.usage(path).modified
+    if modified is None or time.time() - modified > CLAIM_SECONDS:
+        return False
+    return store.read(path) != _GIVEN_UP
 
 
 def _owner() -> bytes:

@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 from pyarrow.parquet import FileMetaData
@@ -141,9 +142,12 @@ def _clear_leftovers(store: Store, manifest: Manifest) -> None:
 
 
 def choose_prepared(
-    store: Store, num_partitions: int, spec: DataSpec, given: Manifest | None
+    store: Store, num_partitions: int, spec: DataSpec, given: Manifest | str | None
 ) -> Manifest:
     """Return the prepared data of a store that fits a search: the given one, or the only one.
+
+    Args:
+        given: a manifest, or the name of one: its fingerprint.
 
     Raises:
         ConfigurationError: none fits, or several do; lists what there is.
@@ -152,7 +156,8 @@ def choose_prepared(
     if given is None:
         found = prepared_in(store)
     else:
-        manifest = read_manifest(store, given.fingerprint)
+        name = given if isinstance(given, str) else given.fingerprint
+        manifest = read_manifest(store, name)
         found = [] if manifest is None else [manifest]
     problems = {each.fingerprint: _problem(each, num_partitions, spec) for each in found}
     fitting = [each for each in found if problems[each.fingerprint] is None]
@@ -161,9 +166,10 @@ def choose_prepared(
         return fitting[0]
     if fitting:
         raise ConfigurationError(
-            f"the store {store.prefix!r} holds several prepared data sets with these columns: "
-            f"{[manifest.fingerprint for manifest in fitting]}; give the one that "
-            "backend.prepare_data returned"
+            f"the store {store.prefix!r} holds {len(fitting)} prepared data sets with these "
+            "columns; give one by its name, as "
+            f"search.fit_on_prepared_data({fitting[0].fingerprint!r}):\n"
+            + "\n".join(f"  {each.fingerprint}: {description(store, each)}" for each in fitting)
         )
     reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
     raise ConfigurationError(
@@ -171,6 +177,25 @@ def choose_prepared(
         f"({reasons or 'it holds none'}); prepare it with backend.prepare_data, with these "
         "columns, or use fit"
     )
+
+
+def description(store: Store, manifest: Manifest) -> str:
+    """Return the columns, rows and date of a data set, for people to tell it from others."""
+    columns = ", ".join(f"{each.name} {_type(each)}" for each in manifest.columns)
+    rows = {split: 0 for split in ("train", "val")}
+    for info in manifest.partitions:
+        rows[info.split] += info.rows
+    validation = f" and {rows['val']} validation" if manifest.has_validation else ""
+    modified = store.usage(f"{store.data_path(manifest.fingerprint)}/{MANIFEST_NAME}").modified
+    written = "" if modified is None else f", of {datetime.fromtimestamp(modified):%Y-%m-%d %H:%M}"
+    return (
+        f"{rows['train']} training{validation} rows in {manifest.num_partitions} partitions"
+        f"{written}; {columns}"
+    )
+
+
+def _type(column: ColumnSpec) -> str:
+    return f"{column.dtype}{list(column.shape)}" if column.shape else column.dtype
 
 
 def _problem(manifest: Manifest, num_partitions: int, spec: DataSpec) -> str | None:

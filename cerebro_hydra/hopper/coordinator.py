@@ -200,11 +200,8 @@ class Coordinator:
 
     def _sweep(self) -> None:
         """Delete every state that was a trial's best until a better one came."""
-        results = {
-            number: {0, trial.result}
-            for number, trial in self._state.trials.items()
-            if trial.config.patience is not None and trial.result
-        }
+        trials = self._state.trials.items()
+        results = {n: {0, t.result} for n, t in trials if t.config.keep == "best" and t.result}
         if results:
             self._folder.sweep(results)
 

@@ -27,4 +27,5 @@ def trial_config(spec: TrialSpec) -> TrialConfig:
         initial_digests=spec.shards,
         custom_metrics=spec.custom_metrics,
         patience=spec.patience,
+        keep=spec.keep,
     )

@@ -47,6 +47,8 @@ class SparkEstimator(TrialEstimator):
             None trains on all rows, and then no metrics are measured.
         evaluation_metric: "loss" or the name of a metric; early stopping watches it.
         seed: of everything random.
+        keep: "best" for the weights after the best epoch, "last" for those after the last; None is
+            "best" where there are validation rows or early stopping.
         order: "dynamic" or "seeded", which gives the same bits in every run.
         verbose: 0 prints nothing, 1 shows progress.
         output: "classification" adds a score and a probability per class as vectors and the class,
@@ -93,6 +95,7 @@ class SparkEstimator(TrialEstimator):
         sample_weight_column: str | None = None,
         validation: float | str | None = None,
         evaluation_metric: str = "loss",
+        keep: str | None = None,
         seed: int = 0,
         order: str = "dynamic",
         verbose: int = 1,

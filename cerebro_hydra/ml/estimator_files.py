@@ -8,9 +8,9 @@ from typing import Any
 
 from pyspark.ml.util import DefaultParamsWriter, MLReader, MLWriter
 
-from cerebro_hydra.documents import unreadable
+from cerebro_hydra.documents import part_of, unreadable
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator
-from cerebro_hydra.ml.metadata import StageMetadata, part_of, read_metadata
+from cerebro_hydra.ml.metadata import StageMetadata, read_metadata
 from cerebro_hydra.ml.trial_estimator import TrialEstimator
 from cerebro_hydra.storage import LocalStore, Store, estimator_factories
 

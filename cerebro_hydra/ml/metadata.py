@@ -63,13 +63,3 @@ def read_metadata(context: SparkContext, path: str) -> dict[str, Any]:
         text = context.textFile(f"{path}/metadata", 1).first()
     metadata: dict[str, Any] = decode(dict[str, Any], parse(text.encode(), where), where)
     return metadata
-
-
-def part_of(kind: Any, metadata: dict[str, Any], where: str) -> Any:
-    """Return the fields of a dataclass that the metadata holds among others.
-
-    Raises:
-        StoreError: one is missing or of a wrong type.
-    """
-    names = kind.__dataclass_fields__.keys() & metadata.keys()
-    return decode(kind, {name: metadata[name] for name in names}, where)

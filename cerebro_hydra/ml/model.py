@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
+from cerebro_hydra.ml.evaluator_outputs import EvaluatorOutputs
 from cerebro_hydra.ml.params import OutputParams
-from cerebro_hydra.ml.prediction_kind import EvaluatorOutputs, PredictionKind
 from cerebro_hydra.ml.trained_network import TrainedNetwork
 from cerebro_hydra.spark.outputs import Outputs, RawOutputs
+from cerebro_hydra.tune.prediction_kind import PredictionKind
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

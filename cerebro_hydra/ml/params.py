@@ -120,7 +120,13 @@ class RunParams(TableParams, HasSeed):
         _as_given,
     )
     evaluation_metric, setEvaluationMetric, getEvaluationMetric = _row(
-        "evaluation_metric", "'loss' or the metric that early stopping watches", _string, "loss"
+        "evaluation_metric", "'loss' or the metric that tells the best epoch", _string, "loss"
+    )
+    keep, setKeep, getKeep = _row(
+        "keep",
+        "the model is that of the 'best' epoch or of the 'last'; None: the best where there are "
+        "validation rows or early stopping",
+        _string,
     )
     seed, setSeed, getSeed = _row("seed", "seed of everything random", _integer, 0)
     order, setOrder, getOrder = _row(

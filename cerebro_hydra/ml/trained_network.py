@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.prediction_kind import PredictionKind
-from cerebro_hydra.shards.exported import save_exported
-from cerebro_hydra.spark.predictors import ExportedPredictor
+from cerebro_hydra.shards.model_archive import ModelArchive
 from cerebro_hydra.spark.transform import Inference
+from cerebro_hydra.tune.prediction_kind import PredictionKind
+from cerebro_hydra.tune.saved_model import SavedModel
 
 if TYPE_CHECKING:
-    from cerebro_hydra.data.manifest import ColumnSpec
+    from torch import nn
+
     from cerebro_hydra.tune.model import TrainedModel
 
 
@@ -45,48 +41,30 @@ class RunNetwork:
         inference, loss = self._inference_and_loss
         return PredictionKind.choose(output, loss, _shapes(inference))
 
-    def export(self, folder: str) -> None:
-        """Write the files of `save_exported`, traced with rows that the network was trained on.
+    def archive(self) -> ModelArchive:
+        """Return what a saved model consists of.
 
         Raises:
             ConfigurationError: the network can't do without its source; the message says why.
         """
-        recipe = self._trained.recipe()
-        if recipe.collate is not None:
-            raise ConfigurationError(
-                f"{type(recipe.model).__name__} can't be saved without its source: its collate is "
-                "a Python function; do in the model's forward, or in Spark, what it does"
-            )
-        features = self._trained.batch().features
-        if len(features[0]) < 2:
-            features = tuple(torch.cat([column, column]) for column in features)
-        save_exported(recipe, features, folder)
+        return self._trained.archive()
 
 
 class ExportedNetwork:
-    """Holds the network of a saved model.
+    """Holds the network of a saved model."""
 
-    Args:
-        predictor: graph and weights.
-        specs: type and shape of each feature column, in order.
-        batch_size: of training.
-        kind: what the predictions are where nothing else is asked for.
-    """
+    def __init__(self, saved: SavedModel) -> None:
+        self._saved = saved
+        self._kind = saved.kind
 
-    def __init__(
-        self,
-        predictor: ExportedPredictor,
-        specs: Sequence[ColumnSpec],
-        batch_size: int,
-        kind: PredictionKind,
-    ) -> None:
-        self.inference = Inference(predictor, specs, batch_size)
-        self._predictor = predictor
-        self._kind = kind
+    @property
+    def inference(self) -> Inference:
+        """Return what predicts on executors."""
+        return self._saved.inference
 
     def torch(self) -> nn.Module:
         """Return the exported graph."""
-        return self._predictor.module(torch.device("cpu"))
+        return self._saved.torch()
 
     def kind(self, output: str | None) -> PredictionKind:
         """Return what `output` asks for; if it is None, what the model was saved with."""
@@ -95,9 +73,9 @@ class ExportedNetwork:
             return self._kind
         return PredictionKind.choose(output, None, _shapes(self.inference))
 
-    def export(self, folder: str) -> None:
-        """Write the same files again."""
-        self._predictor.write(folder)
+    def archive(self) -> ModelArchive:
+        """Return what it was loaded from."""
+        return self._saved.archive
 
 
 TrainedNetwork = RunNetwork | ExportedNetwork

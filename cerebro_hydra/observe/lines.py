@@ -27,6 +27,7 @@ from cerebro_hydra.observe.text import (
     slowness,
     summary,
     taken_over,
+    winner_line,
 )
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import Event, SearchClosed, WorkerGivenUp, WorkerLost
@@ -91,6 +92,7 @@ class PlainLines:
                 # A pipe or file has no width of its own, and files are read in wide windows.
                 self._console.print(final_table(self.view), width=max(self._console.width, 120))
                 self._print(summary(self.view))
+                self._print(winner_line(self.view))
 
     def close(self) -> None:
         """Do nothing: plain lines hold no screen."""

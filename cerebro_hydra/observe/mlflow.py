@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
@@ -21,11 +23,17 @@ LONGEST_PARAM = 6000
 
 LONGEST_NAME = 250
 
+MODEL = "model"
+"""The artifact of the search's run that is its best model: `runs:/<run id>/model`."""
+
 ENDS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
 class MLflowTracker:
-    """Logs parameters, metrics by epoch, how trials end, and the report; an observer.
+    """Logs parameters, metrics by epoch, how trials end, the report, the best model; an observer.
+
+    `mlflow.pytorch.load_model` and `mlflow.pyfunc.load_model` load the best model from
+    `runs:/<id of the search's run>/model`, without its source. Neither file of it is a pickle.
 
     Your own active MLflow run, if there is one, is left alone. Characters that MLflow refuses in
     the name of a parameter or metric become "_".
@@ -124,7 +132,26 @@ class MLflowTracker:
             self._client.log_batch(self._parent, metrics=[metric], tags=tags)
         folder = RunFolder(Store.from_dict(dict(document.store)), document.run_id)
         self._client.log_text(self._parent, render(folder), REPORT_FILE)
+        if best is not None:
+            self._log_model(folder, best.trial_id)
         self._client.set_terminated(self._parent, "KILLED" if unended else "FINISHED")
+
+    def _log_model(self, folder: RunFolder, trial_id: str) -> None:
+        """Log the archive that the run keeps of its best model, which needs no source."""
+        from cerebro_hydra.observe.mlflow_model import write_mlflow_model
+        from cerebro_hydra.shards.model_archive import archived
+
+        archive = archived(folder, trial_id)
+        if archive is None:  # the model needs its source, or the run was interrupted
+            return
+        with tempfile.TemporaryDirectory(prefix="cerebro-hydra-mlflow-") as scratch:
+            try:
+                write_mlflow_model(archive, Path(scratch, MODEL))
+            except Exception as error:
+                reason = utf8(f"{type(error).__name__}: {error}")[:LONGEST_PARAM]
+                self._client.set_tag(self._parent, "model_not_logged", reason)
+            else:
+                self._client.log_artifacts(self._parent, str(Path(scratch, MODEL)), MODEL)
 
 
 def allowed(name: str) -> str:

@@ -113,6 +113,7 @@ def _row(trial: TrialView, colour: int) -> dict[str, Any]:
         "error": trial.reason,
         "uncut_because": trial.uncut_because,
         "epochs": len(trial.epochs),
+        "result_epoch": None if trial.result_epoch is None else trial.result_epoch + 1,
         "seconds": trial.seconds,
         "metrics": trial.result_metrics,
         "colour": colour,

@@ -35,6 +35,7 @@ from cerebro_hydra.observe.text import (
     status_text,
     summary,
     taken_over,
+    winner_line,
 )
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.plan.events import WorkerGivenUp
@@ -84,6 +85,7 @@ class LiveTable:
                 self.close()
                 self._console.print(final_table(self.view))
                 self._console.print(summary(self.view), highlight=False)
+                self._console.print(Text(winner_line(self.view)))
         now = time.monotonic()
         if self._live is not None and now - self._drawn >= _SECONDS_BETWEEN_FRAMES:
             self._drawn = now

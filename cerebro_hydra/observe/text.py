@@ -120,6 +120,17 @@ def summary(view: RunView) -> str:
     return f"{ended} of {len(view.trials)} trials finished{took}; {view.totals}{audits}"
 
 
+def winner_line(view: RunView) -> str:
+    """Return which trial is best, and the epoch whose state is its result, counted from 1."""
+    best = view.winner
+    if best is None or best.result_epoch is None:
+        return f"no trial is best: none finished with a number as {view.metric}"
+    epochs = f"{best.result_epoch + 1} of {len(best.epochs)}"
+    kept = "its last" if best.best_epoch is None else "its best"
+    score = f"{view.metric} {number(view.score(best))}"
+    return f"best: {best.trial_id} after {kept} epoch, {epochs}: {score}"
+
+
 def audited(steps: int) -> str:
     """Return what audits have shown that found no difference."""
     which = "1 audited step has" if steps == 1 else f"{steps} audited steps have"
@@ -127,10 +138,10 @@ def audited(steps: int) -> str:
 
 
 def status_text(trial: TrialView) -> Text:
-    """Return a status in its colour; after an early stop with the epoch of the result."""
-    words = trial.status
-    if trial.stopped_early:
-        words += " early" if trial.best_epoch is None else f" early, best {trial.best_epoch + 1}"
+    """Return a status in its colour; at the end with the best epoch, if its state was kept."""
+    words = trial.status + (" early" if trial.stopped_early else "")
+    if trial.status in ("finished", "stopped") and trial.best_epoch is not None:
+        words += f", best {trial.best_epoch + 1}"
     return Text(words, style=STYLES[trial.status])
 
 

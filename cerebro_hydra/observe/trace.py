@@ -89,7 +89,7 @@ class _Trace:
             **_span(bar),
             args={
                 "trial": trial_id,
-                "epoch": task.epoch,
+                "epoch": task.epoch + 1,
                 "partition": task.partition,
                 "visit": task.visit,
                 "attempt": task.attempt,

@@ -38,6 +38,8 @@ class TrialView:
     params: dict[str, Any]
     patience: int | None = None
     """Epochs in a row without a better state that end it early; None: it never ends so."""
+    keep: str = "last"
+    """Which epoch is its result: "best" or "last"."""
     status: str = "waiting"
     """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped"."""
     reason: str = ""
@@ -56,7 +58,7 @@ class TrialView:
     epochs: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics of each ended epoch: "train_loss", "val_loss", ..."""
     best_epoch: int | None = None
-    """The epoch, from 0, with the best finite value so far; None for trials without patience."""
+    """The epoch, from 0, with the best finite value so far; None for trials that keep the last."""
     result_visit: int | None = None
     """The visit whose state is its result, which the run folder holds; 0 if it failed."""
     seconds: float = 0.0
@@ -76,7 +78,7 @@ class TrialView:
 
     @property
     def result_epoch(self) -> int | None:
-        """Return the epoch of its result: the best one with patience, else the last ended."""
+        """Return the epoch, from 0, of its result: the best one, or the last that ended."""
         return self.best_epoch if self.best_epoch is not None else max(self.epochs, default=None)
 
     @property
@@ -201,7 +203,7 @@ class RunView:
 
     def _admit(self, spec: TrialSpec) -> None:
         self.trials[spec.trial] = TrialView(
-            spec.trial, spec.trial_id, dict(spec.params), spec.patience
+            spec.trial, spec.trial_id, dict(spec.params), spec.patience, spec.keep
         )
 
     def _event(self, event: events.Event) -> None:
@@ -288,6 +290,6 @@ class RunView:
         self._find_best(trial)
 
     def _find_best(self, trial: TrialView) -> None:
-        if trial.patience is not None:
+        if trial.keep == "best":
             values = [trial.epochs[e].get(self.metric, math.nan) for e in sorted(trial.epochs)]
             trial.best_epoch = best_epoch(values, self.direction)

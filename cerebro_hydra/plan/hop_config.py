@@ -9,6 +9,7 @@ from cerebro_hydra.errors import ConfigurationError
 
 ORDERS = ("dynamic", "seeded")
 DIRECTIONS = ("min", "max")
+KEEPS = ("best", "last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,8 @@ class TrialConfig:
     ``initial_digests`` has one (frozen, trainable) pair per shard; a fork has its parent's.
     ``custom_metrics`` names the metrics that the user's code merges after every epoch
     (``MergeMetrics``). A trial with a ``patience`` ends when that many epochs in a row were not
-    better, and its result is the state after its best epoch. With None it trains all epochs, and
-    its result is the newest state.
+    better; with None it trains all epochs. Its result is the state after its best epoch if it
+    keeps the "best", and the newest state if it keeps the "last".
 
     Raises:
         ConfigurationError: a number can't be used.
@@ -33,6 +34,7 @@ class TrialConfig:
     initial_digests: tuple[tuple[str, str], ...]
     custom_metrics: tuple[str, ...] = ()
     patience: int | None = None
+    keep: str = "last"
 
     def __post_init__(self) -> None:
         """Refuse a trial that no run can train."""
@@ -48,6 +50,15 @@ class TrialConfig:
                 f"patience={patience!r} of trial {self.trial} must be a whole number of epochs "
                 "from 1"
             )
+        if self.keep not in KEEPS:
+            raise ConfigurationError(
+                f"keep={self.keep!r} of trial {self.trial} is unknown; choose one of {KEEPS}"
+            )
+
+    @property
+    def compares_epochs(self) -> bool:
+        """Return whether the metric of its epochs decides something about the trial."""
+        return self.patience is not None or self.keep == "best"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,7 @@ class HopConfig:
     """Holds what is the same for all trials of a run.
 
     ``metric`` is a name in the metrics of an epoch, such as "val_loss", and ``direction`` is "min"
-    or "max"; together they define which epoch of a trial with patience is its best.
+    or "max"; together they define which epoch of a trial is its best.
 
     Raises:
         ConfigurationError: a number or a name can't be used.
@@ -83,10 +94,10 @@ class HopConfig:
         """Refuse a trial that this run can't train.
 
         Raises:
-            ConfigurationError: it has patience with a metric that no epoch will have.
+            ConfigurationError: it compares epochs by a metric that none will have.
         """
-        if trial.patience is not None and not self.evaluate and self.metric != "train_loss":
+        if trial.compares_epochs and not self.evaluate and self.metric != "train_loss":
             raise ConfigurationError(
-                f"trial {trial.trial} has patience with metric={self.metric!r}, which needs "
+                f"trial {trial.trial} compares epochs by metric={self.metric!r}, which needs "
                 "validation data; add validation data, or use metric='train_loss'"
             )

@@ -14,8 +14,8 @@ applies that. So a journal folds without the policy that was at work (``plan/sch
 A trial is a chain of states: its v-th sub-epoch makes state v from state v - 1. A commit is
 provisional: state v - 1 is kept until state v survives the loss of any one worker. When a loss
 makes states unreachable, the trial rolls back to its newest reachable state (``Redo``), and every
-attempt that was built on a void state is cancelled. The best state of a trial with patience is
-kept in the same way until it is in the store, to which it is written while training goes on.
+attempt that was built on a void state is cancelled. The best state of a trial that keeps it
+is held in the same way until it is in the store, to which it is written while training goes on.
 
 The set of trials is open until ``SearchClosed``: a search adds trials and extends their budgets,
 pauses, forks and stops them (``plan/search_events.py``). A trial trains while it has budget.
@@ -237,7 +237,7 @@ class HopState:
             self.holders.add(number, *at)
         self.tables.log(
             number,
-            f"visit {visit}: epoch {attempt.epoch}, partition {attempt.partition} "
+            f"visit {visit}: epoch {attempt.epoch + 1}, partition {attempt.partition} "
             f"on worker {attempt.worker}, attempt {attempt.number}",
         )
         self.tables.instructions.append(

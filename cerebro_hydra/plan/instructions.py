@@ -170,9 +170,9 @@ class EndEpoch:
 class FinishTrial:
     """End the trial as "finished", "failed" or "stopped", with the reason if there is one.
 
-    Its result is in the store and is the state after ``visit``. With a patience that is the best
-    state if any epoch was finite; otherwise it is the newest. A failed trial has no result, and
-    its ``visit`` is 0.
+    Its result is in the store and is the state after ``visit``. If the trial keeps
+    its best state and any epoch was finite, it is that one; otherwise it is the newest. A failed
+    trial has no result, and its ``visit`` is 0.
     """
 
     trial: int

@@ -14,7 +14,7 @@ class Retention:
     """Reads from the table of holders what a loss would cost; it changes nothing.
 
     Two states matter: the newest, from which training continues, and the result, which is the best
-    state of a trial with patience. While either of them is on one worker alone, an older state and
+    state of a trial that keeps it. While either of them is on one worker alone, an older state and
     the best state up to that one are kept elsewhere.
     """
 

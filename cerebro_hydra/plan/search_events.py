@@ -84,9 +84,6 @@ class SearchEvents:
         trial = tables.add_trial(event.config, event.budget)
         tables.log(number, f"forks trial {event.parent} after visit {event.visit}")
         forked = f"state {event.visit} of trial {event.parent}"
-        if parent.config.patience is not None:
-            self._course.end(number, "failed", f"{forked} can't be forked: that trial has patience")
-            return (number,)
         if not tables.holders.where(event.parent, event.visit):
             self._course.end(number, "failed", f"{forked} can't be forked: it is not kept any more")
             return (number,)

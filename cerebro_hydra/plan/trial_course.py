@@ -223,11 +223,11 @@ class TrialCourse:
         trial.history.append(metrics)
         trial.trained = 0
         trial.forget_evaluation()
-        self._tables.log(index, f"epoch {epoch} ended: {metrics}")
+        self._tables.log(index, f"epoch {epoch + 1} ended: {metrics}")
         self._tables.instructions.append(EndEpoch(index, epoch, metrics))
-        if trial.config.patience is not None and self._config.metric not in metrics:
+        if trial.config.compares_epochs and self._config.metric not in metrics:
             reason = (
-                f"patience needs {self._config.metric!r}, which no epoch has; "
+                f"the best epoch needs {self._config.metric!r}, which no epoch has; "
                 f"choose one of {sorted(metrics)}"
             )
             self.end(index, "failed", reason)

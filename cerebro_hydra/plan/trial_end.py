@@ -26,8 +26,7 @@ def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Out
     patience = trial.config.patience
     if patience is None:
         return None
-    newest = best_visit(config, trial, trial.newest)
-    best = None if newest is None else newest // config.partitions - 1
+    best = _best_epoch(config, trial, trial.newest)
     since = _first_epoch(config, trial) if best is None else best + 1
     if len(trial.history) - since < patience:
         return None
@@ -58,15 +57,22 @@ def best_epoch(values: Iterable[float], direction: str) -> int | None:
 def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
     """Return the visit of the best state among the epochs that the first ``visits`` complete.
 
-    It is None if the trial has no patience, or if no such epoch was finite. Of the epochs that a
-    fork inherits only the last one counts, and only if it goes on from the end of that.
+    It is None if the trial keeps its last state, or if no such epoch was finite.
     """
-    if trial.config.patience is None:
-        return None
+    best = _best_epoch(config, trial, visits) if trial.config.keep == "best" else None
+    return None if best is None else (best + 1) * config.partitions
+
+
+def _best_epoch(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
+    """Return the best of the epochs that the first ``visits`` complete.
+
+    Of the epochs that a fork inherits only the last one counts, and only if it goes on from the end
+    of that.
+    """
     first = _first_epoch(config, trial)
     epochs = trial.history[first : visits // config.partitions]
     best = best_epoch((metrics[config.metric] for metrics in epochs), config.direction)
-    return None if best is None else (first + best + 1) * config.partitions
+    return None if best is None else first + best
 
 
 def _first_epoch(config: HopConfig, trial: TrialProgress) -> int:

@@ -34,7 +34,7 @@ def collate_batch(
     if key is not None:
         key.reseed(_UNIT)
     given = dict(zip(names, (*features, *targets), strict=True))
-    rows = len(next(iter(given.values())))
+    rows = next(iter(given.values())).shape[0]  # not len(), which a traced graph would fix
     made = collate(given, key is not None)
     tensors = [_column(made, name, rows) for name in names]
     return tuple(tensors[: len(features)]), tuple(tensors[len(features) :])
@@ -48,7 +48,7 @@ def _column(made: Any, name: str, rows: int) -> Tensor:
             "dict with every column that it was given"
         )
     tensor: Tensor = made[name]
-    if tensor.dim() == 0 or len(tensor) != rows:
+    if tensor.dim() == 0 or tensor.shape[0] != rows:
         raise ConfigurationError(
             f"collate returned column {name!r} of shape {tuple(tensor.shape)} for a batch of "
             f"{rows} rows; rows come first, and none may be added or lost"

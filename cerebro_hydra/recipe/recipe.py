@@ -58,8 +58,8 @@ class Recipe:
         autocast: "bfloat16" runs forward and loss in mixed precision, None in the model's own.
         ema: decay of an exponential moving average of the parameters, such as 0.999, that is
             evaluated and kept as the trained model, or None.
-        early_stopping: epochs without a better evaluation metric after which the trial ends; the
-            weights of its best epoch are kept. None trains all epochs and keeps the last.
+        early_stopping: epochs without a better evaluation metric after which the trial ends;
+            None trains all epochs.
         collate: `collate(batch, training)` takes and returns a dict of column to tensor, rows
             first: padding, augmentation. Its random numbers must come from torch.
         warm_start: a state dict, or the path of a safetensors file with one, to begin with.

@@ -103,7 +103,7 @@ def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iter
         for name in sorted(measured.keys() | run.keys()):
             here, there = measured.get(name), run.get(name)
             if here is None or there is None or not _same_float(here, there):
-                yield f"{name} of epoch {epoch}: the run has {there!r}, the replay {here!r}"
+                yield f"{name} of epoch {epoch + 1}: the run has {there!r}, the replay {here!r}"
 
 
 def tensor_difference(run: Tensor, replay: Tensor) -> str | None:

@@ -31,13 +31,13 @@ class TrialRecord:
         seen: set[tuple[int, int]] = set()
         for epoch, partition in self.visit_log:
             if (epoch, partition) in seen:
-                return f"partition {partition} was visited twice in epoch {epoch}"
+                return f"partition {partition} was visited twice in epoch {epoch + 1}"
             if partition >= num_partitions:
                 return f"partition {partition} was visited, and there are {num_partitions}"
             seen.add((epoch, partition))
         for number, (epoch, partition) in enumerate(self.visit_log):
             if epoch != number // num_partitions:
-                return f"visit {number + 1} belongs to epoch {epoch}, partition {partition}"
+                return f"visit {number + 1} belongs to epoch {epoch + 1}, partition {partition}"
         return None
 
 

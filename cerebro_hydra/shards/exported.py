@@ -46,29 +46,32 @@ _MODEL = "model."  # the wrapper's attribute, which begins the name of each weig
 class _EvaluationModule(nn.Module):
     """Takes features and returns plain tensors, so that no class of the user is exported."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, collated: bool) -> None:
         super().__init__()
         self.model = recipe.model
-        self._cast = recipe.cast
+        self._prepared = recipe.cast if collated else lambda x: recipe.collated(x, (), None)[0]
         self._call = recipe.call
         self._predictions = recipe.predictions
 
     def forward(self, *features: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self._predictions(self._call(self.model, self._cast(features))))
+        return tuple(self._predictions(self._call(self.model, self._prepared(features))))
 
 
-def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path) -> None:
+def save_exported(
+    recipe: Recipe, features: Sequence[Tensor], folder: str | Path, collated: bool = True
+) -> None:
     """Write a recipe's model, as it evaluates, to the three files of an exported model.
 
     The written files are loaded again and must give the same bits as the model, on this batch and
     on one with another number of rows. The model is not changed.
 
     Args:
-        features: one batch of every feature column with at least 2 rows, rows first, as the
-            model's forward takes it, after `collate`. Other numbers of rows run on the same graph.
-            So do other shapes if the recipe collates and the model's operations allow it; the
-            graph of a recurrent layer holds for one length.
+        features: one batch of every feature column with at least 2 rows, rows first. Other numbers
+            of rows run on the same graph. So do other shapes if the recipe has collated them and
+            the model's operations allow it; the graph of a recurrent layer holds for one length.
         folder: is made if it does not exist. Files of an earlier call are overwritten.
+        collated: whether `features` are as the model's forward takes them, after `collate`. If not,
+            the graph begins with what `collate` does in evaluation.
 
     Raises:
         ConfigurationError: the model can't be exported; the message says why.
@@ -80,10 +83,11 @@ def save_exported(recipe: Recipe, features: Sequence[Tensor], folder: str | Path
         )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    module = _EvaluationModule(recipe)
+    module = _EvaluationModule(recipe, collated)
+    any_shape = collated and recipe.collate is not None
     with _evaluating(module), torch.no_grad():
         with recipe.precision():
-            program = _export(recipe, module, features)
+            program = _export(recipe, module, features, any_shape)
         _write(_document(recipe, program), target)
         loaded = load_exported(target)
         for batch in (features, [x[:-1] for x in features]):
@@ -136,9 +140,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _export(
-    recipe: Recipe, module: _EvaluationModule, features: Sequence[Tensor]
+    recipe: Recipe, module: _EvaluationModule, features: Sequence[Tensor], any_shape: bool
 ) -> ExportedProgram:
-    shapes = tuple(dynamic_dims(x, recipe.collate is not None) for x in features)
+    shapes = tuple(dynamic_dims(x, any_shape) for x in features)
     arguments = tuple(x.clone() for x in features)
     try:
         return export_program(module, arguments, None, (shapes,))

@@ -70,9 +70,16 @@ class ExportedModel(nn.Module):
             ConfigurationError: a feature has a shape for which the graph does not hold.
         """
         _check_shapes(self._features, features)
-        tensors = [own[name] for own, name in self._tensors]
         with torch.no_grad():
-            return self._plan.run(features, tensors)
+            return self.compute(features, self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return weights and constants, in the order in which `compute` takes them."""
+        return [own[name] for own, name in self._tensors]
+
+    def compute(self, features: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the predictions with other tensors in the place of its own; checks nothing."""
+        return self._plan.run(features, tensors)
 
     def train(self, mode: bool = True) -> ExportedModel:
         self.training = False

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JJavaError
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+
+
+def active_context(url: str) -> SparkContext:
+    """Return the context of the running Spark session, which reaches a URL.
+
+    Raises:
+        SetupError: there is none.
+    """
+    from pyspark import SparkContext
+
+    context = SparkContext._active_spark_context
+    if context is None:
+        raise SetupError(
+            f"{url!r} is a URL, which Spark reads and writes, and there is no Spark session; "
+            "start one, or give a folder of this machine"
+        )
+    return context
 
 
 def exists(context: SparkContext, url: str) -> bool:
@@ -40,6 +60,37 @@ def download(context: SparkContext, url: str, file: str) -> None:
     except Py4JJavaError as error:  # such as another checksum than the file system noted
         reason = str(error.java_exception).splitlines()[0]
         raise StoreError(f"{url!r} can't be read ({reason}); save it again") from error
+
+
+def write_folder(
+    context: SparkContext, url: str, files: Mapping[str, bytes], overwrite: bool = False
+) -> None:
+    """Write files by their paths below a folder; what was in the folder is deleted.
+
+    Raises:
+        ConfigurationError: there is something, and it may not be overwritten.
+    """
+    file_system, path = _at(context, url)
+    if file_system.exists(path):
+        if not overwrite:
+            raise ConfigurationError(
+                f"{url!r} exists; choose another path, or say that it may be overwritten"
+            )
+        file_system.delete(path, True)
+    with tempfile.TemporaryDirectory(prefix="cerebro-hydra-upload-") as folder:
+        for name, content in files.items():
+            file = Path(folder, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+            upload(context, str(file), f"{url}/{name}")
+
+
+def read_file(context: SparkContext, url: str) -> bytes:
+    """Return the content of a file; StoreError if there is none, or it can't be read."""
+    with tempfile.TemporaryDirectory(prefix="cerebro-hydra-download-") as folder:
+        file = Path(folder, "file")
+        download(context, url, str(file))
+        return file.read_bytes()
 
 
 def _at(context: SparkContext, url: str) -> tuple[Any, Any]:

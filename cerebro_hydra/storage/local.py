@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cerebro_hydra.errors import ConfigurationError, StoreError
-from cerebro_hydra.storage.store import UNFINISHED, Store, explained
+from cerebro_hydra.storage.store import UNFINISHED, Store, Usage, explained
 
 
 class LocalStore(Store):
@@ -103,6 +103,17 @@ class LocalStore(Store):
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
+
+    def usage(self, path: str) -> Usage:
+        """Return what a file, or a folder with all in it, takes; nothing if it is absent."""
+        below = (os.path.join(at, name) for at, _, names in os.walk(path) for name in names)
+        size, modified = 0, None
+        with explained("look at", path):
+            for each in [path] if os.path.isfile(path) else below:
+                with suppress(FileNotFoundError):  # another program may write and delete meanwhile
+                    found = os.stat(each)
+                    size, modified = size + found.st_size, max(modified or 0.0, found.st_mtime)
+        return Usage(size, modified)
 
     def open(self, path: str) -> BinaryIO:
         """Open a file to read parts of it; StoreError if there is none."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cerebro_hydra.errors import StoreError
-from cerebro_hydra.storage.store import UNFINISHED, Store, explained
+from cerebro_hydra.storage.store import UNFINISHED, Store, Usage, explained
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -98,6 +98,15 @@ class RemoteStore(Store):
         """Delete a file, or a folder with all in it; nothing happens if it is absent."""
         with explained("delete", path), suppress(FileNotFoundError):
             self._files.rm(self._path(path), recursive=True)
+
+    def usage(self, path: str) -> Usage:
+        """Return what a file, or a folder with all in it, takes; nothing if it is absent."""
+        size, modified = 0, None
+        with explained("look at", path), suppress(FileNotFoundError):
+            for name, found in self._files.find(self._path(path), detail=True).items():
+                written = self._files.modified(name).timestamp()
+                size, modified = size + found["size"], max(modified or 0.0, written)
+        return Usage(size, modified)
 
     def open(self, path: str) -> BinaryIO:
         """Open a file to read parts of it; StoreError if there is none."""

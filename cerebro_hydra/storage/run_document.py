@@ -56,6 +56,8 @@ class TrialSpec:
     """The digests of state 0: (frozen, trainable) of every shard."""
     patience: Positive | None = None
     """Epochs in a row without a better state that end the trial early; None: it never ends so."""
+    keep: Annotated[str, one_of("best", "last")] = "last"
+    """Whether its result is the state after its best epoch, or after its last."""
     custom_metrics: tuple[str, ...] = ()
     """The names of the metrics that the user's code merges from partitions."""
 

@@ -7,7 +7,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
@@ -15,6 +15,16 @@ from cerebro_hydra.storage.names import checked_name
 
 UNFINISHED = ".unfinished-"
 """How the names of files begin that are still written."""
+
+
+class Usage(NamedTuple):
+    """Tells what files take in a store: their bytes, and when the latest was written.
+
+    `modified` is in seconds since 1970, by the clock of the store; None if there is no file.
+    """
+
+    bytes: int
+    modified: float | None
 
 
 class Store(ABC):
@@ -86,6 +96,10 @@ class Store(ABC):
     @abstractmethod
     def delete(self, path: str) -> None:
         """Delete a file, or a folder with all in it; nothing happens if it is absent."""
+
+    @abstractmethod
+    def usage(self, path: str) -> Usage:
+        """Return what a file, or a folder with all in it, takes; nothing if it is absent."""
 
     @abstractmethod
     def open(self, path: str) -> BinaryIO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +110,15 @@ class StoreCase(ABC):
         store.delete(run)
         store.delete(run)
         assert not store.exists(run)
+
+    def test_usage_counts_what_lies_below(self, store: Store) -> None:
+        run, begun = store.run_path("r1"), time.time()
+        assert store.usage(run) == (0, None)
+        store.write(f"{run}/folder/a", b"xyz")
+        store.write(f"{run}/b", b"x")
+        size, modified = store.usage(run)
+        assert size == 4 and modified is not None and abs(modified - begun) < 60
+        assert store.usage(f"{run}/folder/a").bytes == 3
 
     def test_local_copy_holds_the_same_bytes(self, store: Store, tmp_path: Path) -> None:
         """Readers of Parquet open what `local_copy` gives, by the same path below it."""

@@ -103,6 +103,7 @@ class Admission:
         folder: RunFolder,
         seed: int,
         report: Callable[[str], None],
+        keep: str | None = None,
     ) -> None:
         """Admit nothing yet; `report` is given a description of every new cut."""
         self._factory = factory
@@ -111,6 +112,7 @@ class Admission:
         self._folder = folder
         self._seed = seed
         self._report = report
+        self._keep = keep
         self._ranges = value_ranges(examples.manifest, folder.store)
         self._cut_models = CutModelCache()
         self._cuts: dict[Hashable, AdmittedCut] = {}
@@ -201,11 +203,17 @@ class Admission:
             ),
             shards=tuple(shards),
             patience=recipe.early_stopping,
+            keep=self._kept_by(recipe),
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
         )
         self._folder.write_trial(spec)
         self._report_cut(spec, admission.report)
         return spec, recipe
+
+    def _kept_by(self, recipe: Recipe) -> str:
+        """Return which epoch a trial keeps where the search doesn't say it."""
+        told = self._examples.manifest.has_validation or recipe.early_stopping is not None
+        return self._keep or ("best" if told else "last")
 
     def _cut(self, recipe: Recipe, examples: Sequence[Example], seed: int) -> AdmittedCut:
         """Return the cut of a trial, as an equal one was admitted or after trying it."""

@@ -17,7 +17,7 @@ def by_trial(trials: Iterable[Trial]) -> pd.DataFrame:
             "trial_id": trial.trial_id,
             "status": trial.status,
             **_params(trial),
-            **(_metrics(trial, trial.result_epoch) if trial.result_epoch is not None else {}),
+            **(_metrics(trial, trial.result_epoch) if trial.result_epoch else {}),
             "epochs": len(next(iter(trial.history.values()), ())),
             "result_epoch": trial.result_epoch,
             "seconds": trial.seconds,
@@ -32,7 +32,7 @@ def by_epoch(trials: Iterable[Trial]) -> pd.DataFrame:
     return pd.DataFrame(
         {"trial_id": trial.trial_id, "epoch": epoch, **_params(trial), **_metrics(trial, epoch)}
         for trial in trials
-        for epoch in range(len(next(iter(trial.history.values()), ())))
+        for epoch in range(1, 1 + len(next(iter(trial.history.values()), ())))
     )
 
 
@@ -41,4 +41,4 @@ def _params(trial: Trial) -> dict[str, Any]:
 
 
 def _metrics(trial: Trial, epoch: int) -> dict[str, float]:
-    return {name: values[epoch] for name, values in trial.history.items()}
+    return {name: values[epoch - 1] for name, values in trial.history.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import find_prepared
-from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.errors import ConfigurationError, ReplayError, StoreError
 from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.shards.exported import save_exported
+from cerebro_hydra.shards.model_archive import ModelArchive, archived
 from cerebro_hydra.spark.launcher import pickle_factory
 from cerebro_hydra.spark.outputs import RawOutputs
 from cerebro_hydra.spark.predictors import BuiltPredictor
@@ -21,8 +24,10 @@ from cerebro_hydra.spark.transform import Inference, feature_specs
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.tune.example_batches import ExampleBatches
-from cerebro_hydra.tune.trained_recipe import trained_recipe, weights_file
-from cerebro_hydra.tune.trial import History
+from cerebro_hydra.tune.prediction_kind import PredictionKind
+from cerebro_hydra.tune.saved_model import ModelFacts, SavedModel, checked_outputs, write_archive
+from cerebro_hydra.tune.trained_recipe import saved_tensors, trained_recipe, weights_file
+from cerebro_hydra.tune.trial import History, Trial
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -36,15 +41,20 @@ class TrainedModel:
         folder: RunFolder,
         document: RunDocument,
         spec: TrialSpec,
-        history: History,
+        trial: Trial,
         factory: Callable[[], estimator_factories.Factory],
+        sourceless: bool,
     ) -> None:
-        """Use `SearchResult.get_best_model` or `get_all_models`."""
+        """Use `SearchResult.get_best_model`, `get_model` or `get_all_models`.
+
+        `sourceless` says whether the run's archive may take the place of an unknown factory.
+        """
         self._folder = folder
         self._document = document
         self._spec = spec
-        self._history = history
+        self._trial = trial
         self._find_factory = factory
+        self._sourceless = sourceless
         self._output_columns = [f"{name}__output" for name in document.label_columns]
 
     def __repr__(self) -> str:
@@ -62,17 +72,92 @@ class TrainedModel:
 
     def get_history(self) -> History:
         """Return measured values by name, one per epoch."""
-        return self._history
+        return self._trial.history
 
     def torch(self) -> nn.Module:
         """Return the model with its trained weights, in eval mode.
 
+        It is what the factory builds. Where the factory is unknown, it is the graph of the archive
+        that the run keeps of its best model, whose forward gives the tuple of predictions.
+
         Raises:
-            ConfigurationError: the factory is known only by the name that the run records.
+            ConfigurationError: the factory is known only by the name that the run records, and the
+                run has no archive.
             ReplayError: its factory can't be found; says how to give it.
             StoreError: a file of its weights is missing or damaged.
         """
-        return self.recipe().model
+        kept = self._kept
+        return self.recipe().model if kept is None else kept.torch()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the trained parameters and buffers by name, for which no source is needed.
+
+        Raises:
+            StoreError: a file of its weights is missing or damaged.
+        """
+        tensors = saved_tensors(self._folder, self._spec.trial)
+        return {name.partition(":")[2]: tensor for name, tensor in tensors.items()}
+
+    def save(self, path: str, overwrite: bool = False) -> None:
+        """Save the model so that it loads without its source and its run, and without pickle.
+
+        `cerebro_hydra.load_model(path)` and `SparkModel.load(path)` load it. What `collate` does in
+        evaluation becomes a part of it.
+
+        Args:
+            path: a folder on this machine, whose parents are made; or a URL of any file system that
+                Spark knows, for which a Spark session must be active.
+            overwrite: whether to replace what is there.
+
+        Raises:
+            ConfigurationError: `path` exists, or the model can't do without its source; says why.
+            ReplayError: its factory can't be found; says how to give it.
+            StoreError: it can't be written, or the prepared data is gone.
+        """
+        write_archive(self.archive(), path, overwrite)
+
+    def archive(self) -> ModelArchive:
+        """Return what `save` writes; raises as it does."""
+        if (kept := self._kept) is not None:
+            return kept.archive
+        recipe, features = self.recipe(), self.batch().features
+        if len(features[0]) < 2:
+            features = tuple(torch.cat([column, column]) for column in features)
+        try:
+            with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
+                save_exported(recipe, features, folder, collated=False)
+                return ModelArchive.of(self._facts(recipe, features).metadata(), folder)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{error}; keep its source, and load it from its run: SearchResult.open("
+                f"{self._folder.path!r}, factory=estimator_gen_fn).torch({self.trial_id!r})"
+            ) from error
+
+    def _facts(self, recipe: Recipe, features: Sequence[Tensor]) -> ModelFacts:
+        given, _ = recipe.collated(_two_of(features), (), None)
+        with torch.no_grad(), recipe.precision():
+            predictions = recipe.predictions(recipe.call(recipe.model, given))
+        shapes = [tuple(tensor.shape) for tensor in predictions]
+        return ModelFacts(
+            head=PredictionKind.choose(None, recipe.loss, shapes),
+            columns=tuple(feature_specs(self._manifest().columns, self._document.feature_columns)),
+            label_columns=self._document.label_columns,
+            batch_size=recipe.batch_size,
+            trial=self._trial,
+            run_path=self._folder.path,
+        )
+
+    @cached_property
+    def _kept(self) -> SavedModel | None:
+        """Return the archive of the run, if it has one and must do for an unknown factory."""
+        try:
+            self._find_factory()
+        except (ConfigurationError, ReplayError):
+            archive = archived(self._folder, self.trial_id) if self._sourceless else None
+            if archive is None:
+                raise
+            return SavedModel(archive, f"{self._folder.path}/models/{self.trial_id}")
+        return None
 
     def set_output_columns(self, output_columns: Sequence[str]) -> TrainedModel:
         """Name the columns that `transform` adds, one per label column; returns itself.
@@ -80,7 +165,7 @@ class TrainedModel:
         Raises:
             ConfigurationError: they are not as many as label columns.
         """
-        self._output_columns = checked_outputs(output_columns, self._document)
+        self._output_columns = checked_outputs(output_columns, self._document.label_columns)
         return self
 
     def transform(self, df: DataFrame) -> DataFrame:
@@ -98,7 +183,8 @@ class TrainedModel:
     @cached_property
     def _inference(self) -> Inference:
         """Return what predicts, kept so that a second transform neither reads nor sends weights."""
-        return self.inference()
+        kept = self._kept
+        return self.inference() if kept is None else kept.inference
 
     def inference(self, recipe: Recipe | None = None) -> Inference:
         """Return what predicts on executors; raises as `transform` does.
@@ -151,18 +237,3 @@ class TrainedModel:
 def _two_of(columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the first two rows; of a single one, two copies."""
     return tuple(torch.cat([column[:2], column[:2]])[:2] for column in columns)
-
-
-def checked_outputs(output_columns: Sequence[str], document: RunDocument) -> list[str]:
-    """Return the names of output columns, one per label column.
-
-    Raises:
-        ConfigurationError: they are not as many.
-    """
-    labels = document.label_columns
-    if isinstance(output_columns, str) or len(output_columns) != len(labels):
-        raise ConfigurationError(
-            f"output_columns is {output_columns!r}; give a list of {len(labels)} names, one "
-            f"for each of {list(labels)}"
-        )
-    return list(output_columns)

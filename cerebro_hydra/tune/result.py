@@ -16,7 +16,8 @@ from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RefusedTrial
 from cerebro_hydra.storage.run_folder import read_refused
-from cerebro_hydra.tune.model import TrainedModel, checked_outputs
+from cerebro_hydra.tune.model import TrainedModel
+from cerebro_hydra.tune.saved_model import checked_outputs
 from cerebro_hydra.tune.trial import History, Trial
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class SearchResult:
         view: RunView,
         refused: Sequence[RefusedTrial],
         factory: Callable[[], estimator_factories.Factory],
+        sourceless: bool,
     ) -> None:
         """Use `SearchResult.open`."""
         self.run_path = folder.path
@@ -46,6 +48,7 @@ class SearchResult:
         self._view = view
         self._folder = folder
         self._factory = factory
+        self._sourceless = sourceless
         self._output_columns: list[str] | None = None
 
     @classmethod
@@ -58,7 +61,9 @@ class SearchResult:
         """Read a run's folder; nothing of the user's is imported before a model is asked for.
 
         `torch` and `transform` build the model with the run's `estimator_gen_fn`. The process that
-        started the run knows it; any other must be told which one.
+        started the run knows it; any other is told which one. If it is not, history, trials and
+        weights are there all the same, and the best model comes from the archive in the run's
+        folder, without its source.
 
         Args:
             run_path: `<store>/runs/<run id>`.
@@ -75,7 +80,7 @@ class SearchResult:
             view = RunView.of_run(folder)
             recorded = view.document.factory
             find = partial(estimator_factories.find, folder.path, recorded, factory, trust)
-            return cls(folder, view, refused, find)
+            return cls(folder, view, refused, find, factory is None and not trust)
 
     def __repr__(self) -> str:
         finished = sum(trial.status == "finished" for trial in self.trials)
@@ -89,9 +94,9 @@ class SearchResult:
 
         Args:
             per_epoch: False gives one row per trial: trial_id, status, a column `param_NAME` per
-                parameter, the metrics of its result, epochs (ended ones), result_epoch (from 0),
+                parameter, the metrics of its result, epochs (ended ones), result_epoch (from 1),
                 seconds, error. True gives one row per trial and ended epoch: trial_id, epoch (from
-                0), the parameters, the metrics of that epoch.
+                1), the parameters, the metrics of that epoch.
         """
         from cerebro_hydra.tune.frames import by_epoch, by_trial
 
@@ -162,6 +167,23 @@ class SearchResult:
         """
         return self._model(self.best_trial)
 
+    def get_model(self, trial_id: str) -> TrainedModel:
+        """Return the model of a trial that finished.
+
+        Raises:
+            ConfigurationError: there is no such trial, or it did not finish.
+        """
+        known = {trial.trial_id: trial for trial in self.trials}
+        if trial_id not in known:
+            raise ConfigurationError(f"there is no trial {trial_id!r}; trials are {list(known)}")
+        trial = known[trial_id]
+        if trial.status != "finished":
+            raise ConfigurationError(
+                f"{trial_id} is {trial.status}, so it has no trained model: "
+                f"{trial.error or 'the run ended before it did'}"
+            )
+        return self._model(trial)
+
     def get_all_models(self) -> list[TrainedModel]:
         """Return the model of every trial that finished."""
         return [self._model(trial) for trial in self.trials if trial.status == "finished"]
@@ -176,23 +198,12 @@ class SearchResult:
             ReplayError: its factory can't be found; says how to give it.
             StoreError: a file of its weights is missing or damaged.
         """
-        if trial_id is None:
-            return self.get_best_model().torch()
-        if trial_id not in self._known:
-            raise ConfigurationError(
-                f"there is no trial {trial_id!r}; trials are {list(self._known)}"
-            )
-        trial = self._known[trial_id]
-        if trial.status != "finished":
-            raise ConfigurationError(
-                f"{trial_id} is {trial.status}, so it has no trained model: "
-                f"{trial.error or 'the run ended before it did'}"
-            )
-        return self._model(trial).torch()
+        model = self.get_best_model() if trial_id is None else self.get_model(trial_id)
+        return model.torch()
 
     def set_output_columns(self, output_columns: Sequence[str]) -> SearchResult:
         """Name the columns that `transform` adds; see `TrainedModel.set_output_columns`."""
-        self._output_columns = checked_outputs(output_columns, self.document)
+        self._output_columns = checked_outputs(output_columns, self.document.label_columns)
         return self
 
     def transform(self, df: DataFrame) -> DataFrame:
@@ -210,7 +221,9 @@ class SearchResult:
     def _model(self, trial: Trial) -> TrainedModel:
         numbers = {each.trial_id: each.trial for each in self._view.trials.values()}
         spec = self._folder.read_trial(numbers[trial.trial_id], self.document.run_id)
-        model = TrainedModel(self._folder, self.document, spec, trial.history, self._factory)
+        model = TrainedModel(
+            self._folder, self.document, spec, trial, self._factory, self._sourceless
+        )
         if self._output_columns is not None:
             model.set_output_columns(self._output_columns)
         return model

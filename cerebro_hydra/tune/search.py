@@ -20,7 +20,7 @@ from cerebro_hydra.errors import ConfigurationError, Interrupted, StoreError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import Observer, ReportWriter, console_observer
-from cerebro_hydra.plan.hop_config import ORDERS
+from cerebro_hydra.plan.hop_config import KEEPS, ORDERS
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
@@ -29,7 +29,9 @@ from cerebro_hydra.tune.all_failed import all_failed
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.interrupts import sigterm_interrupts
 from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.run_claim import run_claim
 from cerebro_hydra.tune.space import check_space
+from cerebro_hydra.tune.winner_archive import WinnerArchive
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -59,6 +61,8 @@ class Search(ABC):
         batch_seconds: how long one batch may take, without the wait for shards; None allows any
             time. A trial that takes longer fails alone, and its agent is replaced. A batch that
             takes 20 times the median of its trial's batches is told of in any case.
+        keep: "best" takes the state after a trial's best epoch as its result, "last" that after its
+            last one. None is "best" where there are validation rows or early stopping.
         sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take from
             its first batch on; else like `batch_seconds`.
         audit_share: how much of the training time may go into audits, which take single steps also
@@ -94,6 +98,7 @@ class Search(ABC):
         batch_seconds: float | None = None,
         sub_epoch_seconds: float | None = None,
         audit_share: float = 0.01,
+        keep: str | None = None,
         verbose: int = 1,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -125,6 +130,9 @@ class Search(ABC):
         self.batch_seconds = _seconds("batch_seconds", batch_seconds)
         self.sub_epoch_seconds = _seconds("sub_epoch_seconds", sub_epoch_seconds)
         self.audit_share = _share("audit_share", audit_share)
+        if keep is not None and keep not in KEEPS:
+            raise ConfigurationError(f"keep is {keep!r}; it is one of {KEEPS}, or None")
+        self.keep = keep
         self.verbose = whole("verbose", verbose, least=0)
         if not isinstance(observers, Sequence):
             raise ConfigurationError(f"observers is {observers!r}; give a list: [{observers!r}]")
@@ -169,7 +177,7 @@ class Search(ABC):
                 manifest = self.backend.prepare(self.store, df, self.data_spec)
             return self._fit(manifest)
 
-    def fit_on_prepared_data(self, prepared: Manifest | None = None) -> SearchResult:
+    def fit_on_prepared_data(self, prepared: Manifest | str | None = None) -> SearchResult:
         """Train every candidate on data that is there already.
 
         The data is what `backend.prepare_data` has written to the store; or the Parquet files of
@@ -178,9 +186,10 @@ class Search(ABC):
         Prepared data keeps the rows that it holds out, whatever share or seed this search has.
 
         Args:
-            prepared: what `backend.prepare_data` or `backend.existing_data` returned; None takes
-                the store's existing files, else the only prepared data that has the columns of
-                this search and a partition for every worker.
+            prepared: what `backend.prepare_data` or `backend.existing_data` returned, or the name
+                of prepared data, as `cerebro-hydra runs STORE` lists it. None takes the store's
+                existing files, else the only prepared data that has the columns of this search and
+                a partition for every worker.
 
         Raises:
             ConfigurationError: there is no such data, or several, or `prepared` is something else;
@@ -192,10 +201,11 @@ class Search(ABC):
         if prepared is None and existing_paths(self.store) is not None:
             with sigterm_interrupts():
                 return self._fit(self.backend.describe(self.store, self.data_spec))
-        if not isinstance(prepared, Manifest | None):
+        if not isinstance(prepared, Manifest | str | None):
             raise ConfigurationError(
                 f"fit_on_prepared_data got a {type(prepared).__name__}; give what "
-                "backend.prepare_data returned, or nothing; a DataFrame goes to fit"
+                "backend.prepare_data returned, the name of prepared data, or nothing; a DataFrame "
+                "goes to fit"
             )
         workers = self.backend.num_workers
         with sigterm_interrupts():
@@ -203,7 +213,7 @@ class Search(ABC):
 
     def _fit(self, manifest: Manifest) -> SearchResult:
         folder = RunFolder(self.store, _new_run_id())
-        with _removed_on_error(folder):
+        with _removed_on_error(folder), run_claim(folder):
             admitted = self._admit(folder, manifest)
             folder.write_json(REFUSED_FILE, {"trials": admitted.refused})
             document = self._document(folder, manifest, admitted)
@@ -213,11 +223,14 @@ class Search(ABC):
             raise all_failed(folder.path, [each["error"] for each in admitted.refused])
         estimator_factories.remember(folder.path, self.estimator_gen_fn)
         try:
-            self._run(folder, document, manifest, admitted)
+            with run_claim(folder):
+                self._run(folder, document, manifest, admitted)
         except KeyboardInterrupt:
             result = self.result = SearchResult.open(folder.path)
             raise Interrupted(
-                f"the run was interrupted; {result!r} is in search.result", result
+                f"the run was interrupted; {result!r} is in search.result, and "
+                f"cerebro_hydra.SearchResult.open({folder.path!r}) opens it again",
+                result,
             ) from None
         result = self.result = SearchResult.open(folder.path)
         if all(trial.status == "failed" for trial in result.trials):
@@ -228,7 +241,9 @@ class Search(ABC):
         columns = Columns.of(self.data_spec)
         examples = ExampleBatches(manifest, self.store, columns)
         report = print if self.verbose else lambda line: None
-        admission = Admission(self.estimator_gen_fn, columns, examples, folder, self.seed, report)
+        admission = Admission(
+            self.estimator_gen_fn, columns, examples, folder, self.seed, report, self.keep
+        )
         return admission.admit(self.candidates(), self.evaluation_metric)
 
     def _document(self, folder: RunFolder, manifest: Manifest, admitted: Admitted) -> RunDocument:
@@ -258,6 +273,7 @@ class Search(ABC):
         self, folder: RunFolder, document: RunDocument, manifest: Manifest, admitted: Admitted
     ) -> None:
         observer, report = console_observer(self.verbose), ReportWriter(folder)
+        archive = WinnerArchive(folder, print if self.verbose else lambda line: None)
         coordinator = Coordinator(
             folder,
             document,
@@ -265,8 +281,8 @@ class Search(ABC):
             self.backend.launcher(),
             self.estimator_gen_fn,
             manifest=manifest,
-            # Trackers come after the report, which they may keep as an artifact.
-            observers=[observer, report, *self.observers],
+            # Trackers come after the report and the best model, which they may keep as artifacts.
+            observers=[observer, report, archive, *self.observers],
             merge_metrics=admitted.merge_metrics,
         )
         try:
@@ -275,6 +291,8 @@ class Search(ABC):
             observer.close()
             if self.verbose and report.path:
                 print(f"report: {report.path}")
+            if self.verbose:
+                print(f"open it again: cerebro_hydra.SearchResult.open({folder.path!r})")
 
 
 @contextmanager

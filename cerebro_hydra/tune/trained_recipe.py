@@ -29,13 +29,13 @@ def trained_recipe(
     """
     recipe = build_keeping_random_state(factory, spec.params, document.seed, Columns.of(document))
     where = f"{spec.trial_id} of run {folder.path!r}"
-    load_model(recipe.model, _saved(folder, spec.trial), where)
+    load_model(recipe.model, saved_tensors(folder, spec.trial), where)
     recipe.model.eval()
     return recipe
 
 
-def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
-    """Return parameters and buffers of the result, as evaluation used them."""
+def saved_tensors(folder: RunFolder, trial: int) -> dict[str, Tensor]:
+    """Return `param:NAME` and `buffer:NAME` of the result, as evaluation used them."""
     run_id = read_document(folder).run_id
     tensors = read_saved(folder, trial, result_visit(folder, trial), run_id).tensors
     tensors |= {
@@ -43,7 +43,7 @@ def _saved(folder: RunFolder, trial: int) -> dict[str, Tensor]:
         for name, t in tensors.items()
         if name.startswith("ema:")
     }
-    return tensors
+    return {name: t for name, t in tensors.items() if name.startswith(("param:", "buffer:"))}
 
 
 def weights_file(model: nn.Module) -> bytes:

@@ -18,10 +18,10 @@ class Trial:
 
     `status` is "finished", "failed", "stopped", or where an unfinished run left it; `error` is a
     failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
-    partition) per sub-epoch, in the order in which the trial trained on them. `result_epoch` is the
-    epoch, from 0, whose weights are the trial's result: the best one with early stopping, else the
-    last; None before the first has ended. `seconds` were spent in its sub-epochs, hops and
-    evaluations, repeated ones too.
+    partition) per sub-epoch, both from 0 as in the journal, in the order in which the trial trained
+    on them. `result_epoch` is the epoch, counted from 1, whose weights are the trial's result: its
+    best or its last, as the search keeps; None before the first has ended.
+    `seconds` were spent in its sub-epochs, hops and evaluations, repeated ones too.
     """
 
     trial_id: str
@@ -43,7 +43,7 @@ class Trial:
             view.history,
             view.visit_log,
             view.reason if view.status == "failed" else None,
-            view.result_epoch,
+            None if view.result_epoch is None else view.result_epoch + 1,
             view.seconds,
         )
 

@@ -56,8 +56,8 @@ def test_early_stopping_keeps_the_best_epoch(tmp_path: Path) -> None:
         values = trial.history["val_f1"]
         folder = RunFolder.open(result.run_path)
         visit = read_trial(folder, number).result_visit
-        assert trial.result_epoch == values.index(max(values))
-        assert visit == 2 * (trial.result_epoch + 1)
+        assert trial.result_epoch == values.index(max(values)) + 1
+        assert visit == 2 * trial.result_epoch
         assert folder.states(number) == [0, visit], "what was the best before is swept"
         lengths.append(len(values))
     assert min(lengths) < 8, "a trial stopped early"

@@ -67,7 +67,7 @@ def test_a_partition_visited_twice_is_named(run_path: str) -> None:
 
     rewrite_journal(RunFolder.open(run_path), to_one_partition)
     report = cerebro_hydra.replay(run_path, "trial-000", trust=True)
-    assert report.first_difference == "partition 0 was visited twice in epoch 0"
+    assert report.first_difference == "partition 0 was visited twice in epoch 1"
 
 
 def repeats_a_batch(params: dict[str, Any]) -> Any:

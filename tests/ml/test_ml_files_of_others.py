@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from cerebro_hydra import HDFSStore, LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
-from cerebro_hydra.ml.prediction_kind import PredictionKind
 from cerebro_hydra.ml.trained_network import ExportedNetwork
 from cerebro_hydra.shards.exported import save_exported
-from cerebro_hydra.spark.predictors import ExportedPredictor
+from cerebro_hydra.shards.model_archive import ModelArchive
 from cerebro_hydra.storage.digested_json import encode_document
+from cerebro_hydra.tune.prediction_kind import PredictionKind
+from cerebro_hydra.tune.saved_model import ModelFacts, SavedModel
 from cerebro_hydra.tune.trial import Trial
 from tests.examples import examples
 from tests.forgeries import digested, forged_bytes, forged_json
@@ -35,13 +36,10 @@ def saved(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a saved model and a saved estimator."""
     folder = tmp_path_factory.mktemp("saved")
     save_exported(nets.binary().recipe, (torch.randn(4, 4),), folder)
-    network = ExportedNetwork(
-        ExportedPredictor.of(folder),
-        [ColumnSpec("features", "float32", (4,))],
-        16,
-        PredictionKind.SIGMOID,
-    )
     trial = Trial("trial-000", {"lr": 0.5}, "finished", {"train_loss": [0.5]}, [(0, 0), (0, 1)])
+    columns = (ColumnSpec("features", "float32", (4,)),)
+    facts = ModelFacts(PredictionKind.SIGMOID, columns, ("label",), 16, trial, "/runs/r1")
+    network = ExportedNetwork(SavedModel(ModelArchive.of(facts.metadata(), folder), "here"))
     SparkModel(network, trial, "/runs/r1").save(str(folder / "model"))
     estimator = SparkEstimator.from_factory(
         nets.made, {"hidden": 8, "lr": 0.1}, num_epochs=1, store=LocalStore(folder / "store")

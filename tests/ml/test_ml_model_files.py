@@ -13,13 +13,13 @@ from torch import nn
 from cerebro_hydra import SparkModel
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
-from cerebro_hydra.ml.model_files import FORMAT, METADATA_FILE
-from cerebro_hydra.ml.prediction_kind import PredictionKind
 from cerebro_hydra.ml.trained_network import ExportedNetwork
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.exported import EXPORTED_FILES, GRAPH_FILE, save_exported
-from cerebro_hydra.spark.predictors import ExportedPredictor
+from cerebro_hydra.shards.model_archive import FORMAT, METADATA_FILE, ModelArchive
 from cerebro_hydra.storage.digested_json import decode_format, encode_format
+from cerebro_hydra.tune.prediction_kind import PredictionKind
+from cerebro_hydra.tune.saved_model import ModelFacts, SavedModel, load_model
 from cerebro_hydra.tune.trial import Trial
 from tests.shards import forged_archives
 
@@ -35,11 +35,11 @@ def original(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe(network, torch.optim.SGD(network.parameters(), lr=0.1), nn.MSELoss())
     (folder / "exported").mkdir()
     save_exported(recipe, [torch.randn(4, 6)], folder / "exported")
-    predictor = ExportedPredictor.of(folder / "exported")
-    columns = [ColumnSpec("features", "float32", (6,))]
+    columns = (ColumnSpec("features", "float32", (6,)),)
     trial = Trial("trial-000", {"lr": 0.1}, "finished", {"loss": [float("nan"), 0.5]}, [(0, 0)])
-    exported = ExportedNetwork(predictor, columns, 8, PredictionKind.RAW)
-    SparkModel(exported, trial, "run").write().save(str(folder / "saved"))
+    facts = ModelFacts(PredictionKind.RAW, columns, ("label",), 8, trial, "run")
+    model = SavedModel(ModelArchive.of(facts.metadata(), folder / "exported"), "here")
+    SparkModel(ExportedNetwork(model), trial, "run").write().save(str(folder / "saved"))
     return folder / "saved"
 
 
@@ -52,7 +52,10 @@ def saved(original: Path, tmp_path: Path) -> Path:
 
 def test_a_saved_model_is_loaded_as_it_was(original: Path, saved: Path) -> None:
     for path in (original, saved):
-        model = SparkModel.load(str(path))
+        model, here = SparkModel.load(str(path)), load_model(str(path))
+        row = torch.randn(2, 6)
+        assert torch.equal(here.torch()(row)[0], model.torch()(row)[0])
+        assert (here.trial, here.run_path) == (model.trial, model.run_path)
         assert model.trial.visit_log == [(0, 0)] and model.history["loss"][1] == 0.5
         assert [tuple(out.shape) for out in model.torch()(torch.randn(2, 6))] == [(2, 3)]
 
@@ -132,5 +135,5 @@ def test_a_graph_of_another_model_is_refused(saved: Path) -> None:
 
 def test_an_older_format_says_so(saved: Path) -> None:
     (saved / METADATA_FILE).write_bytes(encode_format({"class": "SparkModel"}, 1))
-    with pytest.raises(ConfigurationError, match="has format 1, and this version loads 2"):
+    with pytest.raises(ConfigurationError, match="has format 1, and this version loads 3"):
         SparkModel.load(str(saved))

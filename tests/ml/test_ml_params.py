@@ -119,6 +119,7 @@ def test_setters_and_getters_say_the_same(estimator: Any, tmp_path: Any) -> None
         "SampleWeightColumn": "w",
         "Validation": "held_out",
         "EvaluationMetric": "accuracy",
+        "Keep": "last",
         "Seed": 7,
         "Order": "seeded",
         "Verbose": 0,

@@ -12,8 +12,12 @@ from pyspark.sql.types import DoubleType
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.prediction_kind import EvaluatorOutputs, PredictionKind
+from cerebro_hydra.ml.evaluator_outputs import EvaluatorOutputs
 from cerebro_hydra.ml.trained_network import ExportedNetwork
+from cerebro_hydra.shards.model_archive import ModelArchive
+from cerebro_hydra.tune.prediction_kind import PredictionKind
+from cerebro_hydra.tune.saved_model import ModelFacts, SavedModel
+from cerebro_hydra.tune.trial import Trial
 
 RAW, NUMBER, SOFTMAX, SIGMOID, PROBABILITY = PredictionKind
 
@@ -83,5 +87,7 @@ def test_a_number_is_a_double(numbers: torch.Tensor) -> None:
 def test_a_loaded_model_that_is_asked_for_classes_keeps_what_its_loss_said(
     kind: PredictionKind,
 ) -> None:
-    predictor: Any = None  # not asked: a probability looks like a score
-    assert ExportedNetwork(predictor, [], 8, kind).kind("classification") == kind
+    trial = Trial("trial-000", {}, "finished", {}, [])
+    facts = ModelFacts(kind, (), ("label",), 8, trial, "run")
+    saved = SavedModel(ModelArchive(facts.metadata(), {}), "here")  # a probability may be a score
+    assert ExportedNetwork(saved).kind("classification") == kind

@@ -27,6 +27,7 @@ def begin(
     num_trials: int,
     validated: bool = True,
     patience: int | None = None,
+    keep: str = "last",
     params: dict[str, Any] | None = None,
     **changes: Any,
 ) -> list[Record]:
@@ -45,6 +46,7 @@ def begin(
             steps=(4, 4),
             shards=(DIGESTS,),
             patience=patience,
+            keep=keep,
         )
         for trial in range(num_trials)
     ]
@@ -80,10 +82,12 @@ def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
         losses: tuple[WorkerCrash, ...] = (),
         validated: bool = True,
         patience: int | None = None,
+        keep: str = "last",
         loss: Callable[[int, int], float] = lambda trial, epoch: 1.0,
     ) -> tuple[Simulation, list[Record]]:
         trials = tuple(
-            TrialConfig(t, 1.0, 1_000_000, (DIGESTS,), patience=patience) for t in range(num_trials)
+            TrialConfig(t, 1.0, 1_000_000, (DIGESTS,), patience=patience, keep=keep)
+            for t in range(num_trials)
         )
         config = HopConfig(
             partitions=PARTITIONS,
@@ -100,7 +104,7 @@ def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
             metric=loss,
         )
         timeline = simulation.run()
-        started, *admitted = begin(num_trials, validated, patience)
+        started, *admitted = begin(num_trials, validated, patience, keep)
         records = [started]
         for seq, (event, instructions) in enumerate(timeline.records):
             if isinstance(event, TrialAdded):

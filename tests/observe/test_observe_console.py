@@ -213,13 +213,39 @@ def test_what_reads_the_rows_is_said_at_the_start(make: Callable[[], Console]) -
 def test_a_trial_that_stopped_early_says_so(
     make: Callable[[], Console], simulate: Callable[..., Any]
 ) -> None:
-    _, records = simulate(1, patience=1, loss=lambda _, epoch: [0.25, 0.5, 0.75][epoch])
+    _, records = simulate(
+        1, patience=1, keep="best", loss=lambda _, epoch: [0.25, 0.5, 0.75][epoch]
+    )
     console = make()
     observer = console_observer(1, console)
     for record in records:
         observer.on_record(record)
     assert "finished early, best 1" in printed(console)
     assert "0.25" in printed(console)
+
+
+@pytest.mark.parametrize("make", [terminal, pipe])
+@pytest.mark.parametrize(
+    ("keep", "status", "told"),
+    [
+        ("best", "finished, best 2", "best: trial-000 after its best epoch, 2 of 3: val_loss 0.25"),
+        ("last", "finished", "best: trial-000 after its last epoch, 3 of 3: val_loss 0.75"),
+    ],
+)
+def test_the_epoch_of_the_result_is_told(
+    keep: str,
+    status: str,
+    told: str,
+    make: Callable[[], Console],
+    simulate: Callable[..., Any],
+) -> None:
+    _, records = simulate(1, keep=keep, loss=lambda _, epoch: [0.5, 0.25, 0.75][epoch])
+    console = make()
+    observer = console_observer(1, console)
+    for record in records:
+        observer.on_record(record)
+    assert f"{status} " in printed(console)
+    assert told in printed(console)
 
 
 def test_plain_lines_say_why_a_trial_stopped_early(simulate: Callable[..., Any]) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 from cerebro_hydra import MLflowTracker, TensorBoardTracker
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.observe import Decision, RunEnded
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.plan import events as ev
@@ -120,6 +124,17 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(
             assert [(m.step, m.value) for m in logged] == list(enumerate(values, start=1))
     failed = next(run for name, run in runs.items() if by_id[name].status == "failed")
     assert [each.path for each in client.list_artifacts(failed.info.run_id)] == ["traceback.txt"]
+    location = client.download_artifacts(parent.info.run_id, "model", str(tmp_path))
+    features = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    expected = result.get_best_model().torch()(torch.from_numpy(features)).detach()
+    exported = mlflow.pytorch.load_model(location)
+    assert torch.equal(exported(torch.from_numpy(features)).detach(), expected)
+    predictor = mlflow.pyfunc.load_model(location)
+    for data in (features, {"features": features}, pd.DataFrame({"features": list(features)})):
+        assert np.array_equal(predictor.predict(data), expected.numpy())
+    with pytest.raises(ConfigurationError, match="no column 'features'"):
+        predictor.predict(pd.DataFrame({"pixels": list(features)}))
+    assert not [each for each in Path(location).rglob("*") if each.suffix in (".pkl", ".pth")]
     report = client.download_artifacts(parent.info.run_id, "report.html", str(tmp_path))
     assert Path(report).read_text(encoding="utf-8") == render(folder)
 

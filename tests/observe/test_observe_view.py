@@ -137,8 +137,10 @@ LOSSES = {0: [0.5, 0.9, 0.8], 1: [0.7, 0.6, 0.4], 2: [float("nan"), 0.1, 0.2]}
 @pytest.mark.parametrize(
     "losses", [(), (WorkerCrash(4.1, 1, 0.3), WorkerCrash(7.2, 0, 0.5), WorkerCrash(9.9, 1, 1.0))]
 )
-def test_a_trial_with_patience_counts_by_its_best_epoch(simulate, losses) -> None:
-    simulation, records = simulate(3, losses, patience=1, loss=lambda t, e: LOSSES[t][e])
+def test_a_trial_that_keeps_its_best_epoch_counts_by_it(simulate, losses) -> None:
+    simulation, records = simulate(
+        3, losses, patience=1, keep="best", loss=lambda t, e: LOSSES[t][e]
+    )
     view = fold(records)
     assert [t.best_epoch for t in view.trials.values()] == [0, 2, None]
     assert [len(t.epochs) for t in view.trials.values()] == [2, 3, 1]
@@ -149,7 +151,15 @@ def test_a_trial_with_patience_counts_by_its_best_epoch(simulate, losses) -> Non
     assert view.score(view.trials[0]) == 0.5
 
 
-def test_without_patience_the_last_epoch_counts(simulate) -> None:
+def test_the_best_epoch_counts_without_patience_too(simulate) -> None:
+    view = fold(simulate(3, keep="best", loss=lambda t, e: LOSSES[t][e])[1])
+    assert [t.result_visit for t in view.trials.values()] == [2, 6, 4]
+    assert [t.result_epoch for t in view.trials.values()] == [0, 2, 1]
+    assert [t.stopped_early for t in view.trials.values()] == [False] * 3
+    assert view.winner is view.trials[2]
+
+
+def test_the_last_epoch_counts_where_it_is_kept(simulate) -> None:
     view = fold(simulate(2, loss=lambda t, e: LOSSES[t][e])[1])
     assert [t.best_epoch for t in view.trials.values()] == [None, None]
     assert [t.result_visit for t in view.trials.values()] == [6, 6]

@@ -17,10 +17,19 @@ def config(
     custom: tuple[str, ...] = (),
     patience: int | None = None,
     shards: int = 1,
+    keep: str | None = None,
     **more,
 ) -> ClosedSearch:
     each = (
-        TrialConfig(t, 1.0, 100, ((f"f{t}", f"t{t}"),) * shards, custom, patience)
+        TrialConfig(
+            t,
+            1.0,
+            100,
+            ((f"f{t}", f"t{t}"),) * shards,
+            custom,
+            patience,
+            keep or ("last" if patience is None else "best"),
+        )
         for t in range(trials)
     )
     return ClosedSearch(HopConfig(partitions, **more), tuple(each), epochs)

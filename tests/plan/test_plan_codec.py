@@ -29,6 +29,7 @@ trials = st.builds(
     trial=st.integers(0, 2**63),
     cost=st.floats(0.1, 9.0),
     patience=st.none() | st.integers(1, 9),
+    keep=st.sampled_from(["best", "last"]),
 )
 st.register_type_strategy(TrialConfig, trials)
 records = st.one_of(*(st.from_type(kind) for kind in (*get_args(Event), *get_args(Instruction))))
@@ -94,6 +95,7 @@ GOOD_TRIAL = TrialConfig(0, 1.0, 0, ())
         (TrialConfig, {"cost": float("nan")}, "cost=nan of trial 0"),
         (TrialConfig, {"patience": 0}, "patience=0 of trial 0 must be a whole"),
         (TrialConfig, {"patience": 1.5}, "patience=1.5 of trial 0"),
+        (TrialConfig, {"keep": "first"}, "keep='first' of trial 0 is unknown"),
         (ClosedSearch, {"epochs": 0}, "epochs=0"),
         (ClosedSearch, {"trials": ()}, "at least one trial"),
         (
@@ -102,7 +104,7 @@ GOOD_TRIAL = TrialConfig(0, 1.0, 0, ())
                 "config": HopConfig(1, evaluate=False, metric="val_loss"),
                 "trials": (TrialConfig(0, 1.0, 0, (), (), 1),),
             },
-            "trial 0 has patience with metric='val_loss', which needs validation data",
+            "trial 0 compares epochs by metric='val_loss', which needs validation data",
         ),
     ],
 )

@@ -26,7 +26,14 @@ def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
     random = Random(seed)
     workers, patience = random.randint(2, 4), random.choice([None, 1, 2])
     each = tuple(
-        TrialConfig(t, 1.0, 100, (("same", f"t{t}"),), patience=patience)
+        TrialConfig(
+            t,
+            1.0,
+            100,
+            (("same", f"t{t}"),),
+            patience=patience,
+            keep=random.choice(["best", "last"]),
+        )
         for t in range(random.randint(2, 9))
     )
     config = HopConfig(workers, seed=seed, order=random.choice(["dynamic", "seeded"]))

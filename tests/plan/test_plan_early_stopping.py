@@ -1,4 +1,4 @@
-"""Trials with patience: when they end, with which state, and what a lost worker costs them."""
+"""Trials that compare their epochs: their ends, their results, what a lost worker costs them."""
 
 from __future__ import annotations
 
@@ -91,6 +91,25 @@ def test_a_stopped_trial_with_patience_ends_with_its_best_state() -> None:
     run(ev.TrialStopped(0, "pruned"))
     run(ev.Checkpointed(0, 2, "b"))
     assert of(ins.FinishTrial, run.last) == [ins.FinishTrial(0, "stopped", "pruned", 2)]
+
+
+@pytest.mark.parametrize(("keep", "visit"), [("best", 2), ("last", 4)])
+def test_the_best_or_the_last_state_is_the_result_without_patience(keep: str, visit: int) -> None:
+    run = Driver(epochs=2, keep=keep, order="seeded", seed=SEED, evaluate=False)
+    run.epoch("ab", 1.0)
+    assert bool(of(ins.Checkpoint, run.last)) == (keep == "best")
+    run.epoch("ab", 2.0)
+    run(ev.Checkpointed(0, visit, "b"))
+    assert of(ins.FinishTrial, run.last) == [ins.FinishTrial(0, "finished", "", visit)]
+
+
+def test_a_patient_trial_may_keep_its_last_state() -> None:
+    run = patient(patience=1, keep="last")
+    run.epoch("ab", 1.0)
+    run.epoch("ab", 2.0)
+    run(ev.Checkpointed(0, 4, "b"))
+    (finish,) = of(ins.FinishTrial, run.last)
+    assert finish.visit == 4 and finish.reason.startswith("stopped early")
 
 
 def test_a_trial_whose_metric_does_not_exist_fails_and_says_what_does() -> None:

@@ -48,6 +48,7 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
             if metric == "val_score" or draw(st.booleans())
             else (),
             patience=draw(st.sampled_from([None, 1, 2])),
+            keep=draw(st.sampled_from(["best", "last"])),
         )
         for t in range(draw(st.integers(1, 4)))
     )
@@ -99,18 +100,19 @@ def expected_result(config: HopConfig, trial: TrialProgress) -> tuple[int, str]:
         value = metrics[config.metric]
         better = isfinite(value) and (best is None or sign * value < sign * best[1])
         best, waited = ((epoch, value), 0) if better else (best, waited + 1)
-    if patience is None or (trial.status == "stopped" and best is None):
-        return len(trial.visits), ""
-    early = waited >= patience and len(trial.history) < trial.budget
+    last, keeps_best = len(trial.visits), trial.config.keep == "best"
+    if trial.status == "stopped":
+        return (best[0] + 1) * config.partitions if keeps_best and best else last, ""
+    early = patience is not None and waited >= patience and len(trial.history) < trial.budget
     epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
     if best is None:
         why = f"stopped early: {config.metric} was not finite in {epochs}"
-        return len(trial.visits), why if early else ""
+        return last, why if early else ""
     why = (
         f"stopped early: {config.metric} was best after epoch {best[0] + 1} ({best[1]:.4g}) "
         f"and not better for {epochs}"
     )
-    return (best[0] + 1) * config.partitions, why if early else ""
+    return (best[0] + 1) * config.partitions if keeps_best else last, why if early else ""
 
 
 def check_outcome(world: World) -> None:
@@ -224,7 +226,14 @@ def storms(draw):
     """Draw many losses for trials whose best state is hardly ever in the store."""
     partitions = draw(st.integers(2, 3))
     trials = tuple(
-        TrialConfig(t, 1.0, 100, ((f"f/{t}", f"t/{t}"),), patience=draw(st.integers(1, 4)))
+        TrialConfig(
+            t,
+            1.0,
+            100,
+            ((f"f/{t}", f"t/{t}"),),
+            patience=draw(st.none() | st.integers(1, 4)),
+            keep="best",
+        )
         for t in range(draw(st.integers(1, 2)))
     )
     order, seed = draw(st.sampled_from(["dynamic", "seeded"])), draw(st.integers(0, 2**16))

@@ -202,11 +202,11 @@ def test_a_fork_takes_no_state_that_a_failed_audit_makes_void() -> None:
     assert not any(drop.incarnation == "store" for drop in of(ins.Drop, told))
 
 
-def test_a_trial_with_patience_cannot_be_forked() -> None:
+def test_a_trial_that_keeps_its_best_epoch_can_be_forked() -> None:
     run = OpenDriver()
-    run(ev.TrialAdded(trial(0, patience=1), 1))
-    (finish,) = of(ins.FinishTrial, run(ev.TrialForked(trial(1), 0, 0, 2)))
-    assert "that trial has patience" in finish.reason
+    run(ev.TrialAdded(trial(0, patience=1, keep="best"), 1))
+    told = run(ev.TrialForked(trial(1), 0, 0, 2))
+    assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_what_a_search_says_after_its_end_changes_nothing(late: ev.Event) -> Non
 # ---------------------------------------------------------------------- at random points
 
 
-def add(number: int, patience: int | None, budget: int) -> Proposal:
-    config = trial(number, patience=patience, custom_metrics=("score", "seen"))
+def add(number: int, patience: int | None, keep: str, budget: int) -> Proposal:
+    config = trial(number, patience=patience, keep=keep, custom_metrics=("score", "seen"))
     return lambda state: ev.TrialAdded(config, budget)
 
 
@@ -260,7 +260,7 @@ def fork(number: int, pick: int, budget: int) -> Proposal:
 @st.composite
 def proposals(draw) -> list[Proposal]:
     """Draw what a search says, in its order; some numbers are of candidates that were refused."""
-    found, number = [add(0, None, draw(st.integers(1, 2)))], 0
+    found, number = [add(0, None, "last", draw(st.integers(1, 2)))], 0
     for _ in range(draw(st.integers(0, 12))):
         kind = draw(st.sampled_from(["add", "fork", "extend", "pause", "resume", "resume", "stop"]))
         pick, budget = draw(st.integers(0, 40)), draw(st.integers(1, 3))
@@ -268,7 +268,8 @@ def proposals(draw) -> list[Proposal]:
         match kind:
             case "add":
                 patience = draw(st.sampled_from([None, None, 1, 2]))
-                found.append(add(number, patience, budget))
+                keep = draw(st.sampled_from(["best", "last"]))
+                found.append(add(number, patience, keep, budget))
             case "fork":
                 found.append(fork(number, pick, budget))
             case "extend":

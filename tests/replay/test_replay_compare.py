@@ -53,9 +53,9 @@ def test_a_rightful_visit_log_has_no_problem() -> None:
 
 def test_a_partition_visited_twice_is_a_problem() -> None:
     record = TrialRecord(visits={1: (0, 1), 2: (0, 1)})
-    assert record.problem(2) == "partition 1 was visited twice in epoch 0"
+    assert record.problem(2) == "partition 1 was visited twice in epoch 1"
 
 
 def test_a_visit_in_the_wrong_epoch_is_a_problem() -> None:
     record = TrialRecord(visits={1: (0, 1), 2: (1, 0), 3: (0, 0), 4: (1, 1)})
-    assert "visit 2 belongs to epoch 1" in str(record.problem(2))
+    assert "visit 2 belongs to epoch 2" in str(record.problem(2))

@@ -67,7 +67,7 @@ def test_a_buffer_that_the_checkpoint_lacks_is_a_difference(folder: RunFolder) -
 def test_an_epoch_that_the_replay_lacks_is_a_difference(folder: RunFolder) -> None:
     trial = recipe()
     report = verdict(folder, trial, saved_of(trial), {0: METRICS, 1: METRICS})
-    assert report.first_difference == "train_loss of epoch 1: the run has 0.5, the replay None"
+    assert report.first_difference == "train_loss of epoch 2: the run has 0.5, the replay None"
 
 
 @pytest.mark.parametrize("shard", [0, 1])

@@ -7,7 +7,7 @@ from cerebro_hydra.tune.trial import Trial
 
 HISTORY = {"train_loss": [3.0, 2.0, 1.0], "val_loss": [3.5, 1.5, 2.5]}
 TRIALS = [
-    Trial("trial-000", {"lr": 0.1}, "finished", HISTORY, [], None, 1, 12.5),
+    Trial("trial-000", {"lr": 0.1}, "finished", HISTORY, [], None, 2, 12.5),
     Trial("trial-001", {"lr": 0.2, "depth": 3}, "failed", {}, [], "Traceback ..."),
 ]
 
@@ -16,7 +16,7 @@ def test_a_row_per_trial_has_the_metrics_of_its_result() -> None:
     frame = by_trial(TRIALS)
     first, second = frame.to_dict("records")
     assert (first["param_lr"], first["val_loss"], first["epochs"]) == (0.1, 1.5, 3)
-    assert (first["result_epoch"], first["seconds"], first["error"]) == (1, 12.5, None)
+    assert (first["result_epoch"], first["seconds"], first["error"]) == (2, 12.5, None)
     assert math.isnan(second["val_loss"])
     assert (second["param_depth"], second["epochs"], second["error"]) == (3, 0, "Traceback ...")
     assert frame.result_epoch.isna().tolist() == [False, True]
@@ -25,7 +25,7 @@ def test_a_row_per_trial_has_the_metrics_of_its_result() -> None:
 def test_a_row_per_epoch_is_the_history() -> None:
     frame = by_epoch(TRIALS)
     assert frame.trial_id.tolist() == ["trial-000"] * 3
-    assert frame.epoch.tolist() == [0, 1, 2]
+    assert frame.epoch.tolist() == [1, 2, 3]
     assert frame.val_loss.tolist() == HISTORY["val_loss"]
 
 

@@ -38,7 +38,7 @@ def test_the_only_data_that_fits_is_taken_and_trained_on_as_fit_does(tmp_path: P
 def test_several_that_fit_are_listed_and_one_is_asked_for(tmp_path: Path) -> None:
     first, second = prepare(tmp_path), prepare(tmp_path, seed=1)
     search = GridSearch(**arguments(tmp_path))
-    with pytest.raises(ConfigurationError, match="several prepared data sets") as raised:
+    with pytest.raises(ConfigurationError, match="holds 2 prepared data sets") as raised:
         search.fit_on_prepared_data()
     assert first.fingerprint in str(raised.value) and second.fingerprint in str(raised.value)
 

@@ -1,11 +1,10 @@
-"""Decides what a model's prediction is, and makes columns of Spark ML of it."""
+"""Decides what a model's prediction is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +12,6 @@ from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.objective import CLASS_INDEX_LOSSES, is_likelihood, is_log_odds
-from cerebro_hydra.spark import arrow_columns
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql.types import DataType
 
 _CLASS_INDEX_FUNCTIONS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
 
@@ -88,45 +82,3 @@ def _misfit(output: str, needed: str, shapes: Sequence[tuple[int, ...]]) -> Conf
         f"output is {output!r}, which needs {needed}, and forward gives {len(shapes)} tensors of "
         f"shape {found} per row; set output to None or 'raw'"
     )
-
-
-@dataclass(frozen=True)
-class EvaluatorOutputs:
-    """Makes the columns that Spark's evaluators read: vectors of scores, and a double.
-
-    Args:
-        kind: any but RAW; of NUMBER there are no vectors.
-        prediction: the column of the most likely class, or of the number.
-        probability: the column of probabilities; "" leaves it out.
-        raw: the column of scores; "" leaves it out.
-    """
-
-    kind: PredictionKind
-    prediction: str
-    probability: str = ""
-    raw: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the columns."""
-        return tuple(name for name in (self.raw, self.probability, self.prediction) if name)
-
-    def types(self, sample: Sequence[Tensor]) -> list[DataType]:
-        """Return two vectors and a double, without those that are left out."""
-        from pyspark.sql.types import DoubleType
-
-        vector = arrow_columns.vector_type()
-        return [*([vector] * (len(self.names) - 1)), DoubleType()]
-
-    def arrays(self, predictions: Sequence[Tensor]) -> list[pa.Array]:
-        """Return the columns, computed in double precision, so that probabilities add up to 1."""
-        (given,) = predictions
-        given = given.to(torch.float64)
-        if self.kind == PredictionKind.NUMBER:
-            return [arrow_columns.from_tensor(given)]
-        scores, probabilities = self.kind.scores(given)
-        vectors = [(self.raw, scores), (self.probability, probabilities)]
-        return [
-            *(arrow_columns.from_vectors(values) for name, values in vectors if name),
-            arrow_columns.from_tensor(scores.argmax(1).to(torch.float64)),
-        ]
