@@ -206,6 +206,7 @@ class Admission:
             keep=self._kept_by(recipe),
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
         )
+        self._folder.write_trial(spec)
         self._report_cut(spec, admission.report)
         return spec, recipe
 

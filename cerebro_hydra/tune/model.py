@@ -22,7 +22,7 @@ from cerebro_hydra.spark.outputs import RawOutputs
 from cerebro_hydra.spark.predictors import BuiltPredictor
 from cerebro_hydra.spark.transform import Inference, feature_specs
 from cerebro_hydra.storage import RunFolder, estimator_factories
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.prediction_kind import PredictionKind
 from cerebro_hydra.tune.saved_model import ModelFacts, SavedModel, checked_outputs, write_archive
@@ -40,7 +40,7 @@ class TrainedModel:
         self,
         folder: RunFolder,
         document: RunDocument,
-        number: int,
+        spec: TrialSpec,
         trial: Trial,
         factory: Callable[[], estimator_factories.Factory],
         sourceless: bool,
@@ -51,7 +51,7 @@ class TrainedModel:
         """
         self._folder = folder
         self._document = document
-        self._spec = document.trials[number]
+        self._spec = spec
         self._trial = trial
         self._find_factory = factory
         self._sourceless = sourceless
@@ -212,8 +212,7 @@ class TrainedModel:
             ConfigurationError: the factory is known only by the name that the run records.
             ReplayError: its factory can't be found; says how to give it.
         """
-        trial = self._spec.trial
-        return trained_recipe(self._folder, self._document, trial, self._find_factory())
+        return trained_recipe(self._folder, self._document, self._spec, self._find_factory())
 
     def batch(self) -> Batch:
         """Return the first rows that it was trained on, as many as its batches have.

@@ -78,10 +78,10 @@ def _run(folder: RunFolder) -> StoredRun:
         view = RunView.of_run(folder)
     except CerebroHydraError:
         return StoredRun(*named, "unreadable", *usage, fingerprint=fingerprint)
-    finished = sum(trial.status == "finished" for trial in view.trials)
+    finished = sum(trial.status == "finished" for trial in view.trials.values())
     if claimed:
         status = "running"
-    elif not all(trial.over for trial in view.trials):
+    elif not all(trial.over for trial in view.trials.values()):
         status = "interrupted"
     else:
         status = "finished" if finished else "failed"

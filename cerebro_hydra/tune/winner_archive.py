@@ -30,7 +30,7 @@ class WinnerArchive:
         winner = self._view.winner
         if not isinstance(record, RunEnded) or winner is None:
             return
-        if not all(trial.over for trial in self._view.trials):
+        if not all(trial.over for trial in self._view.trials.values()):
             return
         self._report(f"saving {winner.trial_id}, the best model, to load without its source")
         try:
