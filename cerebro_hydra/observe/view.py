@@ -36,10 +36,8 @@ class TrialView:
     trial: int
     trial_id: str
     params: dict[str, Any]
-    patience: int | None = None
-    """Epochs in a row without a better state that end it early; None: it never ends so."""
     keep: str = "last"
-    """Which epoch is its result: "best" or "last"."""
+    """Whether its result is the state after its "best" epoch, or after its "last"."""
     status: str = "waiting"
     """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped"."""
     reason: str = ""
@@ -202,9 +200,7 @@ class RunView:
             yield from (f"val_{name}" for name in self.document.metrics)
 
     def _admit(self, spec: TrialSpec) -> None:
-        self.trials[spec.trial] = TrialView(
-            spec.trial, spec.trial_id, dict(spec.params), spec.patience, spec.keep
-        )
+        self.trials[spec.trial] = TrialView(spec.trial, spec.trial_id, dict(spec.params), spec.keep)
 
     def _event(self, event: events.Event) -> None:
         match event:

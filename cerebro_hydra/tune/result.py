@@ -173,10 +173,11 @@ class SearchResult:
         Raises:
             ConfigurationError: there is no such trial, or it did not finish.
         """
-        known = {trial.trial_id: trial for trial in self.trials}
-        if trial_id not in known:
-            raise ConfigurationError(f"there is no trial {trial_id!r}; trials are {list(known)}")
-        trial = known[trial_id]
+        if trial_id not in self._known:
+            raise ConfigurationError(
+                f"there is no trial {trial_id!r}; trials are {list(self._known)}"
+            )
+        trial = self._known[trial_id]
         if trial.status != "finished":
             raise ConfigurationError(
                 f"{trial_id} is {trial.status}, so it has no trained model: "

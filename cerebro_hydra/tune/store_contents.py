@@ -78,17 +78,18 @@ def _run(folder: RunFolder) -> StoredRun:
         view = RunView.of_run(folder)
     except CerebroHydraError:
         return StoredRun(*named, "unreadable", *usage, fingerprint=fingerprint)
-    trials = list(view.trials.values())
-    finished = sum(trial.status == "finished" for trial in trials)
+    finished = sum(trial.status == "finished" for trial in view.trials.values())
     if claimed:
         status = "running"
-    elif not all(trial.over for trial in trials):
+    elif not all(trial.over for trial in view.trials.values()):
         status = "interrupted"
     else:
         status = "finished" if finished else "failed"
     best = view.winner
     winner = "" if best is None else f"{best.trial_id}, {view.metric} {number(view.score(best))}"
-    return StoredRun(*named, status, *usage, f"{finished} of {len(trials)}", winner, fingerprint)
+    return StoredRun(
+        *named, status, *usage, f"{finished} of {len(view.trials)}", winner, fingerprint
+    )
 
 
 def _data(store: Store, fingerprint: str, runs: tuple[StoredRun, ...]) -> StoredData:

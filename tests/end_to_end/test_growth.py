@@ -19,12 +19,13 @@ from cerebro_hydra.plan.events import SubEpochDone
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 
+pytestmark = pytest.mark.slow
+
 FEATURES = 64
 FIRST = 30
 """Trials after which an agent holds all that it ever will."""
 KINDS = 10
 """Models of different structure."""
-DEPTH = 12
 
 
 def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
@@ -33,7 +34,7 @@ def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
     first = nn.Linear(FEATURES, frozen).requires_grad_(False)
     nn.init.constant_(first.weight, 1e-3 * (number + 1))
     layers: list[nn.Module] = [first, nn.Linear(frozen, width)]
-    for _ in range(DEPTH):
+    for _ in range(params["depth"]):
         layers += [nn.ReLU(), nn.Linear(width, width)]
     model = nn.Sequential(*layers, nn.Linear(width, 1))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -79,7 +80,9 @@ class Watch:
                 self.after[len(self.trials)] = Held.by(self.pid)
 
 
-def held_after(folder: Path, trials: int, validation: float | None, frozen: int) -> dict[int, Held]:
+def held_after(
+    folder: Path, trials: int, validation: float | None, frozen: int, depth: int
+) -> dict[int, Held]:
     """Run a search on one agent."""
     random = np.random.default_rng(0)
     features = random.normal(size=(64, FEATURES)).astype("float32")
@@ -88,7 +91,11 @@ def held_after(folder: Path, trials: int, validation: float | None, frozen: int)
         backend=LocalBackend(1),
         store=LocalStore(str(folder)),
         estimator_gen_fn=estimator_gen_fn,
-        search_space={"number": hp_choice(list(range(trials))), "frozen": hp_choice([frozen])},
+        search_space={
+            "number": hp_choice(list(range(trials))),
+            "frozen": hp_choice([frozen]),
+            "depth": hp_choice([depth]),
+        },
         num_epochs=1,
         validation=validation,
         verbose=0,
@@ -100,17 +107,17 @@ def held_after(folder: Path, trials: int, validation: float | None, frozen: int)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has /proc")
 @pytest.mark.parametrize(
-    ("trials", "validation", "frozen", "factor"),
+    ("trials", "validation", "frozen", "depth", "factor"),
     [
-        pytest.param(60, None, 2000, 1.04, id="some, one after the other"),
-        pytest.param(300, None, 2000, 1.3, id="one after the other", marks=pytest.mark.long),
-        pytest.param(300, 0.2, 8, 1.3, id="all alive at once", marks=pytest.mark.long),
+        pytest.param(60, None, 2000, 4, 1.04, id="some, one after the other"),
+        pytest.param(300, None, 2000, 12, 1.3, id="one after the other", marks=pytest.mark.long),
+        pytest.param(300, 0.2, 8, 60, 1.15, id="all alive at once", marks=pytest.mark.long),
     ],
 )
 def test_an_agent_holds_no_more_after_many_trials_than_after_some(
-    tmp_path: Path, trials: int, validation: float | None, frozen: int, factor: float
+    tmp_path: Path, trials: int, validation: float | None, frozen: int, depth: int, factor: float
 ) -> None:
-    after = held_after(tmp_path, trials, validation, frozen)
+    after = held_after(tmp_path, trials, validation, frozen, depth)
     assert after[trials].resident <= factor * after[FIRST].resident
     for held in ("threads", "files"):
         counts = [getattr(after[number], held) for number in range(1, trials + 1)]

@@ -268,8 +268,9 @@ def test_seeded_orders_are_the_same_in_every_run(tmp_path: Any) -> None:
 
 
 def test_a_trial_with_patience_stops_early_and_its_best_state_is_the_result(tmp_path: Any) -> None:
-    searched = described(3, 2, 9, patience=3, keep="best")
-    folder, state, _ = run(tmp_path, ScriptedLauncher(2), searched)
+    folder, state, _ = run(
+        tmp_path, ScriptedLauncher(2), described(3, 2, 9, patience=3, keep="best")
+    )
     for trial in range(3):  # its metric never changes, so that the first epoch stays the best
         record = read_trial(folder, trial)
         assert (record.status, record.result_visit) == ("finished", 2)

@@ -210,7 +210,9 @@ def test_torch_gives_the_model_that_was_evaluated(result: SearchResult, tmp_path
                 outputs = model(torch.from_numpy(np.array(part.columns["features"])))
             hits += int((outputs.argmax(1).numpy() == part.columns["label"]).sum())
             total += part.rows
-        assert trial.history["val_accuracy"][-1] == pytest.approx(hits / total, abs=1e-6)
+        assert trial.history["val_accuracy"][trial.result_epoch - 1] == pytest.approx(
+            hits / total, abs=1e-6
+        )
 
 
 @pytest.mark.slow
