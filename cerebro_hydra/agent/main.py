@@ -254,11 +254,12 @@ class _Agent:
             case Drop():
                 self._fetch_manager.drop(instruction.trial, instruction.visit)
             case Checkpoint():
-                shards = self._builder.num_shards(instruction.trial)
-                self._io.submit(self._checkpoint, instruction.trial, instruction.visit, shards)
+                self._io.submit(self._checkpoint, instruction.trial, instruction.visit)
 
-    def _checkpoint(self, trial: int, visit: int, shards: int) -> None:
+    def _checkpoint(self, trial: int, visit: int) -> None:
         try:
+            # Not asked of the builder: a fork may need a state of a trial that is over.
+            shards = self._shard_store.num_shards(trial, visit)
             write_checkpoint(self._folder, self._shard_store, trial, visit, shards)
         except Exception as error:
             self._report_fatal(error, f"checkpoint of trial {trial}: {error}")
