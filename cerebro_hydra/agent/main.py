@@ -266,8 +266,7 @@ class _Agent:
             case AdoptPartitions():
                 self._io.submit(self._adopt, instruction.partitions)
             case Checkpoint():
-                shards = self._builder.num_shards(instruction.trial)
-                self._io.submit(self._checkpoint, instruction.trial, instruction.visit, shards)
+                self._io.submit(self._checkpoint, instruction.trial, instruction.visit)
 
     def _adopt(self, partitions: Sequence[int]) -> None:
         """Decode partitions of a worker that did not come back, unless they are here already."""
@@ -279,8 +278,10 @@ class _Agent:
         else:
             self._report(events.PartitionsAdopted(self._incarnation, tuple(partitions)))
 
-    def _checkpoint(self, trial: int, visit: int, shards: int) -> None:
+    def _checkpoint(self, trial: int, visit: int) -> None:
         try:
+            # Not asked of the builder: a fork may need a state of a trial that is over.
+            shards = self._shard_store.num_shards(trial, visit)
             write_checkpoint(self._folder, self._shard_store, trial, visit, shards)
         except Exception as error:
             self._report_fatal(error, f"checkpoint of trial {trial}: {error}")

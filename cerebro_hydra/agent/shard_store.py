@@ -171,6 +171,17 @@ class ShardStore:
             state = self._states.get((trial, visit))
             return state is not None and None not in state.shards
 
+    def num_shards(self, trial: int, visit: int) -> int:
+        """Return how many shards a state has.
+
+        Raises:
+            TransferError: it is neither here nor on its way.
+        """
+        with self._changed:
+            if (state := self._states.get((trial, visit))) is None:
+                raise TransferError(f"state {visit} of trial {trial} is not here")
+            return len(state.shards)
+
     def knows(self, trial: int, visit: int) -> bool:
         """Return whether a state is here or on its way."""
         with self._changed:

@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cerebro_hydra.agent import trial_builder
-from cerebro_hydra.agent.shard_store import KEPT_TRIALS
+from cerebro_hydra.agent.checkpoint import write_checkpoint
+from cerebro_hydra.agent.shard_store import KEPT_TRIALS, Shard
 from cerebro_hydra.agent.trial_builder import TrialBuilder
-from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.errors import TransferError
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import read_document
 from tests.agent.lone_agent import Agent
 from tests.agent.standins import empty_store, shard
 from tests.agent.test_agent_trainer import TASK, VISIT, Bench
+
+WORDS = {name: np.frombuffer(name.encode(), np.uint8) for name in ("frozen", "trainable")}
 
 
 @pytest.fixture
@@ -88,6 +94,22 @@ def test_frozen_segments_of_a_living_trial_or_a_held_state_are_not_forgotten() -
     assert {"shared", "own", "t-0"} <= store.segments.digests()
     store.withdraw(0, 0)
     assert "own" not in store.segments.digests()
+
+
+def test_a_state_that_a_fork_needs_can_be_written_after_its_trial_is_over(tmp_path: Path) -> None:
+    store, folder = empty_store(), RunFolder(LocalStore(str(tmp_path)), "run")
+    segments = {name: (digest(word), word) for name, word in WORDS.items()}
+    store.put(store.expect(0, 3, 1), 0, Shard(segments, {"step": 1}))
+    store.forget(0)
+    for trial in range(1, 2 + KEPT_TRIALS):
+        store.put(store.expect(trial, 0, 1), 0, shard(f"own-{trial}", f"t-{trial}"))
+        store.forget(trial)
+    assert 0 not in store._frozen
+    write_checkpoint(folder, store, 0, 3, store.num_shards(0, 3))
+    assert folder.states(0) == [3]
+    store.withdraw(0, 3)
+    with pytest.raises(TransferError, match="state 3 of trial 0 is not here"):
+        store.num_shards(0, 3)
 
 
 def test_the_budget_follows_the_largest_trial(tmp_path: Path) -> None:
