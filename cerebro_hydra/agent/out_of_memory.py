@@ -21,17 +21,15 @@ def memory_that_ran_out(error: BaseException) -> str | None:
     """
     for each in _chain(error):
         words = str(each)
-        device = isinstance(each, torch.OutOfMemoryError) or (
-            isinstance(each, RuntimeError)
-            and (getattr(each, "error_code", None) == _CUDA_MEMORY_ALLOCATION or _CUBLAS in words)
-        )
-        if device or isinstance(each, MemoryError) or _is_torch_on_cpu(each, words):
-            return f"the {'GPU' if device else 'machine'} has no room for {_asked(words)}"
+        torch_error = isinstance(each, RuntimeError)
+        code = getattr(each, "error_code", None)
+        if isinstance(each, torch.OutOfMemoryError) or (
+            torch_error and (code == _CUDA_MEMORY_ALLOCATION or _CUBLAS in words)
+        ):
+            return f"the GPU has no room for {_asked(words)}"
+        if isinstance(each, MemoryError) or (torch_error and _CPU_ALLOCATOR in words):
+            return f"the machine has no room for {_asked(words)}"
     return None
-
-
-def _is_torch_on_cpu(error: BaseException, words: str) -> bool:
-    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in words
 
 
 def _asked(words: str) -> str:
@@ -50,4 +48,4 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         if each is not None and id(each) not in seen:
             seen.add(id(each))
             yield each
-            left += [each.__cause__, each.__context__]
+            left += [each.__cause__, None if each.__suppress_context__ else each.__context__]

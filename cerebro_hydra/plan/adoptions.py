@@ -44,7 +44,8 @@ class Adoptions:
         for partition in mine:
             del self._promised[partition]
         if agent is not None:
-            self._tables.workers.adopt(agent, tuple(mine))
+            free = (p for p in mine if self._tables.workers.of_partition(p) is None)
+            self._tables.workers.adopt(agent, tuple(free))
 
     def _hand_out(self) -> None:
         workers = self._tables.workers

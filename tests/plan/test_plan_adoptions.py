@@ -61,6 +61,13 @@ def test_what_was_taken_over_is_taken_over_again_if_that_worker_is_lost_too() ->
     assert run.state.workers.of_partition(2).incarnation == "b"
 
 
+def test_a_partition_that_another_worker_now_owns_is_not_taken_over() -> None:
+    run = one_left()
+    run(ev.WorkerJoined(3, "of a resumed run", (1, 2)))
+    run(ev.PartitionsAdopted("a", (1,)))
+    assert run.state.workers.of_partition(1).incarnation == "of a resumed run"
+
+
 def test_a_worker_that_came_in_time_is_not_given_up() -> None:
     run = Driver(partitions=2, evaluate=False)
     assert run(ev.WorkerGivenUp(1, (1,), "late news")) == []

@@ -198,7 +198,7 @@ def test_seeded_runs_with_losses_have_the_histories_of_the_undisturbed_run(world
     check_undisturbed(world)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(worlds(faults=("kill", "duplicate", "reset")), scripts, st.sets(st.integers(0, 3)))
 def test_every_trial_finishes_however_many_transfers_from_agents_fail(
     world, script, unreachable
@@ -211,7 +211,7 @@ def test_every_trial_finishes_however_many_transfers_from_agents_fail(
         check_undisturbed(world)
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(60))
 @given(worlds(faults=("kill", "duplicate", "vanish", "come back")), scripts)
 def test_the_partitions_of_workers_that_do_not_come_back_are_taken_over(world, script) -> None:
     world.run(script)
