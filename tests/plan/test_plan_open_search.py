@@ -50,7 +50,8 @@ class OpenDriver:
     def train(self) -> list[ins.Instruction]:
         """Let the task that runs end."""
         ((worker, attempt),) = self.running.items()
-        self(ev.StateReceived(0, self.state.attempts[attempt].source.visit, worker))
+        task = self.state.attempts[attempt]
+        self(ev.StateReceived(task.trial, task.source.visit, worker))
         return self(done(attempt, worker))
 
     def held(self, number: int) -> list[tuple[int, str]]:
