@@ -226,8 +226,8 @@ class SearchCourse:
             )
         if not self._searcher.closed and not self._training:
             raise ConfigurationError(
-                f"{self._searcher!r} waits to be told of a trial, and none trains; let `tell` return "
-                "a TrainTo or `ask` parameters, or let `closed` be True"
+                f"{self._searcher!r} waits to be told of a trial, and none trains; let `tell` "
+                "return a TrainTo or `ask` parameters, or let `closed` be True"
             )
         if self._searcher.closed and not self._forks:
             self._closed = True
