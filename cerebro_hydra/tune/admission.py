@@ -131,18 +131,17 @@ class Admission:
 
     def _check_metrics(self, params: Mapping[str, Any], directions: Mapping[str, str]) -> None:
         metrics = {"loss": "min", **directions}
+        if self.metrics and metrics != self.metrics:
+            raise ConfigurationError(
+                f"trials measure different things: {dict(params)} measures {metrics}, "
+                f"{dict(self._first)} {self.metrics}; give all SparkEstimators the same metrics"
+            )
         if self._evaluation_metric not in metrics:
             raise ConfigurationError(
                 f"evaluation_metric is {self._evaluation_metric!r}, which is not measured; "
                 f"measured are {list(metrics)}; add it to the metrics of the SparkEstimator"
             )
-        if not self.metrics:
-            self.metrics, self._first = metrics, params
-        if metrics != self.metrics:
-            raise ConfigurationError(
-                f"trials measure different things: {dict(params)} measures {metrics}, "
-                f"{dict(self._first)} {self.metrics}; give all SparkEstimators the same metrics"
-            )
+        self.metrics, self._first = metrics, params
 
     def _admit(
         self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None

@@ -14,8 +14,6 @@ from cerebro_hydra.observe import Observer, RunStarted, records_of
 from cerebro_hydra.observe.plots import plot
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder, estimator_factories
-from cerebro_hydra.storage.run_document import RefusedTrial
-from cerebro_hydra.storage.run_folder import read_refused
 from cerebro_hydra.tune.model import TrainedModel, checked_outputs
 from cerebro_hydra.tune.trial import History, Trial
 
@@ -33,14 +31,12 @@ class SearchResult:
         self,
         folder: RunFolder,
         view: RunView,
-        refused: Sequence[RefusedTrial],
         factory: Callable[[], estimator_factories.Factory],
     ) -> None:
         """Use `SearchResult.open`."""
         self.run_path = folder.path
         self.document = view.document
         self.trials = [Trial.of_view(each) for each in view.trials.values()]
-        self.trials += [Trial.of_refused(each) for each in refused]
         self.totals = view.totals
         self._known = {trial.trial_id: trial for trial in self.trials}
         self._view = view
@@ -70,12 +66,11 @@ class SearchResult:
             JournalError: its journal is damaged.
         """
         folder = RunFolder.open(run_path)
-        refused = read_refused(folder)
         with consistent(f"the journal of run {folder.path!r}", JournalError):
             view = RunView.of_run(folder)
             recorded = view.document.factory
             find = partial(estimator_factories.find, folder.path, recorded, factory, trust)
-            return cls(folder, view, refused, find)
+            return cls(folder, view, find)
 
     def __repr__(self) -> str:
         finished = sum(trial.status == "finished" for trial in self.trials)

@@ -17,6 +17,10 @@ GRACE_SECONDS = 2.0
 T = TypeVar("T")
 
 
+class Overdue(Exception):
+    """A call was given up; the message is the stack that it was in."""
+
+
 class _GivenUp(SystemExit):
     """Unwinds a thread that was given up, without a word."""
 
@@ -25,14 +29,14 @@ class TimedCall(Generic[T]):
     """Runs a function beside its caller, with thread-local settings that no other call has left.
 
     Python can't end a thread. One that is given up is unwound by an exception as soon as it runs
-    Python code again; until then it has no part in the run any more, and `exclusive_generator` is
-    taken from it.
+    Python code again. Until then it may hang in a call of the system, but `exclusive_generator` is
+    taken from it, so that others can go on.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
         """Begin at once."""
         self._function = function
-        self._result: list[T] = []
+        self._results: list[T] = []
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
@@ -40,7 +44,7 @@ class TimedCall(Generic[T]):
 
     def _run(self) -> None:
         try:
-            self._result.append(self._function())
+            self._results.append(self._function())
         except BaseException as error:
             self._error = error
         finally:
@@ -50,27 +54,33 @@ class TimedCall(Generic[T]):
         """Return what the function returns, or raise what it raises.
 
         Raises:
-            TimeoutError: it takes longer than this and is given up; the message is its stack.
+            Overdue: it takes longer than this, or was given up.
         """
         try:
-            ended = self._ended.wait(seconds)
-        except BaseException:
-            self.give_up()
-            raise
-        if not ended:
-            raise TimeoutError(self.give_up())
+            self._ended.wait(seconds)
+        finally:  # an interrupt of the caller gives it up as well
+            stack = self.give_up()
+        if stack is not None:
+            raise Overdue(stack)
         if self._error is not None:
-            raise self._error
-        return self._result[0]
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # or it would keep what failed in a reference cycle
+        return self._results.pop()
 
-    def give_up(self) -> str:
-        """Let the thread end as soon as it can; return where it was."""
+    def give_up(self) -> str | None:
+        """Let the function end as soon as it can; return where it is, or None if it has ended."""
         thread = self._thread.ident
-        assert thread is not None
+        if self._ended.is_set() or thread is None:
+            return None
         frame = sys._current_frames().get(thread)
-        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
         error = ctypes.py_object(_GivenUp)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
         if not self._ended.wait(GRACE_SECONDS):
             exclusive_generator.take_from(thread)
+            self._error = Overdue(stack)
+            self._ended.set()
         return stack

@@ -19,6 +19,7 @@ from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.run_config import hop_config
+from cerebro_hydra.hopper.trial_source import GivenTrials, MergeStates
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json
@@ -106,9 +107,14 @@ class Tape:
 
 
 def run(
-    tmp_path: Any, launcher: ScriptedLauncher, of: Described, **options: Any
+    tmp_path: Any,
+    launcher: ScriptedLauncher,
+    of: Described,
+    merge_metrics: MergeStates | None = None,
+    **options: Any,
 ) -> tuple[RunFolder, Any, Tape]:
-    doc, trials = of
+    doc, specs = of
+    trials = GivenTrials(specs, doc.num_epochs, merge_metrics)
     folder = RunFolder(LocalStore(str(tmp_path)), doc.run_id)
     tape = Tape()
     data = manifest(doc.num_partitions)
