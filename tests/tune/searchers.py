@@ -18,10 +18,13 @@ class Rungs:
 
     epochs = 1
 
-    def __init__(self, candidates: int = 6, most_epochs: int = 9, seed: int = 0) -> None:
+    def __init__(
+        self, candidates: int = 6, most_epochs: int = 9, seed: int = 0, forks: bool = True
+    ) -> None:
         self._random = Random(seed)
         self._left = candidates
         self._most_epochs = most_epochs
+        self._forks = forks
         self._params: list[dict[str, Any]] = []
         self._rung = self.epochs
         self._awaited: set[int] = set()
@@ -70,5 +73,6 @@ class Rungs:
         self._awaited |= set(half)
         for number in half:
             yield TrainTo(number, self._rung)
-        params = {"lr": self._params[best]["lr"] / 2}
-        yield Fork(best, self._propose(params), self._rung)
+        if self._forks:
+            params = {"lr": self._params[best]["lr"] / 2}
+            yield Fork(best, self._propose(params), self._rung)

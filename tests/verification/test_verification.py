@@ -197,7 +197,7 @@ def test_what_does_no_harm_is_told_and_is_no_damage(copied: RunFolder) -> None:
     lines = [line for segment in copied.read_segments() for line in segment]
     copied.store.delete(f"{copied.path}/journal")
     copied.write_segment(0, lines[:-1])
-    RunFolder(copied.store, "refused").write_json("refused.json", {"trials": []})
+    RunFolder(copied.store, "refused").write_json("numeric.json", {})
     copied.store.write(copied.store.data_path("unfinished") + "/part", b"")
     report = verify(copied.store.prefix)
     assert report.ok, str(report)
