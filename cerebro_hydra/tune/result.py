@@ -102,10 +102,7 @@ class SearchResult:
         return plot(self._view, parameters)
 
     def export_to(self, observer: Observer) -> None:
-        """Give the whole run to a tracker that did not watch it, such as an `MLflowTracker`.
-
-        It does not include trials that could not be built.
-        """
+        """Give the whole run to a tracker that did not watch it, such as an `MLflowTracker`."""
         store, run_id = self._folder.store.to_dict(), self._folder.run_id
         for record in records_of(self._folder):
             if isinstance(record, RunStarted):  # the folder may have been moved since

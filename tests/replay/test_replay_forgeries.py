@@ -258,7 +258,7 @@ def test_files_of_two_runs_that_were_mixed_are_refused(forged: RunFolder) -> Non
     assert "is of run 'another'" in str(cerebro_hydra.verify(forged.path))
     rewrite_trial(forged, run_id=forged.run_id)
     rewrite(forged, run_id="another")
-    for reader in readers(forged, "refused"):
+    for reader in readers(forged, "view"):
         with pytest.raises(JournalError, match="beside it of run 'another'"):
             reader()
     assert "beside it of run 'another'" in str(cerebro_hydra.verify(forged.path))
@@ -288,6 +288,7 @@ def readers(folder: RunFolder, kind: str) -> list[Callable[[], Any]]:
     all_of = {
         "numeric": [replayed],
         "manifest": [replayed],
+        "view": [opened, reported],
         "trial": [replayed, opened, reported],
         "state": [replayed, opened],
         "object": [replayed, opened],

@@ -184,10 +184,9 @@ def test_a_journal_that_was_decided_otherwise_is_found(copied: RunFolder) -> Non
     assert "this version decides" in said
 
 
-def test_a_journal_of_another_run_is_found(copied: RunFolder) -> None:
-    document = copied.read_json("run.json")
-    document["num_epochs"] = 3
-    copied.write_json("run.json", document)
+@pytest.mark.parametrize("change", [{"num_epochs": 1}, {"seed": 9}, {"order": "seeded"}])
+def test_a_journal_of_another_run_is_found(copied: RunFolder, change: dict[str, Any]) -> None:
+    copied.write_json("run.json", {**copied.read_json("run.json"), **change})
     (said,) = part(verify(copied.path), "journal").problems
     assert "is that of another run than run.json describes" in said
 
