@@ -60,7 +60,16 @@ class Auditor:
         if self.budget.allows(seconds, first_epoch=task.epoch == 0):
             with self.told_if_impossible(task), self.watch.waiting():
                 self.recipes[trial] = self.builder.another_recipe(trial)
+                self.recipes = {
+                    n: each for n, each in self.recipes.items() if self.builder.keeps(n)
+                }
             self.budget.spent += time.perf_counter() - begun
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
+        self.recipes.pop(trial, None)
+        self._seconds.pop(trial, None)
+        self._impossible.discard(trial)
 
     def is_due(self, task: StartSubEpoch, step_seconds: float) -> bool:
         """Return whether a step may be audited now."""

@@ -100,6 +100,12 @@ class FetchManager:
                 fetch.cancel()
             self._shard_store.withdraw(trial, visit)
 
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over; its states are dropped one by one."""
+        with self._lock:
+            self._hops.pop(trial, None)
+        self._shard_store.forget(trial)
+
     def close(self) -> None:
         """End every fetch, and wait for their threads."""
         with self._lock:

@@ -5,9 +5,20 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+MOST_AT_ONCE = 10_000
+"""Lines that an agent may send at once."""
+
+LINES_PER_SECOND = 1_000
+"""Lines that it may send on in every second; the others are counted, not kept."""
+
+LONGEST_LINE = 1 << 16
+"""Characters after which a line is sent that has no end yet."""
 
 Send = Callable[[dict[str, Any]], object]
 
@@ -31,6 +42,46 @@ def _message(stream: str, line: str) -> dict[str, Any]:
     return {"output": {"trial": _trial, "stream": stream, "line": line}}
 
 
+class LineLimit:
+    """Sends lines no faster than the driver can show them, and says how many it left out.
+
+    Thread-safe. Neither this process nor the driver would else have memory for what a trial prints
+    that prints without end.
+    """
+
+    def __init__(self, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
+        self._send = send
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._allowed = float(MOST_AT_ONCE)
+        self._since = clock()
+        self._left_out = 0
+
+    def __call__(self, message: dict[str, Any]) -> None:
+        """Send a line, or count it."""
+        with self._lock:
+            now = self._clock()
+            gained = (now - self._since) * LINES_PER_SECOND
+            self._allowed, self._since = min(MOST_AT_ONCE, self._allowed + gained), now
+            if self._allowed < 1:
+                self._left_out += 1
+                return
+            self._allowed -= 1
+            self._tell()
+            self._send(message)
+
+    def close(self) -> None:
+        """Say what was left out last."""
+        with self._lock:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._left_out:
+            why = f"more than {LINES_PER_SECOND} a second came for long"
+            self._send(_message("log", f"{self._left_out} lines were left out, because {why}"))
+            self._left_out = 0
+
+
 class LineStream(io.TextIOBase):
     """A text stream that sends whole lines."""
 
@@ -47,6 +98,8 @@ class LineStream(io.TextIOBase):
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._send(_message(self._name, line))
+        if len(self._rest) >= LONGEST_LINE:
+            self.flush()
         return len(text)
 
     def flush(self) -> None:
@@ -73,8 +126,9 @@ class _Handler(logging.Handler):
 def forwarded(send: Send) -> Iterator[None]:
     """Send what this process prints and logs, in place of writing it to the executor's files."""
     streams = sys.stdout, sys.stderr
-    handler = _Handler(send)
-    sys.stdout, sys.stderr = LineStream("stdout", send), LineStream("stderr", send)
+    limited = LineLimit(send)
+    handler = _Handler(limited)
+    sys.stdout, sys.stderr = LineStream("stdout", limited), LineStream("stderr", limited)
     logging.getLogger().addHandler(handler)
     try:
         yield
@@ -82,4 +136,5 @@ def forwarded(send: Send) -> Iterator[None]:
         logging.getLogger().removeHandler(handler)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        limited.close()
         sys.stdout, sys.stderr = streams

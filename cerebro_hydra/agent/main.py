@@ -224,7 +224,7 @@ class _Agent:
         if self._stopping.is_set():
             return
         if message["do"] == "forget":  # after the tasks of the trial that were taken back
-            self._tasks.put(partial(self._builder.forget, message["trial"]))
+            self._tasks.put(partial(self._trainer.forget, message["trial"]))
             return
         if message["spec"] is not None:
             spec = TrialSpec.from_json(message["spec"], "the coordinator's spec of a trial")
@@ -245,6 +245,7 @@ class _Agent:
     def _obey(self, instruction: Instruction, uri: str | None) -> None:
         match instruction:
             case StartSubEpoch() | Evaluate():
+                self._trainer.accept(instruction.attempt)
                 self._tasks.put(partial(self._trainer.perform, instruction, uri))
             case FetchShards():
                 self._trainer.prefetch(instruction, uri)
@@ -253,11 +254,12 @@ class _Agent:
             case Drop():
                 self._fetch_manager.drop(instruction.trial, instruction.visit)
             case Checkpoint():
-                shards = self._builder.num_shards(instruction.trial)
-                self._io.submit(self._checkpoint, instruction.trial, instruction.visit, shards)
+                self._io.submit(self._checkpoint, instruction.trial, instruction.visit)
 
-    def _checkpoint(self, trial: int, visit: int, shards: int) -> None:
+    def _checkpoint(self, trial: int, visit: int) -> None:
         try:
+            # Not asked of the builder: a fork may need a state of a trial that is over.
+            shards = self._shard_store.num_shards(trial, visit)
             write_checkpoint(self._folder, self._shard_store, trial, visit, shards)
         except Exception as error:
             self._report_fatal(error, f"checkpoint of trial {trial}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ from cerebro_hydra.errors import TransferError
 from cerebro_hydra.shards.layout import Bytes
 
 Cursor = Mapping[str, Any]
+
+KEPT_TRIALS = 4
+"""Trials whose frozen segments stay here although they are over: the next trial may share them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ class ShardStore:
 
     Thread-safe. A state is announced by `expect` before its shards come, so that peers can wait
     for it; `withdraw` and `retract` end their waits. Equal segments are kept once, whatever trial
-    they belong to; frozen ones stay for the run, so that they are never sent twice. `on_change` is
+    they belong to. Frozen ones stay until their trials are over, and those of the latest that
+    ended stay longer, so that trials which share them are not sent them twice. `on_change` is
     called after each change, and must return at once.
 
     Args:
@@ -87,7 +92,9 @@ class ShardStore:
         self.segments = segments
         self._changed = threading.Condition()
         self._states: dict[tuple[int, int], State] = {}
-        self._frozen: set[str] = set()
+        self._frozen: dict[int, set[str]] = {}
+        """Digests of frozen segments, by the trials that were here."""
+        self._over: deque[int] = deque()
         self.on_change: Callable[[], None] = lambda: None
 
     def expect(self, trial: int, visit: int, shards: int) -> State:
@@ -106,7 +113,7 @@ class ShardStore:
             for name, (digest, buffer) in shard.segments.items():
                 self.segments.add(digest, buffer)
                 if name == "frozen":
-                    self._frozen.add(digest)
+                    self._frozen.setdefault(state.trial, set()).add(digest)
             names = {name: digest for name, (digest, _) in shard.segments.items()}
             state.shards[number] = HeldShard(names, shard.cursor, self.segments)
             self.wake()
@@ -164,6 +171,17 @@ class ShardStore:
             state = self._states.get((trial, visit))
             return state is not None and None not in state.shards
 
+    def num_shards(self, trial: int, visit: int) -> int:
+        """Return how many shards a state has.
+
+        Raises:
+            TransferError: it is neither here nor on its way.
+        """
+        with self._changed:
+            if (state := self._states.get((trial, visit))) is None:
+                raise TransferError(f"state {visit} of trial {trial} is not here")
+            return len(state.shards)
+
     def knows(self, trial: int, visit: int) -> bool:
         """Return whether a state is here or on its way."""
         with self._changed:
@@ -175,10 +193,23 @@ class ShardStore:
             state = self._states.pop((trial, visit), None)
             if state is None:
                 return
-            kept = self._frozen.union(*map(_digests, self._states.values()))
-            for digest in _digests(state) - kept:
-                self.segments.discard(digest)
+            self._discard(_digests(state))
             self.wake()
+
+    def forget(self, trial: int) -> None:
+        """Note that a trial is over, and forget the frozen segments of one that ended long ago."""
+        with self._changed:
+            if trial in self._frozen:
+                self._over.append(trial)
+            if len(self._over) > KEPT_TRIALS:
+                self._discard(self._frozen.pop(self._over.popleft()))
+
+    def _discard(self, digests: set[str]) -> None:
+        """Discard those segments that neither a state nor a trial that is kept names."""
+        for digest in digests.difference(
+            *self._frozen.values(), *map(_digests, self._states.values())
+        ):
+            self.segments.discard(digest)
 
     def retract(self, state: State) -> None:
         """Withdraw this state, but not another that took its name meanwhile."""

@@ -84,6 +84,12 @@ class TaskWatch:
         """End the thread."""
         self._closed.set()
 
+    def forget(self, trial: int) -> None:
+        """Forget how long the batches of a trial took that is over."""
+        with self._lock:
+            for kind in (StartSubEpoch, Evaluate):
+                self._seconds.pop((trial, kind), None)
+
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
         """Time the body, which is a task on the calling thread."""

@@ -67,14 +67,28 @@ class Trainer:
         self._watch = watch
         self._auditor = Auditor(builder, shard_store.segments, watch, audit_share)
         self._lock = threading.Lock()
-        self._cancelled: set[int] = set()
+        self._open: set[int] = set()  # attempts that were accepted and are not done
+        self._cancelled: set[int] = set()  # those of them that were taken back
         self._stopped = False
         self._published: WeakValueDictionary[int, State] = WeakValueDictionary()  # by attempt
+
+    def accept(self, attempt: int) -> None:
+        """Note that an attempt will be performed, so that it can be taken back until it is done."""
+        with self._lock:
+            self._open.add(attempt)
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over; called on the main thread."""
+        self._builder.forget(trial)
+        self._auditor.forget(trial)
+        self._watch.forget(trial)
+        self._fetch_manager.forget(trial)
 
     def cancel(self, attempt: int) -> None:
         """Take an attempt back, running or not, with what it published; called from any thread."""
         with self._lock:
-            self._cancelled.add(attempt)
+            if attempt in self._open:
+                self._cancelled.add(attempt)
             published = self._published.get(attempt)
         if published is not None:
             self._shard_store.retract(published)
@@ -107,7 +121,14 @@ class Trainer:
                 self._report_failure(task, error)
             else:
                 return
+            finally:
+                self._close(task.attempt)
         gc.collect()  # frames of a traceback can refer to the trial's memory in a circle
+
+    def _close(self, attempt: int) -> None:
+        with self._lock:
+            self._open.discard(attempt)
+            self._cancelled.discard(attempt)
 
     def _report_failure(self, task: Task, error: BaseException) -> None:
         if isinstance(error, Cancelled) or self._is_cancelled(task.attempt):

@@ -21,6 +21,7 @@ from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.layout import TrialLayout
 from cerebro_hydra.shards.parameter_values import absent_value
+from cerebro_hydra.shards.recent import Recent
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.state_template import StateTemplate
 from cerebro_hydra.shards.uncut import UncutEngine
@@ -28,6 +29,13 @@ from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 
 EXAMPLE_ROWS = 4
 """Rows in the batch that a model is traced with; the batch dimension is dynamic."""
+
+
+MOST_RUNTIMES = 64
+"""Trials that an agent keeps ready to train; it builds the others anew when they come back."""
+
+MOST_RUNTIME_BYTES = 256 << 20
+"""Bytes that their buffers may have together."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,11 @@ class TrialRuntime:
     def num_shards(self) -> int:
         return self.cut_model.num_shards
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the model's buffers, which are not freed like its parameters."""
+        return sum(buffer.nbytes for buffer in self.recipe.model.buffers())
+
     @classmethod
     def of(
         cls,
@@ -64,7 +77,11 @@ class TrialRuntime:
 
 
 class TrialBuilder:
-    """Builds trials with the user's factory; equal models are exported and cut once."""
+    """Builds trials with the user's factory, and keeps those that were used last.
+
+    Equal models are exported and cut once. A trial that is built anew has the same bits, because
+    its state comes from the shards alone, as on another worker.
+    """
 
     def __init__(
         self,
@@ -80,7 +97,9 @@ class TrialBuilder:
         self._validation = validation
         self._cut_models = CutModelCache()
         self._specs: dict[int, TrialSpec] = {}
-        self._runtimes: dict[int, TrialRuntime] = {}
+        self._runtimes = Recent[int, TrialRuntime](
+            MOST_RUNTIMES, MOST_RUNTIME_BYTES, lambda runtime: runtime.nbytes
+        )
 
     def add(self, spec: TrialSpec) -> None:
         """Take in what a trial is, before anything else is asked of it."""
@@ -89,17 +108,19 @@ class TrialBuilder:
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
         self._specs.pop(trial, None)
-        self._runtimes.pop(trial, None)
+        self._runtimes.drop(trial)
 
     def num_shards(self, trial: int) -> int:
         """Return how many shards a trial has, without building it."""
         return len(self._specs[trial].shards)
 
     def get(self, trial: int) -> TrialRuntime:
-        """Return the runtime of a trial; runs the user's factory the first time."""
-        if trial not in self._runtimes:
-            self._runtimes[trial] = self._build(self._specs[trial])
-        return self._runtimes[trial]
+        """Return the runtime of a trial; runs the user's factory unless it is kept."""
+        return self._runtimes.get(trial, lambda: self._build(self._specs[trial]))
+
+    def keeps(self, trial: int) -> bool:
+        """Return whether the trial is ready to train."""
+        return trial in self._runtimes
 
     def _build(self, spec: TrialSpec) -> TrialRuntime:
         begun = time.perf_counter()
@@ -126,8 +147,9 @@ class TrialBuilder:
         )
         if not set(_parts(mine.recipe.model)).isdisjoint(_parts(other.model)):
             # The factory may have changed the model, which fits the newer recipe then.
-            self._runtimes[trial] = TrialRuntime.of(
-                mine.spec, other, mine.layout, mine.cut_model, mine.build_seconds
+            self._runtimes.put(
+                trial,
+                TrialRuntime.of(mine.spec, other, mine.layout, mine.cut_model, mine.build_seconds),
             )
             raise ConfigurationError(
                 "estimator_gen_fn gives the same model twice; let it build one at each call"

@@ -35,7 +35,7 @@ class TensorBoardTracker:
         self.log_dir = os.fspath(log_dir)
 
     def on_record(self, record: Record) -> None:
-        """Write the epochs and ends that a record tells of; close all files with the last record.
+        """Write the epochs and ends that a record tells of; close a trial's file at its end.
 
         Another search may follow.
         """
@@ -81,6 +81,7 @@ class TensorBoardTracker:
                 self._add(trial, now, len(trial.epochs) + 1, session_log=log)
             case FinishTrial(index, status):
                 self._add(self._view.trials[index], now, summary=_session_end(status, now))
+                self._writers.pop(index).close()  # it has a thread and a file of its own
 
     def _add(self, trial: TrialView, now: float, step: int = 0, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

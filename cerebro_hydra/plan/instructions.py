@@ -108,8 +108,8 @@ class ForkState:
 class Drop:
     """Forget this state and end any fetch of it.
 
-    Trainable segments that no other held state names are freed. Frozen segments stay for the run,
-    so that a frozen backbone is never sent twice.
+    Trainable segments that no other held state names are freed. Frozen segments stay while trials
+    may share them, so that a frozen backbone is not sent twice.
     """
 
     trial: int

@@ -18,6 +18,7 @@ from cerebro_hydra.recipe import units
 from cerebro_hydra.shards.cut_spec import CutSpec, module_of
 from cerebro_hydra.shards.guards import Guards
 from cerebro_hydra.shards.model_key import model_key
+from cerebro_hydra.shards.recent import Recent
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.shard_graph import ShardGraph, cut_graph
 from cerebro_hydra.shards.trace import CutFailed, TracedModel, first_names, trace
@@ -239,17 +240,24 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class CutModelCache:
-    """Exports, measures and cuts once for all models of equal structure.
+MOST_GRAPHS = 16
+"""Cut models, and traces, that a cache keeps for models which come again."""
 
-    A model is not shared if it holds anything whose equality can't be told. The cache is not
-    thread-safe.
+MOST_TIMES = 1000
+"""Structures whose measured seconds a cache keeps, so that equal models have equal cuts."""
+
+
+class CutModelCache:
+    """Exports, measures and cuts once for models of equal structure.
+
+    A model is not shared if it holds anything whose equality can't be told. Models that did not
+    come for long are exported anew. The cache is not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._cut_models: dict[Hashable, CutModel] = {}
-        self._traces: dict[Hashable, TracedModel | CutFailed] = {}
-        self._times: dict[Hashable, list[float]] = {}
+        self._cut_models = Recent[Hashable, CutModel](MOST_GRAPHS)
+        self._traces = Recent[Hashable, TracedModel | CutFailed](MOST_GRAPHS)
+        self._times = Recent[Hashable, list[float]](MOST_TIMES)
 
     def get(self, model: nn.Module, spec: CutSpec, sample: Sample) -> CutModel:
         """Return the cut model, built at the first call; see `CutModel.build`."""
@@ -292,11 +300,10 @@ class CutModelCache:
 
 
 def _once(
-    made: dict[Hashable, T], key: Hashable | None, spec: CutSpec | int | None, make: Callable[[], T]
+    made: Recent[Hashable, T],
+    key: Hashable | None,
+    spec: CutSpec | int | None,
+    make: Callable[[], T],
 ) -> T:
     """Return what was made for this key and spec or rows before, or make it; None is no key."""
-    if key is None:
-        return make()
-    if (key, spec) not in made:
-        made[key, spec] = make()
-    return made[key, spec]
+    return make() if key is None else made.get((key, spec), make)

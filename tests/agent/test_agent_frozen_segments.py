@@ -15,7 +15,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.run_in_process import run_in_process
-from tests.agent.test_agent_auditor import BATCH, COLUMNS, ROWS, Agent
+from tests.agent.lone_agent import BATCH, COLUMNS, ROWS, Agent
 from tests.shards.hopping import start
 
 

@@ -48,6 +48,7 @@ class Bench:
         )
 
     def perform(self) -> None:
+        self.trainer.accept(TASK.attempt)
         main = threading.Thread(target=self.trainer.perform, args=(TASK, "uri-a"), daemon=True)
         main.start()
         main.join(SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,22 @@ def test_tensorboard_forgets_epochs_that_were_trained_again(tmp_path: Path) -> N
     tracker.on_record(RunEnded(1.0))
     folder = tmp_path / started.document.run_id / "trial-000"
     assert scalars(folder, "val_loss") == [(1, 3.0), (2, 1.0)]
+
+
+def test_tensorboard_keeps_no_file_and_no_thread_of_a_trial_that_is_over(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    tracker = TensorBoardTracker(tmp_path)
+    started, *admitted = begin(5)
+    tracker.on_record(started)
+    threads = threading.active_count()
+    for seq, record in enumerate(admitted):
+        tracker.on_record(record)
+        told = (ins.EndEpoch(seq, 0, {"val_loss": 1.0}), ins.FinishTrial(seq, "finished", "", 2))
+        tracker.on_record(Decision(seq, 1.0, ev.TrialStopped(0, ""), told))
+    assert threading.active_count() == threads
+    tracker.on_record(RunEnded(1.0))
+    folder = tmp_path / started.document.run_id
+    assert all(scalars(folder / f"trial-{n:03d}", "val_loss") == [(1, 1.0)] for n in range(5))
 
 
 def test_a_tracker_takes_one_search_after_another(

@@ -1,0 +1,123 @@
+"""One agent without wire, that trains a trial again which was trained without an agent."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cerebro_hydra.agent.buffer_pool import BufferPool
+from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.segment_store import SegmentStore
+from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.task_watch import TaskWatch
+from cerebro_hydra.agent.trainer import Trainer
+from cerebro_hydra.agent.trial_builder import TrialBuilder
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.plan.instructions import StartSubEpoch, StateSource
+from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.testing.run_in_process import run_in_process
+from tests.shards.hopping import start
+
+ROWS, BATCH = 96, 8
+COLUMNS = Columns(("x",), ("y",))
+
+
+class Draws(nn.Module):
+    """Uses numbers of Python and NumPy, which its outputs don't depend on, once it is admitted."""
+
+    admitted = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Draws.admitted:
+            random.random()
+            np.random.rand()
+        return x
+
+
+def recipe(params: Any = None) -> Recipe:
+    random.seed(1)
+    np.random.seed(1)
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), Draws(),
+        nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3),
+    )  # fmt: skip
+    return recipe_of(model)
+
+
+def recipe_of(model: nn.Module) -> Recipe:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made = Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=BATCH, shards=["5"], ema=0.9)
+    return made.bind(COLUMNS)
+
+
+class Agent:
+    """One agent without wire, that trains the trial of a run again."""
+
+    def __init__(self, trained: RunFolder, path: Path, share: float) -> None:
+        Draws.admitted = True
+        self.folder = trained
+        document = read_document(trained)
+        manifest = find_prepared(trained.store, document.fingerprint)
+        parts = {
+            info.index: CachedPartition.build(info, manifest, trained.store, str(path))
+            for info in manifest.partitions
+        }
+        self.built: list[Recipe] = []
+        self.builder = TrialBuilder(document, self._factory, parts, {})
+        self.builder.add(trained.read_trial(0, document.run_id))
+        self.memory = SegmentStore(1 << 30, str(path), BufferPool(poison=True))
+        self.shards = ShardStore(self.memory)
+        self.reported: list[Any] = []
+        fetches = FetchManager("me", self.shards, self.folder, None, lambda trial, visit: None)
+        self.watch = TaskWatch(None, None, print, print)
+        self.trainer = Trainer(
+            "me", self.builder, self.shards, fetches, self.reported.append,
+            lambda message: None, lambda attempt: None, self.watch, share,
+        )  # fmt: skip
+        self.budget = self.trainer._auditor.budget
+
+    def _factory(self, params: Any) -> Recipe:
+        self.built.append(recipe())
+        return self.built[-1]
+
+    def train(self, visit: int = 1, partition: int | None = None, uncut: bool = False) -> Any:
+        """Train a sub-epoch and return the event that it ends with."""
+        place = self.order[visit - 1] if partition is None else partition
+        source = StateSource(visit - 1, None if visit == 1 else "me")
+        self.trainer.perform(
+            StartSubEpoch(visit, 0, visit, 0, place, 0, "me", source, {}, uncut), None
+        )
+        return self.reported[-1]
+
+    @property
+    def order(self) -> list[int]:
+        """The partitions that the trial was trained on before, in order."""
+        return [
+            each["partition"]
+            for line in self.folder.read_records()
+            for each in line["instructions"]
+            if each["type"] == "Commit"
+        ]
+
+    def known(self, visit: int) -> Any:
+        """Digests of the state that training without audits made."""
+        shards = self.folder.read_state(0, visit)["shards"]
+        return tuple((shard["frozen"], shard["trainable"]) for shard in shards)
+
+
+def train_without_agent(store: LocalStore) -> RunFolder:
+    """Return the run of a trial that was trained without an agent, and without audits."""
+    x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(np.int64)
+    batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
+    Draws.admitted = False
+    return run_in_process(store, {"x": x, "y": y}, COLUMNS, start(recipe(), [[batch]]), {})
