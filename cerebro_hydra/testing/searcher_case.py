@@ -57,20 +57,19 @@ class SearcherCase(ABC):
     def _run(self, seed: int, **faults: frozenset[int]) -> SimulatedSearch:
         return SimulatedSearch(self.searcher(), self.num_epochs, seed, **faults)
 
-    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize("seed", range(4))
     def test_whatever_order_trials_train_in_the_search_ends(self, seed: int) -> None:
         run = self._run(seed)
         assert run.searcher.closed
         assert run.searcher.ask() is None
 
-    @pytest.mark.parametrize("seed", range(3))
-    @pytest.mark.parametrize("number", [0, 1])
-    def test_a_refused_candidate_is_told_and_the_others_go_on(self, seed: int, number: int) -> None:
+    @pytest.mark.parametrize(("number", "seed"), [(0, 0), (0, 1), (1, 2)])
+    def test_a_refused_candidate_is_told_and_the_others_go_on(self, number: int, seed: int) -> None:
         whole, run = self._run(seed), self._run(seed, refused=frozenset({number}))
         first = [event for event in whole.events[: whole.begun] if isinstance(event, TrialProposed)]
         assert run.events[: len(first)] == first, "a refusal changes no proposal made before it"
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", range(2))
     def test_failed_trials_are_told_and_the_others_go_on(self, seed: int) -> None:
         self._run(seed, failing=frozenset({0, 2, 3}))
 

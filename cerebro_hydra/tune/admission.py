@@ -17,6 +17,7 @@ from cerebro_hydra.recipe import (
     Columns,
     Metric,
     Recipe,
+    build_keeping_random_state,
     build_recipe,
     exclusive_generator,
     load_warm_start,
@@ -128,6 +129,11 @@ class Admission:
             raise
         self._check_metrics(params, {m.name: m.direction for m in recipe.metric_list})
         return Admitted(spec, tuple(recipe.state_metrics))
+
+    def state_metrics(self, params: Mapping[str, Any]) -> tuple[Metric, ...]:
+        """Return the custom metrics of a trial that was admitted in another process."""
+        recipe = build_keeping_random_state(self._factory, params, self._seed, self._columns)
+        return tuple(recipe.state_metrics)
 
     def _check_metrics(self, params: Mapping[str, Any], directions: Mapping[str, str]) -> None:
         metrics = {"loss": "min", **directions}

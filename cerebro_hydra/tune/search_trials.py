@@ -30,13 +30,13 @@ class SearchTrials:
     on. A candidate that can't be built, or whose admission takes too long, fails alone.
 
     What a searcher proposes is in the journal as `TrialProposed`, and so is what became of it:
-    `TrialAdded`, `TrialForked` or `TrialRefused`. So the candidates that a run was interrupted
-    before are those of its folded state (`tables.candidates`); `SearchCourse.replay` brings a new
-    searcher there. A list of candidates needs no search for that: it is
-    `CandidateList([proposed.params ...], num_epochs)`, with the proposals of the journal.
+    `TrialAdded`, `TrialForked` or `TrialRefused`. So a run whose driver died goes on with `resume`
+    and a new searcher. Where the journal has a `SearchClosed`, it needs no searcher: nothing is
+    decided after that, and the candidates that are left are known. For a grid, random draws and
+    every other list, that is so from the first segment of the journal on.
 
     Args:
-        course: the searcher's, before its first candidate.
+        course: the searcher's, before its first candidate; None if the search has closed.
         admission: admits each candidate.
         folder: the run's.
         seconds: how long the admission of one candidate may take; None for any time.
@@ -45,7 +45,7 @@ class SearchTrials:
 
     def __init__(
         self,
-        course: SearchCourse,
+        course: SearchCourse | None,
         admission: Admission,
         folder: RunFolder,
         seconds: float | None,
@@ -71,6 +71,7 @@ class SearchTrials:
             DataError: rows can't be read as they were prepared.
         """
         with self._progress:
+            assert self._course is not None, "a search that has closed can only be resumed"
             candidates = deque(self._proposed(self._course.begin()))
             while candidates:
                 candidate = candidates.popleft()
@@ -82,6 +83,28 @@ class SearchTrials:
                 failed = FinishTrial(candidate.trial, "failed", outcome.error, 0)
                 candidates += self._proposed(self._course.follow(outcome, [failed]))
         raise all_failed([each.error for each in self._begun if isinstance(each, TrialRefused)])
+
+    def resume(self, records: Iterable[tuple[Event, Sequence[Instruction]]]) -> None:
+        """Go on where the journal of a run ends, in place of `admit_first`.
+
+        Raises:
+            JournalError: the searcher decides otherwise than the journal says.
+        """
+        decided = list(records)
+        if self._course is not None:
+            self._begun += self._course.replay(decided)
+        left: dict[int, TrialProposed] = {}
+        for event, _ in decided:
+            match event:
+                case TrialProposed(trial):
+                    left[trial] = event
+                case TrialRefused(trial):
+                    left.pop(trial)
+                case TrialAdded(config) | TrialForked(config):
+                    left.pop(config.trial)
+        for candidate in left.values():
+            self._candidates.put(candidate)
+        self._progress.trials = len(left)
 
     def _proposed(self, events: list[Event]) -> list[TrialProposed]:
         self._begun += events
@@ -100,14 +123,17 @@ class SearchTrials:
         """Tell the searcher what has happened, and return what it decides."""
         match event:
             case TrialProposed(trial) if trial >= self._settled:
-                self._progress.trials = trial + 1
+                self._progress.trials += 1
                 self._candidates.put(event)
             case TrialRefused(trial) if trial < self._settled:
                 return ()  # the searcher was told before the run began
-        return self._course.follow(event, instructions)
+        return () if self._course is None else self._course.follow(event, instructions)
 
     def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
         """Merge the custom metrics of a trial, from their states on all partitions."""
+        if trial not in self._state_metrics:  # it was admitted before the run was resumed
+            spec = self._folder.read_trial(trial, self._folder.run_id)
+            self._state_metrics[trial] = self._admission.state_metrics(spec.params)
         return merge_metrics(self._state_metrics[trial], states)
 
     def close(self) -> None:

@@ -27,3 +27,10 @@ def hanging(params: dict[str, Any]) -> Recipe:
     if params.get("hangs") == "system":
         time.sleep(3600)
     return tune_models.small(params)
+
+
+def refusing(params: dict[str, Any]) -> Recipe:
+    """Refuse negative numbers."""
+    if params["number"] < 0:
+        raise ValueError("no")
+    return tune_models.small({})

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.trial_source import NewTrial
 from cerebro_hydra.observe import Decision, Record
@@ -29,7 +30,7 @@ from cerebro_hydra.plan.events import (
 from cerebro_hydra.recipe import exclusive_generator
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import CustomSearch, GridSearch, hp_choice, timed_call
+from cerebro_hydra.tune import CustomSearch, GridSearch, SearchResult, hp_choice, timed_call
 from cerebro_hydra.tune.admission import Admission
 from cerebro_hydra.tune.candidate_list import CandidateList
 from cerebro_hydra.tune.list_search import ListSearch
@@ -228,3 +229,37 @@ def test_candidates_of_a_list_are_numbered_in_its_order(tmp_path: Path) -> None:
     assert [(each.trial, each.params) for each in proposed if isinstance(each, TrialProposed)] == [
         (0, {"b": 1}), (1, {}), (2, {"b": 1})
     ]  # fmt: skip
+
+
+def begun(path: Path, tape: Tape) -> tuple[GridSearch, RunFolder]:
+    """A run of four candidates that has ended."""
+    space = {"number": hp_choice([0, 1, -1, 2])}
+    search = GridSearch(
+        search_space=space, **arguments(path, tape, estimator_gen_fn=open_models.refusing)
+    )
+    return search, RunFolder.open(search.fit(rows()).run_path)
+
+
+@pytest.mark.slow
+def test_a_run_whose_driver_died_admits_what_was_not_admitted_without_its_search(
+    tmp_path: Path,
+) -> None:
+    tape = Tape()
+    search, folder = begun(tmp_path, tape)
+    ends = (TrialAdded, TrialRefused)
+    kinds = [type(each.event) for each in tape.decisions]
+    first = kinds.index(TrialAdded) + 1
+    manifest = find_prepared(search.store, SearchResult.open(folder.path).document.fingerprint)
+    assert manifest is not None
+    records = [(each.event, each.instructions) for each in tape.decisions[:first]]
+    for course in (None, SearchCourse(search.searcher(), 1, 2)):
+        admission = search._admission(folder, manifest)
+        trials = SearchTrials(course, admission, folder, None, lambda line: None)
+        trials.resume(records)
+        found = outcomes(trials)
+        again = [next(found) for _ in range(3)]
+        trials.close()
+        said = [each.event if isinstance(each, NewTrial) else each for each in again]
+        expected = tape.of(*ends)[1:]
+        assert [type(each) for each in said] == [type(each) for each in expected]
+        assert [said[0], said[2]] == [expected[0], expected[2]]
