@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cerebro_hydra.spark import SparkBackend, doctor, local_spark
     from cerebro_hydra.storage import HDFSStore, LocalStore
     from cerebro_hydra.tune import (
+        CustomSearch,
         GridSearch,
         RandomSearch,
         SearchResult,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TLS",
+    "CustomSearch",
     "GridSearch",
     "HDFSStore",
     "LocalStore",
@@ -65,6 +67,7 @@ __all__ = [
 
 _HOMES = {
     "TLS": "cerebro_hydra.wire.credentials",
+    "CustomSearch": "cerebro_hydra.tune",
     "GridSearch": "cerebro_hydra.tune",
     "HDFSStore": "cerebro_hydra.storage",
     "LocalStore": "cerebro_hydra.storage",

@@ -28,10 +28,11 @@ from cerebro_hydra import (
 )
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.hopper.coordinator import Coordinator
+from cerebro_hydra.hopper.trial_source import GivenTrials
 from cerebro_hydra.observe import AgentStarted, Decision, Record, ReportWriter, RunStarted
 from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.instructions import FinishRun, StartSubEpoch
-from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE
+from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.scripted_agents import ScriptedLauncher
 from tests.hopper.test_hopper_coordinator import described
@@ -172,13 +173,18 @@ def coordinator_alone(trials: int, workers: int) -> float:
     with tempfile.TemporaryDirectory() as store:
         folder = RunFolder(LocalStore(store), doc.run_id)
         folder.write_json(RUN_FILE, doc.to_json())
-        folder.write_json(REFUSED_FILE, {"trials": []})
         for spec in specs:
             folder.write_trial(spec)
         launcher = ScriptedLauncher(workers)
         begun = time.thread_time()  # of this thread alone: it takes and journals every decision
         Coordinator(
-            folder, doc, specs, launcher, None, manifest=data, observers=[ReportWriter(folder)]
+            folder,
+            doc,
+            GivenTrials(specs, EPOCHS),
+            launcher,
+            None,
+            manifest=data,
+            observers=[ReportWriter(folder)],
         ).run()
         return 1e3 * (time.thread_time() - begun) / (trials * workers * EPOCHS)
 

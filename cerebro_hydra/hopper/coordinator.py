@@ -6,7 +6,8 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,8 @@ from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.launcher import Factory, Launcher
 from cerebro_hydra.hopper.roster import Roster
-from cerebro_hydra.hopper.run_config import hop_config, trial_config
+from cerebro_hydra.hopper.run_config import hop_config
+from cerebro_hydra.hopper.trial_source import News, NewTrial, TrialSource
 from cerebro_hydra.hopper.trial_specs import TrialSpecs
 from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.observe.records import (
@@ -37,7 +39,6 @@ from cerebro_hydra.observe.records import (
     SlowBatch,
     TrialAdmitted,
 )
-from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import (
     Event,
@@ -61,7 +62,7 @@ from cerebro_hydra.plan.instructions import (
     StartSubEpoch,
 )
 from cerebro_hydra.plan.scheduler import Scheduler
-from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument, TrialSpec
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control_server import ControlServer
 from cerebro_hydra.wire.credentials import new_credentials
@@ -95,10 +96,7 @@ class _Message:
     content: dict[str, Any]
 
 
-MergeStates = Callable[[int, list[dict[str, Any]]], dict[str, float]]
-"""Merges what a trial's custom metrics made of each validation partition, in partition order."""
-
-_Item = Event | AgentInfo | _Message | _JobEnded
+_Item = News | AgentInfo | _Message | _JobEnded
 
 
 class Coordinator:
@@ -110,30 +108,23 @@ class Coordinator:
     Args:
         folder: the run's files; its journal must not exist yet.
         document: the run.
-        trials: what each trial is; the folder has their first states.
+        trials: where trials come from, also while the run goes on.
         launcher: starts the agents and replaces dead ones.
         factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
         manifest: the run's data.
         observers: are given every record, in order.
-        merge_metrics: called with a trial and the states of its custom metrics, by name, one dict
-            per validation partition; returns a value per name. It runs on the caller's thread, and
-            what it raises fails the trial alone.
-
-    Raises:
-        ConfigurationError: a trial has custom metrics and there is no `merge_metrics`.
     """
 
     def __init__(
         self,
         folder: RunFolder,
         document: RunDocument,
-        trials: Sequence[TrialSpec],
+        trials: TrialSource,
         launcher: Launcher,
         factory: Factory,
         *,
         manifest: Manifest,
         observers: Sequence[Observer] = (),
-        merge_metrics: MergeStates | None = None,
     ) -> None:
         self._folder = folder
         self._document = document
@@ -141,10 +132,9 @@ class Coordinator:
         self._factory = factory
         self._manifest = manifest
         self._observers = Observers(observers)
-        self._specs = TrialSpecs(trials)
-        self._search = closed_search(document, trials)
-        self._merge_metrics = _checked(merge_metrics, self._search)
-        self._scheduler = Scheduler(self._search.config)
+        self._trials = trials
+        self._specs = TrialSpecs()
+        self._scheduler = Scheduler(hop_config(document))
         self._state = self._scheduler.state
         self._roster = Roster(launcher.num_workers)
         self._numeric: dict[str, Any] = {}
@@ -161,11 +151,12 @@ class Coordinator:
             SetupError: no worker comes, all are lost again and again, or no more can be started.
             DataError: an agent can't read its rows as they were prepared.
             StoreError: an agent can't write to the run folder.
+            and whatever the source of the trials tells.
         """
         begun = time.monotonic()
         credentials = new_credentials(self._launcher.tls)
         self._observers.on_record(RunStarted(self._document))
-        self._journal = Journal(self._folder, self._search.config)
+        self._journal = Journal(self._folder, self._state.config)
         limits = self._launcher.limits
         self._control = ControlServer(
             self._launcher.host,
@@ -191,6 +182,7 @@ class Coordinator:
         finally:
             # An interrupt ends here too: whatever happened, no agent is left behind.
             self._dismiss()
+            self._trials.close()
             self._launcher.stop(STOP_SECONDS if self._state.finished else INTERRUPT_SECONDS)
             self._control.close()  # until here, agents that come late are told that it is over
             self._journal.close()
@@ -237,12 +229,17 @@ class Coordinator:
     # ------------------------------------------------------------------ the loop
 
     def _decide_until_over(self) -> None:
-        self._decide(self._search.events())
+        self._decide(self._events_of(self._trials.start(self._inbox.put)))
         while not self._state.finished:
             self._decide(self._next_events())
 
     def _decide(self, events: Iterable[Event]) -> None:
-        decided = [each for event in events for each in self._scheduler.handle(event)]
+        """Handle events, and then those that the search decides because of them, in this order."""
+        waiting, decided = deque(events), list[tuple[Event, list[Instruction]]]()
+        while waiting:
+            for event, instructions in self._scheduler.handle(waiting.popleft()):
+                decided.append((event, instructions))
+                waiting += self._trials.follow(event, instructions)
         for decision in self._journal.append(time.time(), decided):
             if isinstance(decision.event, TrialAdded | TrialForked):
                 spec = self._specs[decision.event.config.trial]
@@ -255,8 +252,10 @@ class Coordinator:
         items = [] if (first := self._next_item()) is None else [first]
         while not self._inbox.empty():
             items.append(self._inbox.get())
-        events = [event for item in items if (event := self._event_of(item)) is not None]
-        return [*events, *self._absences.due()]
+        return [*self._events_of(items), *self._absences.due()]
+
+    def _events_of(self, items: Iterable[_Item]) -> list[Event]:
+        return [event for item in items if (event := self._event_of(item)) is not None]
 
     def _next_item(self) -> _Item | None:
         """Return what comes next; None if missing workers are to be seen to before."""
@@ -270,6 +269,11 @@ class Coordinator:
 
     def _event_of(self, item: _Item) -> Event | None:
         match item:
+            case BaseException():
+                raise item
+            case NewTrial(spec, event):
+                self._specs.add(spec)
+                return event
             case _JobEnded(error):
                 raise self._job_ended(error) from (None if isinstance(error, JobStopped) else error)
             case AgentInfo():
@@ -362,7 +366,7 @@ class Coordinator:
         named = (task.attempt, task.trial, task.epoch)
         names = self._state.trials[task.trial].config.custom_metrics
         try:
-            values = self._merge_metrics(task.trial, list(task.states))
+            values = self._trials.merge_metrics(task.trial, list(task.states))
             if values.keys() != set(names):
                 raise ConfigurationError(
                     f"the custom metrics are {list(names)}, but {sorted(values)} were measured; "
@@ -371,21 +375,3 @@ class Coordinator:
             return MetricsMerged(*named, {name: float(values[name]) for name in names})
         except Exception:
             return MetricsMergeFailed(*named, traceback.format_exc())
-
-
-def _checked(merge_metrics: MergeStates | None, search: ClosedSearch) -> MergeStates:
-    if merge_metrics is not None:
-        return merge_metrics
-    for trial in search.trials:
-        if trial.custom_metrics:
-            raise ConfigurationError(
-                f"trial {trial.trial} has the custom metrics {list(trial.custom_metrics)}, and "
-                "nothing merges them; pass merge_metrics= to the Coordinator"
-            )
-    return lambda trial, states: {}
-
-
-def closed_search(document: RunDocument, trials: Sequence[TrialSpec]) -> ClosedSearch:
-    """Return the search that adds these trials at once."""
-    configs = tuple(map(trial_config, trials))
-    return ClosedSearch(hop_config(document), configs, document.num_epochs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -11,9 +11,13 @@ from cerebro_hydra.storage.run_document import TrialSpec
 class TrialSpecs:
     """Holds the spec of each trial that is not over; an agent is told it once, on its first use."""
 
-    def __init__(self, specs: Iterable[TrialSpec]) -> None:
-        self._specs = {spec.trial: spec for spec in specs}
+    def __init__(self) -> None:
+        self._specs: dict[int, TrialSpec] = {}
         self._told: dict[int, set[str]] = {}
+
+    def add(self, spec: TrialSpec) -> None:
+        """Take in what a trial is, before anything else is asked of it."""
+        self._specs[spec.trial] = spec
 
     def __getitem__(self, trial: int) -> TrialSpec:
         """Return the spec of a trial that is not over."""

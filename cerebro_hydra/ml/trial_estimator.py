@@ -134,7 +134,7 @@ class TrialEstimator(
             for members, search in runs:
                 result = search.fit(dataset)
                 models = {model.trial_id: model for model in result.get_all_models()}
-                for index, trial in zip(members, search.trials_of(result), strict=True):
+                for index, trial in zip(members, result.trials, strict=True):
                     trained[index] = models.get(trial.trial_id), trial, result
         return _FitMultipleIterator(lambda i: copies[i]._model(*trained[i]), len(copies))
 

@@ -13,8 +13,9 @@ from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.events import TrialRefused
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction
-from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
 
@@ -65,8 +66,10 @@ class MLflowTracker:
             case RunStarted(document):
                 self._start(document)
             case TrialAdmitted(spec):
-                self._admit(spec)
+                self._admit(self._view.trials[spec.trial])
             case Decision():
+                if isinstance(record.event, TrialRefused):
+                    self._admit(self._view.trials[record.event.trial])
                 for instruction in record.instructions:
                     self._instruction(instruction, round(1000 * record.time))
             case RunEnded():
@@ -86,9 +89,9 @@ class MLflowTracker:
         self._parent = self._create(document.run_id, {}, settings)
         self._runs = dict[int, str]()
 
-    def _admit(self, spec: TrialSpec) -> None:
+    def _admit(self, trial: TrialView) -> None:
         tags = {"mlflow.parentRunId": self._parent}
-        self._runs[spec.trial] = self._create(spec.trial_id, tags, spec.params)
+        self._runs[trial.trial] = self._create(trial.trial_id, tags, trial.params)
 
     def _create(self, name: str, tags: dict[str, str], params: Any) -> str:
         from mlflow.entities import Param
@@ -122,7 +125,7 @@ class MLflowTracker:
         from mlflow.entities import Metric, RunTag
 
         view, document = self._view, self._view.document
-        unended = [trial for trial in view.trials.values() if not trial.over]
+        unended = [view.trials[number] for number in self._runs if not view.trials[number].over]
         for trial in unended:
             self._end(trial)
         best = view.winner

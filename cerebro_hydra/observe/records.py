@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict
 from cerebro_hydra.documents import Count, decode, one_of, within
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.events import Event, TrialAdded, TrialForked
+from cerebro_hydra.plan.events import Event, TrialAdded, TrialForked, TrialProposed
 from cerebro_hydra.plan.instructions import FinishTrial, Instruction
 from cerebro_hydra.plan.journal_fold import record as journal_record
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -177,6 +177,8 @@ def records_of(folder: RunFolder) -> Iterator[Record]:
     first = last = 0.0
     for line in folder.read_records():
         decision = Decision.from_json(line)
+        if isinstance(decision.event, TrialProposed):
+            limits["trial"] = max(limits["trial"], decision.event.trial)
         if isinstance(decision.event, TrialAdded | TrialForked):
             spec = folder.read_trial(decision.event.config.trial, document.run_id)
             limits["trial"] = max(limits["trial"], spec.trial)

@@ -19,8 +19,7 @@ from cerebro_hydra.observe.text import duration, metric_title, number, utf8
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.observe.view import RunView, TrialView
-from cerebro_hydra.storage.run_document import RefusedTrial
-from cerebro_hydra.storage.run_folder import RunFolder, read_refused
+from cerebro_hydra.storage.run_folder import RunFolder
 
 REPORT_FILE = "report.html"
 
@@ -52,9 +51,8 @@ def render(folder: RunFolder) -> str:
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
-    refused = read_refused(folder)
     with consistent(f"the journal of run {folder.path!r}", JournalError):
-        content = _content(*read_run(folder), refused)
+        content = _content(*read_run(folder))
     return utf8(page().render(**content, version=__version__))
 
 
@@ -70,15 +68,10 @@ def page() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def _content(view: RunView, timeline: Timeline, refused: list[RefusedTrial]) -> dict[str, Any]:
+def _content(view: RunView, timeline: Timeline) -> dict[str, Any]:
     ranked = view.best_first()
     colours = {trial.trial: place for place, trial in enumerate(ranked[:COLOURS])}
     rows = [_row(trial, colours.get(trial.trial, -1)) for trial in ranked]
-    for each in refused:
-        trial = TrialView(
-            -1, each["trial_id"], each["params"], status="failed", reason=each["error"]
-        )
-        rows.append(_row(trial, -1))
     winner = view.winner
     begun = None
     if timeline.begin is not None:

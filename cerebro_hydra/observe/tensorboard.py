@@ -10,6 +10,7 @@ from cerebro_hydra.errors import SetupError
 from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted, TrialAdmitted
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.events import TrialRefused
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
 
 
@@ -45,6 +46,8 @@ class TensorBoardTracker:
             case TrialAdmitted(spec):
                 self._admit(self._view.trials[spec.trial])
             case Decision():
+                if isinstance(record.event, TrialRefused):
+                    self._admit(self._view.trials[record.event.trial])
                 for instruction in record.instructions:
                     self._instruction(instruction, record.time)
             case RunEnded():

@@ -23,6 +23,7 @@ from cerebro_hydra.observe.records import (
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.plan import events, instructions
 from cerebro_hydra.plan.trial_end import best_epoch
+from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -104,7 +105,7 @@ class RunView:
         """Begin before the first record."""
         self.document: RunDocument  # comes with the first record
         self.trials: dict[int, TrialView] = {}
-        """By number, in the order in which they joined."""
+        """By number, as they were proposed; they are admitted or refused later."""
         self.totals = Totals()
         self.workers: dict[int, str] = {}
         """Incarnation of each live worker."""
@@ -204,6 +205,8 @@ class RunView:
 
     def _event(self, event: events.Event) -> None:
         match event:
+            case events.TrialProposed(trial, params):
+                self.trials[trial] = TrialView(trial, trial_name(trial), params)
             case events.WorkerJoined():
                 self._lose(self.workers.get(event.worker, ""))
                 self.workers[event.worker] = event.incarnation

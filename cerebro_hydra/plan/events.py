@@ -198,12 +198,32 @@ class Checkpointed:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialAdded:
-    """The search proposes a trial, which may train up to the epoch ``budget``.
+class TrialProposed:
+    """The search proposes a candidate, which may train up to the epoch ``budget``.
 
-    Trials are numbered as they were proposed. One that can't be built is never added, and its
-    number stays free.
+    Candidates are numbered in the order in which they are proposed. ``TrialAdded``, or
+    ``TrialForked`` for one that has a ``parent``, follows when it is admitted, and
+    ``TrialRefused`` if it can't be built. Either may come after ``SearchClosed``.
     """
+
+    trial: int
+    params: dict[str, Any]
+    budget: int
+    parent: int | None = None
+    visit: int = 0  # the parent's state that it goes on from
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRefused:
+    """A candidate can't be built, so it ends as failed with this traceback, and moves nobody."""
+
+    trial: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrialAdded:
+    """A trial can begin, and may train up to the epoch ``budget``."""
 
     config: TrialConfig
     budget: int
@@ -211,7 +231,7 @@ class TrialAdded:
 
 @dataclass(frozen=True, slots=True)
 class TrialForked:
-    """The search proposes a trial that goes on from another one's state after ``visit``.
+    """A trial can go on from another one's state after ``visit``.
 
     It inherits the visits and epochs up to there, and the state itself; its own ``config`` says
     how it goes on. It may train up to the epoch ``budget``, inherited epochs included.
@@ -275,7 +295,9 @@ class Assigned:
 
 
 SearchEvent = (
-    TrialAdded
+    TrialProposed
+    | TrialRefused
+    | TrialAdded
     | TrialForked
     | BudgetExtended
     | TrialPaused

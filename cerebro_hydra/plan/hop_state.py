@@ -17,8 +17,9 @@ makes states unreachable, the trial rolls back to its newest reachable state (``
 attempt that was built on a void state is cancelled. The best state of a trial that keeps it
 is held in the same way until it is in the store, to which it is written while training goes on.
 
-The set of trials is open until ``SearchClosed``: a search adds trials and extends their budgets,
-pauses, forks and stops them (``plan/search_events.py``). A trial trains while it has budget.
+The set of trials is open until ``SearchClosed``: a search proposes candidates, which are added or
+refused, and extends the budgets of trials, pauses, forks and stops them
+(``plan/search_events.py``). A trial trains while it has budget.
 Events of attempts and incarnations that are over are ignored, so duplicates and late messages do
 no harm.
 """

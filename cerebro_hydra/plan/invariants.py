@@ -26,7 +26,10 @@ def check(state: HopState) -> None:
         assert runs == bool(trial.attempts), f"trial {index} is {trial.status}: {trial.attempts}"
     owned = [a.number for trial in state.trials.values() for a in trial.attempts]
     assert sorted(owned) == sorted(state.attempts), "an attempt belongs to no trial, or to two"
-    over = state.tables.search_closed and all(trial.over for trial in state.trials.values())
+    both = state.trials.keys() & state.tables.candidates.keys()
+    assert not both, f"the trials {both} are candidates too"
+    none_left = state.tables.search_closed and not state.tables.candidates
+    over = none_left and all(trial.over for trial in state.trials.values())
     assert state.finished == over, f"finished is {state.finished}, but everything over is {over}"
     awaiting = sorted(index for index, trial in state.trials.items() if trial.awaits is not None)
     noted = sorted(fork for forks in state.tables.forks.values() for fork in forks)

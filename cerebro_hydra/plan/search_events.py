@@ -1,6 +1,7 @@
 """Carries out what the search decides: trials come, go on, rest, fork and stop.
 
 An event that comes too late, for a trial that is over or after the end of the search, does nothing.
+Only candidates that were proposed before the end of the search may still be admitted or refused.
 
 A fork is one more holder of its parent's segments. It waits until the state that it goes on from is
 in the store, where ``ForkState`` gives it a second name. If that state is lost before, the fork
@@ -20,10 +21,13 @@ from cerebro_hydra.plan.events import (
     TrialAdded,
     TrialForked,
     TrialPaused,
+    TrialProposed,
+    TrialRefused,
     TrialResumed,
     TrialStopped,
 )
 from cerebro_hydra.plan.holders import STORE
+from cerebro_hydra.plan.instructions import FinishTrial
 from cerebro_hydra.plan.tables import RunTables
 from cerebro_hydra.plan.trial_course import TrialCourse
 
@@ -38,17 +42,24 @@ class SearchEvents:
 
     def apply(self, event: SearchEvent) -> Iterable[int]:
         """Do what the event means; return the trials that it concerns."""
-        if self._tables.search_closed:
-            return self._stop(event) if isinstance(event, TrialStopped) else ()
         match event:
-            case TrialAdded():
-                return self._add(event)
-            case TrialForked():
-                return self._fork(event)
-            case SearchClosed():
-                return self._close()
+            case TrialRefused():
+                return self._refuse(event)
+            case TrialAdded() | TrialForked():
+                if not self._is_new(event.config.trial):
+                    return ()
+                return self._add(event) if isinstance(event, TrialAdded) else self._fork(event)
             case TrialStopped():
                 return self._stop(event)
+        if self._tables.search_closed:
+            return ()
+        match event:
+            case TrialProposed():
+                if event.trial not in self._tables.trials:
+                    self._tables.candidates[event.trial] = event
+                return ()
+            case SearchClosed():
+                return self._close()
         trial = self._tables.trials[event.trial]
         if trial.over or trial.stop_reason is not None:
             return ()
@@ -65,10 +76,20 @@ class SearchEvents:
                 self._tables.log(event.trial, "resumed")
         return (event.trial,)
 
+    def _is_new(self, number: int) -> bool:
+        """Return whether a trial may begin now, which is no candidate any more then."""
+        proposed = self._tables.candidates.pop(number, None) is not None
+        expected = proposed or not self._tables.search_closed
+        return expected and number not in self._tables.trials
+
+    def _refuse(self, event: TrialRefused) -> Iterable[int]:
+        if self._tables.candidates.pop(event.trial, None) is not None:
+            refused = FinishTrial(event.trial, "failed", event.error, 0)
+            self._tables.instructions.append(refused)
+        return ()
+
     def _add(self, event: TrialAdded) -> Iterable[int]:
         config, number = event.config, event.config.trial
-        if number in self._tables.trials:
-            return ()
         self._tables.config.check_trial(config)
         self._tables.add_trial(config, event.budget)
         self._tables.holders.define(number, 0, config.initial_digests)
@@ -77,8 +98,6 @@ class SearchEvents:
 
     def _fork(self, event: TrialForked) -> Iterable[int]:
         tables, number = self._tables, event.config.trial
-        if number in tables.trials:
-            return ()
         tables.config.check_trial(event.config)
         parent = tables.trials[event.parent]
         trial = tables.add_trial(event.config, event.budget)

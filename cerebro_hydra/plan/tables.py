@@ -7,6 +7,7 @@ from random import Random
 
 from cerebro_hydra.plan.bits import mask_of, members
 from cerebro_hydra.plan.estimates import Estimates
+from cerebro_hydra.plan.events import TrialProposed
 from cerebro_hydra.plan.holders import Holders
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import Instruction
@@ -37,7 +38,8 @@ class RunTables:
         self.estimates = Estimates(config.partitions)
         self.open_tasks = OpenTasks(config.partitions)
         self.forks: dict[int, list[int]] = {}  # by parent, those whose states are not stored yet
-        self.search_closed = False  # whether no trial is added and no budget extended any more
+        self.candidates: dict[int, TrialProposed] = {}  # neither admitted nor refused yet
+        self.search_closed = False  # whether nothing is proposed and no budget extended any more
         self.events = 0
         self.instructions: list[Instruction] = []  # what the present event leads to
         self.in_training = 0
@@ -87,8 +89,9 @@ class RunTables:
 
     @property
     def all_over(self) -> bool:
-        """Return whether every trial has ended."""
-        return self.with_status(*OVER).bit_count() == len(self.trials)
+        """Return whether every trial has ended, and no candidate may become one."""
+        ended = self.with_status(*OVER).bit_count() == len(self.trials)
+        return ended and not self.candidates
 
     def may_train(self, trial: TrialProgress) -> bool:
         """Return whether the trial may go on now.

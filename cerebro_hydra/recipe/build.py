@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,9 +13,47 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.columns import Columns
 from cerebro_hydra.recipe.recipe import Recipe
 
+
+class GeneratorLock:
+    """A lock that a thread may take several times, and that can be taken from one that hangs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: self._owner in (None, me))
+            self._owner = me
+            self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            if self._owner == threading.get_ident():  # else it was taken from this thread
+                self._depth -= 1
+                self._free_if(self._depth == 0)
+
+    def take_from(self, thread: int) -> None:
+        """Free the lock if this thread, which must never go on, has it."""
+        with self._changed:
+            self._free_if(self._owner == thread)
+
+    def _free_if(self, free: bool) -> None:
+        if free:
+            self._owner, self._depth = None, 0
+            self._changed.notify()
+
+
 # There is one CPU generator per process, and a validator of Spark ML transforms with one model
 # while another thread's trials are admitted.
-exclusive_generator = threading.RLock()
+exclusive_generator = GeneratorLock()
 """Keeps other threads from building, admitting and replaying."""
 
 

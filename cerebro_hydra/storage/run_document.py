@@ -27,9 +27,6 @@ TRIAL_FILE = "trial.json"
 """What a trial is; it is written last of all that a trial begins with."""
 NUMERIC_FILE = "numeric.json"
 """What the bits of results depend on, as each worker found it."""
-REFUSED_FILE = "refused.json"
-"""The trials that could not be built: they are part of the result, never of the run."""
-
 WORKERS_FILE = "workers.json"
 """Where the latest agent of each worker ran: host, process id, addresses of its GPUs."""
 
@@ -175,11 +172,3 @@ class StateDocument(TypedDict):
     trial: Count
     visit: Count
     shards: list[ShardEntry]
-
-
-class RefusedTrial(TypedDict):
-    """Describes a trial that could not be built; `error` is the traceback."""
-
-    trial_id: Name
-    params: dict[str, Any]
-    error: str

@@ -20,10 +20,8 @@ from cerebro_hydra.storage.digested_json import (
 )
 from cerebro_hydra.storage.names import checked_digest, checked_name, state_name, trial_name
 from cerebro_hydra.storage.run_document import (
-    REFUSED_FILE,
     RUN_FILE,
     TRIAL_FILE,
-    RefusedTrial,
     RunDocument,
     StateDocument,
     TrialDocument,
@@ -340,11 +338,3 @@ def _check_run(part: Mapping[str, Any], path: str, run_id: str) -> None:
 def read_document(folder: RunFolder) -> RunDocument:
     """Read what a run is; StoreError if the document is absent or damaged."""
     return RunDocument.from_json(folder.read_json(RUN_FILE), repr(f"{folder.path}/{RUN_FILE}"))
-
-
-def read_refused(folder: RunFolder) -> list[RefusedTrial]:
-    """Read the trials that could not be built; StoreError if the document is absent or damaged."""
-    where = repr(f"{folder.path}/{REFUSED_FILE}")
-    refused = folder.read_json(REFUSED_FILE).get("trials")
-    trials: list[RefusedTrial] = decode(list[RefusedTrial], refused, where)
-    return trials

@@ -12,9 +12,17 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data.batches import batches, num_windows, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.hopper.coordinator import closed_search
 from cerebro_hydra.hopper.journal import Journal
-from cerebro_hydra.plan.events import Checkpointed, Event, Hop, SubEpochDone, WorkerJoined
+from cerebro_hydra.hopper.run_config import hop_config, trial_config
+from cerebro_hydra.plan.events import (
+    Checkpointed,
+    Event,
+    Hop,
+    SearchClosed,
+    SubEpochDone,
+    TrialAdded,
+    WorkerJoined,
+)
 from cerebro_hydra.plan.instructions import Checkpoint, StartSubEpoch
 from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.recipe import Columns
@@ -96,9 +104,10 @@ def run_in_process(
             seconds=0.0, hop=Hop(0, 0, 0.0),
         )  # fmt: skip
 
-    search = closed_search(document, [spec])
-    scheduler, journal = Scheduler(search.config), Journal(folder, search.config)
-    events: deque[Event] = deque(search.events())
+    config = hop_config(document)
+    scheduler, journal = Scheduler(config), Journal(folder, config)
+    added = TrialAdded(trial_config(spec), document.num_epochs)
+    events: deque[Event] = deque([added, SearchClosed()])
     events.extend(WorkerJoined(n, f"agent-{n}", (n,)) for n in range(PARTITIONS))
     while not scheduler.state.finished:
         decided = scheduler.handle(events.popleft())

@@ -1,4 +1,4 @@
-"""Admission: before training, every trial is built, cut, tried on real batches and written down."""
+"""Admission: before it trains, a trial is built, cut, tried on real batches and written down."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import threading
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cerebro_hydra.data.batches import num_windows
@@ -17,10 +17,10 @@ from cerebro_hydra.recipe import (
     Columns,
     Metric,
     Recipe,
+    build_keeping_random_state,
     build_recipe,
     exclusive_generator,
     load_warm_start,
-    merge_metrics,
     trial_seed,
 )
 from cerebro_hydra.shards.admission import AdmittedCut, admit
@@ -31,31 +31,18 @@ from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.shards.sample import Example
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import digest
+from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
-from cerebro_hydra.tune.admission_progress import AdmissionProgress
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.range_check import check_value_ranges
 
 
-@dataclass
+@dataclass(frozen=True)
 class Admitted:
-    """Trials that may train, and those that were refused.
+    """A trial that may train, with the custom metrics that merge its states."""
 
-    Trials are numbered in the order of the search space. Refused ones come last, so that the
-    numbers of a run have no gap.
-    """
-
-    specs: list[TrialSpec] = field(default_factory=list)
-    refused: list[dict[str, Any]] = field(default_factory=list)
-    """{"trial_id", "params", "error"}: the error is the traceback."""
-    metrics: dict[str, str] = field(default_factory=dict)
-    """Direction of every measured name, "loss" first."""
-    state_metrics: list[tuple[Metric, ...]] = field(default_factory=list)
-    """The custom metrics of each trial, which merge their states."""
-
-    def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
-        """Return a trial's custom metrics, from their states on all partitions."""
-        return merge_metrics(self.state_metrics[trial], states)
+    spec: TrialSpec
+    state_metrics: tuple[Metric, ...]
 
 
 @contextlib.contextmanager
@@ -70,13 +57,13 @@ def loading_exporter() -> Iterator[None]:
         loading.join()
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A trial's own code failed; the message is its traceback."""
 
     @property
     def reason(self) -> str:
         """Return the last line of the error, without the details that it has as notes."""
-        message, *_ = traceback.format_exception_only(self.__cause__)
+        message, *_ = traceback.format_exception_only(self.__cause__ or self)
         return message.strip().rsplit("\n", 1)[-1]
 
 
@@ -85,7 +72,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _Refused(traceback.format_exc()) from error
+        raise Refused(traceback.format_exc()) from error
 
 
 class Admission:
@@ -102,6 +89,7 @@ class Admission:
         examples: ExampleBatches,
         folder: RunFolder,
         seed: int,
+        evaluation_metric: str,
         report: Callable[[str], None],
         keep: str | None = None,
     ) -> None:
@@ -111,97 +99,93 @@ class Admission:
         self._examples = examples
         self._folder = folder
         self._seed = seed
+        self._evaluation_metric = evaluation_metric
         self._report = report
         self._keep = keep
+        self.metrics: dict[str, str] = {}
+        """Direction of every measured name, "loss" first; empty before a trial is admitted."""
+        self._first: Mapping[str, Any] = {}  # the parameters of the first trial, which says so
         self._ranges = value_ranges(examples.manifest, folder.store)
         self._cut_models = CutModelCache()
         self._cuts: dict[Hashable, AdmittedCut] = {}
         self._reported: set[tuple[ShardReport, ...]] = set()
 
     def admit(
-        self, candidates: Sequence[Mapping[str, Any]], evaluation_metric: str = "loss"
+        self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None = None
     ) -> Admitted:
-        """Admit each candidate; whatever its own code raises refuses that one alone.
+        """Admit a candidate; a fork must have the shards of its parent.
 
         Raises:
+            Refused: its own code failed.
             StoreError: the store can't be read or written, which no candidate can help.
             DataError: rows can't be read as they were prepared.
-            ConfigurationError: `evaluation_metric` is not measured, or two trials give one metric
-                different directions, or measure different ones.
+            ConfigurationError: the evaluation metric is not measured, or this trial measures other
+                things than the first one.
         """
-        with AdmissionProgress(len(candidates), self._report) as progress:
-            return self._admit_all(candidates, evaluation_metric, progress)
+        try:
+            with exclusive_generator:
+                spec, recipe = self._admit(trial, params, parent)
+        except Refused as refusal:
+            what = f"{trial_name(trial)}: {dict(params)}"
+            self._report(f"{what} failed before training: {refusal.reason}")
+            raise
+        self._check_metrics(params, {m.name: m.direction for m in recipe.metric_list})
+        return Admitted(spec, tuple(recipe.state_metrics))
 
-    def _admit_all(
-        self,
-        candidates: Sequence[Mapping[str, Any]],
-        evaluation_metric: str,
-        progress: AdmissionProgress,
-    ) -> Admitted:
-        admitted = Admitted()
-        refused: list[tuple[Mapping[str, Any], str, str]] = []
-        for progress.done, params in enumerate(candidates):
-            try:
-                with exclusive_generator:
-                    spec, recipe = self._admit(len(admitted.specs), params)
-            except _Refused as refusal:
-                refused.append((params, str(refusal), refusal.reason))
-                continue
-            metrics: dict[str, str] = {"loss": "min"}
-            metrics |= {m.name: m.direction for m in recipe.metric_list}
-            if admitted.specs and metrics != admitted.metrics:
-                raise ConfigurationError(
-                    f"trials measure different things: {dict(params)} measures {metrics}, "
-                    f"{dict(admitted.specs[0].params)} {admitted.metrics}; "
-                    "give all SparkEstimators the same metrics"
-                )
-            if evaluation_metric not in metrics:
-                raise ConfigurationError(
-                    f"evaluation_metric is {evaluation_metric!r}, which is not measured; measured "
-                    f"are {list(metrics)}; add it to the metrics of the SparkEstimator"
-                )
-            admitted.metrics = metrics
-            admitted.state_metrics.append(recipe.state_metrics)
-            admitted.specs.append(spec)
-        for number, (params, error, reason) in enumerate(refused, start=len(admitted.specs)):
-            trial_id = f"trial-{number:03d}"
-            admitted.refused.append({"trial_id": trial_id, "params": dict(params), "error": error})
-            self._report(f"{trial_id}: {dict(params)} failed before training: {reason}")
-        return admitted
+    def state_metrics(self, params: Mapping[str, Any]) -> tuple[Metric, ...]:
+        """Return the custom metrics of a trial that was admitted in another process."""
+        recipe = build_keeping_random_state(self._factory, params, self._seed, self._columns)
+        return tuple(recipe.state_metrics)
 
-    def _admit(self, trial: int, params: Mapping[str, Any]) -> tuple[TrialSpec, Recipe]:
+    def _check_metrics(self, params: Mapping[str, Any], directions: Mapping[str, str]) -> None:
+        metrics = {"loss": "min", **directions}
+        if self.metrics and metrics != self.metrics:
+            raise ConfigurationError(
+                f"trials measure different things: {dict(params)} measures {metrics}, "
+                f"{dict(self._first)} {self.metrics}; give all SparkEstimators the same metrics"
+            )
+        if self._evaluation_metric not in metrics:
+            raise ConfigurationError(
+                f"evaluation_metric is {self._evaluation_metric!r}, which is not measured; "
+                f"measured are {list(metrics)}; add it to the metrics of the SparkEstimator"
+            )
+        self.metrics, self._first = metrics, params
+
+    def _admit(
+        self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None
+    ) -> tuple[TrialSpec, Recipe]:
         with _refusing():
             recipe = build_recipe(self._factory, params, self._seed, self._columns)
-            if recipe.warm_start is not None:
+            if parent is None and recipe.warm_start is not None:
                 load_warm_start(recipe.model, recipe.warm_start)
         seed = trial_seed(self._seed, trial)
         examples = [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]
         with _refusing():
             admission = self._cut(recipe, examples, seed)
-            initial = initial_segments(recipe, admission.layout)
-        shards = []
-        for segments in initial:
-            named = {name: digest(buffer) for name, buffer in segments.items()}
-            for name, buffer in segments.items():
-                self._folder.write_object(named[name], buffer.data)
-            shards.append((named["frozen"], named["trainable"]))
+            if parent is None:
+                initial = initial_segments(recipe, admission.layout)
+            elif any(getattr(parent, n) != v for n, v in _structure(admission).items()):
+                raise ConfigurationError(
+                    f"{params} makes another model or optimizer than {dict(parent.params)}, whose "
+                    f"trial it forks; give forks of {parent.trial_id} parameters that change "
+                    "neither"
+                )
+        shards = self._written(initial) if parent is None else parent.shards
         entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
         self._folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": entries})
         spec = TrialSpec(
             trial=trial,
-            trial_id=f"trial-{trial:03d}",
+            trial_id=trial_name(trial),
             params=dict(params),
             seed=seed,
-            cut=admission.spec.to_json(),
-            template=admission.template.to_json(),
-            nbytes=admission.layout.nbytes,
+            **_structure(admission),
             batch_size=recipe.batch_size,
             accumulate=recipe.accumulate,
             steps=tuple(
                 num_windows(rows, recipe.batch_size, recipe.accumulate)
                 for rows in self._examples.partition_rows
             ),
-            shards=tuple(shards),
+            shards=shards,
             patience=recipe.early_stopping,
             keep=self._kept_by(recipe),
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
@@ -214,6 +198,16 @@ class Admission:
         """Return which epoch a trial keeps where the search doesn't say it."""
         told = self._examples.manifest.has_validation or recipe.early_stopping is not None
         return self._keep or ("best" if told else "last")
+
+    def _written(self, initial: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+        """Write the segments of a state by digest; return (frozen, trainable) of each shard."""
+        shards = []
+        for segments in initial:
+            named = {name: digest(buffer) for name, buffer in segments.items()}
+            for name, buffer in segments.items():
+                self._folder.write_object(named[name], buffer.data)
+            shards.append((named["frozen"], named["trainable"]))
+        return tuple(shards)
 
     def _cut(self, recipe: Recipe, examples: Sequence[Example], seed: int) -> AdmittedCut:
         """Return the cut of a trial, as an equal one was admitted or after trying it."""
@@ -235,3 +229,12 @@ class Admission:
         if shape not in self._reported:
             self._reported.add(shape)
             self._report(f"{spec.trial_id}: {report.text()}")
+
+
+def _structure(cut: AdmittedCut) -> dict[str, Any]:
+    """Return what two trials have in common if the state of one can be that of the other."""
+    return {
+        "cut": cut.spec.to_json(),
+        "template": cut.template.to_json(),
+        "nbytes": cut.layout.nbytes,
+    }

@@ -13,25 +13,22 @@ class AdmissionProgress:
     """Reports a line after some seconds, after twice as many, and so on.
 
     Attributes:
-        done: how many trials are admitted or refused.
+        trials: how many candidates there are so far.
+        done: how many of them are admitted or refused.
 
     Args:
-        trials: how many there are.
         report: is given each line, in a thread of its own.
         seconds: when the first line is due.
     """
 
-    def __init__(
-        self, trials: int, report: Callable[[str], None], seconds: float = FIRST_LINE_SECONDS
-    ) -> None:
-        self.done = 0
-        self._trials = trials
+    def __init__(self, report: Callable[[str], None], seconds: float = FIRST_LINE_SECONDS) -> None:
+        self.trials = self.done = 0
         self._report = report
         self._seconds = seconds
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="admission-progress", daemon=True)
 
     def __enter__(self) -> AdmissionProgress:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tell, name="admission-progress", daemon=True)
         self._thread.start()
         return self
 
@@ -47,7 +44,8 @@ class AdmissionProgress:
     def _tell(self) -> None:
         passed, due = 0.0, self._seconds
         while not self._ended.wait(due - passed):
-            self._report(
-                f"admission: {self.done} of {self._trials} trials are checked after {due:.0f} s"
-            )
+            if self.done < self.trials:
+                self._report(
+                    f"admission: {self.done} of {self.trials} trials are checked after {due:.0f} s"
+                )
             passed, due = due, 2 * due

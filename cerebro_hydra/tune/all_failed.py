@@ -16,16 +16,18 @@ _ROOMS = "agent|data|hopper|ml|observe|recipe|replay|shards|spark|storage|testin
 _LIBRARY = re.compile(rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/")
 
 
-def all_failed(run_path: str, errors: Sequence[str]) -> AllTrialsFailed:
+def all_failed(errors: Sequence[str], run_path: str | None = None) -> AllTrialsFailed:
     """Return the error of a search whose trials ended with these tracebacks.
 
-    It begins with the most frequent reason. The whole tracebacks stay in the trials' details.
+    It begins with the most frequent reason. The whole tracebacks stay in the run's folder, if a
+    trial was admitted.
     """
     counts = Counter(map(reason, errors)).most_common()
     lines = [f"all {len(errors)} trials failed: {counts[0][0]}"]
     for text, count in counts[1:]:
         lines.append(f"{count} of them: {text}")
-    lines.append(f"the tracebacks are in the run folder {run_path}: SearchResult.open(...).trials")
+    if run_path is not None:
+        lines.append(f"the tracebacks are in SearchResult.open({run_path!r}).trials")
     return AllTrialsFailed("\n".join(lines))
 
 

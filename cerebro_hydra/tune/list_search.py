@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.candidate_list import CandidateList
 from cerebro_hydra.tune.search import Search
-from cerebro_hydra.tune.space import hp_choice
-from cerebro_hydra.tune.trial import Trial
+from cerebro_hydra.tune.searcher import Searcher
 
 
 class ListSearch(Search):
@@ -21,21 +18,9 @@ class ListSearch(Search):
     """
 
     def __init__(self, *, candidates: Sequence[Mapping[str, Any]], **arguments: Any) -> None:
-        # A space of one parameter, the number of the candidate.
-        super().__init__(search_space={"candidate": hp_choice(range(len(candidates)))}, **arguments)
+        super().__init__(**arguments)
         self._candidates = [dict(candidate) for candidate in candidates]
 
-    def candidates(self) -> list[dict[str, Any]]:
-        """Return the candidates as they were given."""
-        return self._candidates
-
-    def trials_of(self, result: SearchResult) -> list[Trial]:
-        """Return the trial of each candidate, also where a result lists refused ones last."""
-        by_params: dict[str, deque[Trial]] = defaultdict(deque)
-        for trial in result.trials:
-            by_params[_key(trial.params)].append(trial)
-        return [by_params[_key(candidate)].popleft() for candidate in self._candidates]
-
-
-def _key(params: Mapping[str, Any]) -> str:
-    return json.dumps(params, sort_keys=True)
+    def searcher(self) -> Searcher:
+        """Return a new searcher, which proposes the candidates as they were given."""
+        return CandidateList(self._candidates, self.num_epochs)

@@ -14,8 +14,6 @@ from cerebro_hydra.observe import Observer, RunStarted, records_of
 from cerebro_hydra.observe.plots import plot
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder, estimator_factories
-from cerebro_hydra.storage.run_document import RefusedTrial
-from cerebro_hydra.storage.run_folder import read_refused
 from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.saved_model import checked_outputs
 from cerebro_hydra.tune.trial import History, Trial
@@ -34,7 +32,6 @@ class SearchResult:
         self,
         folder: RunFolder,
         view: RunView,
-        refused: Sequence[RefusedTrial],
         factory: Callable[[], estimator_factories.Factory],
         sourceless: bool,
     ) -> None:
@@ -42,7 +39,6 @@ class SearchResult:
         self.run_path = folder.path
         self.document = view.document
         self.trials = [Trial.of_view(each) for each in view.trials.values()]
-        self.trials += [Trial.of_refused(each) for each in refused]
         self.totals = view.totals
         self._known = {trial.trial_id: trial for trial in self.trials}
         self._view = view
@@ -75,12 +71,11 @@ class SearchResult:
             JournalError: its journal is damaged.
         """
         folder = RunFolder.open(run_path)
-        refused = read_refused(folder)
         with consistent(f"the journal of run {folder.path!r}", JournalError):
             view = RunView.of_run(folder)
             recorded = view.document.factory
             find = partial(estimator_factories.find, folder.path, recorded, factory, trust)
-            return cls(folder, view, refused, find, factory is None and not trust)
+            return cls(folder, view, find, factory is None and not trust)
 
     def __repr__(self) -> str:
         finished = sum(trial.status == "finished" for trial in self.trials)
@@ -112,10 +107,7 @@ class SearchResult:
         return plot(self._view, parameters)
 
     def export_to(self, observer: Observer) -> None:
-        """Give the whole run to a tracker that did not watch it, such as an `MLflowTracker`.
-
-        It does not include trials that could not be built.
-        """
+        """Give the whole run to a tracker that did not watch it, such as an `MLflowTracker`."""
         store, run_id = self._folder.store.to_dict(), self._folder.run_id
         for record in records_of(self._folder):
             if isinstance(record, RunStarted):  # the folder may have been moved since

@@ -1,4 +1,4 @@
-"""The base of all searches: checks the arguments, admits trials, runs them."""
+"""The base of all searches: checks the arguments, and runs the trials that a searcher proposes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from cerebro_hydra.observe import Observer, ReportWriter, console_observer
 from cerebro_hydra.plan.hop_config import KEEPS, ORDERS
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
-from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
-from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.tune.admission import Admission, loading_exporter
 from cerebro_hydra.tune.all_failed import all_failed
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.interrupts import sigterm_interrupts
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.run_claim import run_claim
-from cerebro_hydra.tune.space import check_space
+from cerebro_hydra.tune.search_course import SearchCourse
+from cerebro_hydra.tune.search_trials import SearchTrials
+from cerebro_hydra.tune.searcher import Searcher
 from cerebro_hydra.tune.winner_archive import WinnerArchive
 
 if TYPE_CHECKING:
@@ -38,15 +40,15 @@ if TYPE_CHECKING:
 
 
 class Search(ABC):
-    """Trains the candidates of a search space over a DataFrame; all arguments by keyword.
+    """Trains what a searcher proposes over a DataFrame; all arguments by keyword.
 
     Args:
         backend: where it runs.
         store: where prepared data and the run's folder lie; every worker must see it.
         estimator_gen_fn: a function of the parameters that returns a `SparkEstimator`. What it
             refers to must be importable, or picklable, on the workers.
-        search_space: `{name: hp_choice([...])}`; a random search takes `hp_uniform` and its like.
-        num_epochs: passes of every trial over all rows.
+        num_epochs: passes of every trial over all rows; with a searcher of your own the most that
+            a trial may take.
         evaluation_metric: "loss" or the name of a metric; decides which trial is best.
         validation: share of rows to hold out, or the name of a column that says which; None
             validates on nothing, and then the training loss decides.
@@ -65,6 +67,9 @@ class Search(ABC):
             last one. None is "best" where there are validation rows or early stopping.
         sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take from
             its first batch on; else like `batch_seconds`.
+        admission_seconds: how long the admission of a candidate may take, in which its model is
+            built, cut and tried on a few batches; None allows any time. One that takes longer
+            fails alone, and the others go on.
         audit_share: how much of the training time may go into audits, which take single steps also
             with the uncut model and compare every bit; 0 makes none. A trial that differs is
             trained again as one piece, or fails if it is one already.
@@ -86,7 +91,6 @@ class Search(ABC):
         backend: Backend,
         store: Store,
         estimator_gen_fn: Callable[[Any], Any],
-        search_space: Mapping[str, Any],
         num_epochs: int,
         evaluation_metric: str = "loss",
         validation: float | str | None = 0.2,
@@ -97,6 +101,7 @@ class Search(ABC):
         order: str = "dynamic",
         batch_seconds: float | None = None,
         sub_epoch_seconds: float | None = None,
+        admission_seconds: float | None = None,
         audit_share: float = 0.01,
         keep: str | None = None,
         verbose: int = 1,
@@ -113,7 +118,6 @@ class Search(ABC):
         self.backend = backend
         self.store = store
         self.estimator_gen_fn = estimator_gen_fn
-        self.search_space = check_space(search_space)
         self.num_epochs = whole("num_epochs", num_epochs, least=1)
         self.evaluation_metric = _checked_metric(evaluation_metric, validation)
         self.seed = whole("seed", seed, least=0)
@@ -129,6 +133,7 @@ class Search(ABC):
         self.order = order
         self.batch_seconds = _seconds("batch_seconds", batch_seconds)
         self.sub_epoch_seconds = _seconds("sub_epoch_seconds", sub_epoch_seconds)
+        self.admission_seconds = _seconds("admission_seconds", admission_seconds)
         self.audit_share = _share("audit_share", audit_share)
         if keep is not None and keep not in KEEPS:
             raise ConfigurationError(f"keep is {keep!r}; it is one of {KEEPS}, or None")
@@ -146,14 +151,16 @@ class Search(ABC):
         self.result: SearchResult | None = None
 
     @abstractmethod
-    def candidates(self) -> list[dict[str, Any]]:
-        """Return the parameters of every trial, in order."""
+    def searcher(self) -> Searcher:
+        """Return a new searcher, which proposes the trials of one run."""
 
     def fit(self, df: DataFrame) -> SearchResult:
         """Train every candidate on `df`.
 
-        A trial whose model can't be built, or whose training raises or gives a NaN loss, fails
-        alone: its traceback is in `result.trials`. So does one that ends its agents' processes or
+        The first trials train while later ones are still built and tried. A trial whose model can't
+        be built, or whose training raises or gives a NaN loss, fails alone: its traceback is in
+        `result.trials`, which has the candidates in the order in which they were proposed. So does
+        one that ends its agents' processes or
         locks Python: after three agents in a row, with what became of them. Ctrl-C, a notebook's
         stop button and SIGTERM end the run and its agents within ten seconds; what was reached is
         in `result` of the error, and of this search.
@@ -214,17 +221,16 @@ class Search(ABC):
     def _fit(self, manifest: Manifest) -> SearchResult:
         folder = RunFolder(self.store, _new_run_id())
         with _removed_on_error(folder), run_claim(folder):
-            admitted = self._admit(folder, manifest)
-            folder.write_json(REFUSED_FILE, {"trials": admitted.refused})
-            document = self._document(folder, manifest, admitted)
-            if admitted.specs:
-                folder.write_json(RUN_FILE, document.to_json())
-        if not admitted.specs:
-            raise all_failed(folder.path, [each["error"] for each in admitted.refused])
+            admission = self._admission(folder, manifest)
+            course = SearchCourse(self.searcher(), self.num_epochs, manifest.num_partitions)
+            trials = SearchTrials(course, admission, folder, self.admission_seconds, self._report)
+            trials.admit_first()
+            document = self._document(folder, manifest, admission.metrics)
+            folder.write_json(RUN_FILE, document.to_json())
         estimator_factories.remember(folder.path, self.estimator_gen_fn)
         try:
             with run_claim(folder):
-                self._run(folder, document, manifest, admitted)
+                self._run(folder, document, manifest, trials)
         except KeyboardInterrupt:
             result = self.result = SearchResult.open(folder.path)
             raise Interrupted(
@@ -234,19 +240,29 @@ class Search(ABC):
             ) from None
         result = self.result = SearchResult.open(folder.path)
         if all(trial.status == "failed" for trial in result.trials):
-            raise all_failed(folder.path, [trial.error or "" for trial in result.trials])
+            raise all_failed([trial.error or "" for trial in result.trials], folder.path)
         return result
 
-    def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
-        columns = Columns.of(self.data_spec)
-        examples = ExampleBatches(manifest, self.store, columns)
-        report = print if self.verbose else lambda line: None
-        admission = Admission(
-            self.estimator_gen_fn, columns, examples, folder, self.seed, report, self.keep
-        )
-        return admission.admit(self.candidates(), self.evaluation_metric)
+    def _report(self, line: str) -> None:
+        if self.verbose:
+            print(line)
 
-    def _document(self, folder: RunFolder, manifest: Manifest, admitted: Admitted) -> RunDocument:
+    def _admission(self, folder: RunFolder, manifest: Manifest) -> Admission:
+        columns = Columns.of(self.data_spec)
+        return Admission(
+            self.estimator_gen_fn,
+            columns,
+            ExampleBatches(manifest, self.store, columns),
+            folder,
+            self.seed,
+            self.evaluation_metric,
+            self._report,
+            self.keep,
+        )
+
+    def _document(
+        self, folder: RunFolder, manifest: Manifest, metrics: Mapping[str, str]
+    ) -> RunDocument:
         return RunDocument(
             run_id=folder.run_id,
             factory=estimator_factories.name_of(self.estimator_gen_fn),
@@ -255,7 +271,7 @@ class Search(ABC):
             num_epochs=self.num_epochs,
             num_partitions=manifest.num_partitions,
             evaluation_metric=self.evaluation_metric,
-            metrics=admitted.metrics,
+            metrics=metrics,
             feature_columns=self.data_spec.feature_columns,
             label_columns=self.data_spec.label_columns,
             sample_weight_column=self.data_spec.sample_weight_column,
@@ -270,20 +286,19 @@ class Search(ABC):
         )
 
     def _run(
-        self, folder: RunFolder, document: RunDocument, manifest: Manifest, admitted: Admitted
+        self, folder: RunFolder, document: RunDocument, manifest: Manifest, trials: SearchTrials
     ) -> None:
         observer, report = console_observer(self.verbose), ReportWriter(folder)
-        archive = WinnerArchive(folder, print if self.verbose else lambda line: None)
+        archive = WinnerArchive(folder, self._report)
         coordinator = Coordinator(
             folder,
             document,
-            admitted.specs,
+            trials,
             self.backend.launcher(),
             self.estimator_gen_fn,
             manifest=manifest,
             # Trackers come after the report and the best model, which they may keep as artifacts.
             observers=[observer, report, archive, *self.observers],
-            merge_metrics=admitted.merge_metrics,
         )
         try:
             coordinator.run()

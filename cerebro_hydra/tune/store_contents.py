@@ -10,7 +10,7 @@ from cerebro_hydra.errors import CerebroHydraError, StoreError
 from cerebro_hydra.observe.text import number
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder, Store
-from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE
+from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import read_document
 
 
@@ -71,7 +71,7 @@ def _run(folder: RunFolder) -> StoredRun:
         fingerprint = read_document(folder).fingerprint
     except CerebroHydraError:
         # Trials are admitted before the run has a document.
-        began = RUN_FILE in there or REFUSED_FILE not in there
+        began = RUN_FILE in there
         status = "running" if claimed else "unreadable" if began else "failed"
         return StoredRun(*named, status, *usage)
     try:

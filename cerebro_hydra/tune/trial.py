@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cerebro_hydra.observe.view import TrialView
-from cerebro_hydra.storage.run_document import RefusedTrial
 
 History = dict[str, list[float]]
 """Measured values by name, one per ended epoch."""
@@ -35,7 +34,7 @@ class Trial:
 
     @classmethod
     def of_view(cls, view: TrialView) -> Trial:
-        """Return a trial that was part of its run."""
+        """Return a trial of a run."""
         return cls(
             view.trial_id,
             view.params,
@@ -46,8 +45,3 @@ class Trial:
             None if view.result_epoch is None else view.result_epoch + 1,
             view.seconds,
         )
-
-    @classmethod
-    def of_refused(cls, refused: RefusedTrial) -> Trial:
-        """Return a trial whose model could not be built, from the run folder's entry."""
-        return cls(refused["trial_id"], refused["params"], "failed", {}, [], refused["error"])

@@ -17,13 +17,12 @@ from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import (
     NUMERIC_FILE,
-    REFUSED_FILE,
     RUN_FILE,
     TRIAL_FILE,
     WORKERS_FILE,
     RunDocument,
 )
-from cerebro_hydra.storage.run_folder import read_document, read_refused
+from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.verification.report import VerifiedPart
 
 Digests = tuple[tuple[str, str], ...]
@@ -48,7 +47,6 @@ def verify_run(folder: RunFolder) -> Iterator[VerifiedPart]:
         return
     readers: dict[str, Callable[[RunFolder], object]] = {
         RUN_FILE: read_document,
-        REFUSED_FILE: read_refused,
     }
     for optional in sorted(there & {NUMERIC_FILE, WORKERS_FILE}):
         readers[optional] = methodcaller("read_json", optional)
@@ -120,8 +118,8 @@ class _Verification:
             )
         state = fold(config, lines[1:])
         self._added = {number: trial.config for number, trial in state.trials.items()}
-        budgets = {trial.budget for trial in state.trials.values()}
-        if config != hop_config(document) or not budgets <= {document.num_epochs}:
+        budget = max((trial.budget for trial in state.trials.values()), default=0)
+        if config != hop_config(document) or budget > document.num_epochs:
             raise JournalError(
                 f"the journal of {path!r} is that of another run than {RUN_FILE} describes; "
                 "restore both from one copy"

@@ -21,6 +21,7 @@ from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.loss_limits import LossLimits
 from cerebro_hydra.hopper.run_config import hop_config
+from cerebro_hydra.hopper.trial_source import GivenTrials, MergeStates
 from cerebro_hydra.observe import (
     AgentStarted,
     Decision,
@@ -116,9 +117,14 @@ class Tape:
 
 
 def run(
-    tmp_path: Any, launcher: ScriptedLauncher, of: Described, **options: Any
+    tmp_path: Any,
+    launcher: ScriptedLauncher,
+    of: Described,
+    merge_metrics: MergeStates | None = None,
+    **options: Any,
 ) -> tuple[RunFolder, Any, Tape]:
-    doc, trials = of
+    doc, specs = of
+    trials = GivenTrials(specs, doc.num_epochs, merge_metrics)
     folder = RunFolder(LocalStore(str(tmp_path)), doc.run_id)
     tape = Tape()
     data = manifest(doc.num_partitions)

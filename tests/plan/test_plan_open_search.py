@@ -55,7 +55,8 @@ class OpenDriver:
     def train(self) -> list[ins.Instruction]:
         """Let the task that runs end."""
         ((worker, attempt),) = self.running.items()
-        self(ev.StateReceived(0, self.state.attempts[attempt].source.visit, worker))
+        task = self.state.attempts[attempt]
+        self(ev.StateReceived(task.trial, task.source.visit, worker))
         return self(done(attempt, worker))
 
     def held(self, number: int) -> list[tuple[int, str]]:
@@ -235,6 +236,10 @@ def add(number: int, patience: int | None, keep: str, budget: int) -> Proposal:
     return lambda state: ev.TrialAdded(config, budget)
 
 
+def said(event: ev.Event) -> Proposal:
+    return lambda state: event
+
+
 def change(kind: type, pick: int, *values: int | str) -> Proposal:
     def proposal(state: HopState) -> ev.Event | None:
         numbers = sorted(state.trials)
@@ -259,17 +264,32 @@ def fork(number: int, pick: int, budget: int) -> Proposal:
 
 @st.composite
 def proposals(draw) -> list[Proposal]:
-    """Draw what a search says, in its order; some numbers are of candidates that were refused."""
+    """Draw what a search says, in its order, and when its candidates are admitted or refused.
+
+    Some numbers are never used. Candidates may be proposed long before, or only when they are
+    added; those that are left when the search closes come after that.
+    """
     found, number = [add(0, None, "last", draw(st.integers(1, 2)))], 0
+    admitted: list[Proposal] = []  # what is still to come of candidates
     for _ in range(draw(st.integers(0, 12))):
         kind = draw(st.sampled_from(["add", "fork", "extend", "pause", "resume", "resume", "stop"]))
         pick, budget = draw(st.integers(0, 40)), draw(st.integers(1, 3))
         number += draw(st.sampled_from([1, 1, 2])) if kind in ("add", "fork") else 0
+        if admitted and draw(st.booleans()):
+            found.append(admitted.pop(0))
         match kind:
             case "add":
                 patience = draw(st.sampled_from([None, None, 1, 2]))
                 keep = draw(st.sampled_from(["best", "last"]))
-                found.append(add(number, patience, keep, budget))
+                end = draw(st.sampled_from(["added at once", "added", "added", "refused"]))
+                if end == "added at once":
+                    found.append(add(number, patience, keep, budget))
+                    continue
+                found.append(said(ev.TrialProposed(number, {"lr": pick}, budget)))
+                refused = said(ev.TrialRefused(number, "it can't be built"))
+                admitted.append(
+                    refused if end == "refused" else add(number, patience, keep, budget)
+                )
             case "fork":
                 found.append(fork(number, pick, budget))
             case "extend":
@@ -280,7 +300,7 @@ def proposals(draw) -> list[Proposal]:
                 found.append(change(ev.TrialResumed, pick))
             case "stop":
                 found.append(change(ev.TrialStopped, pick, "pruned"))
-    return [*found, lambda state: ev.SearchClosed()]
+    return [*found, said(ev.SearchClosed()), *admitted]
 
 
 @st.composite
@@ -308,6 +328,12 @@ def check_outcome(world: World) -> None:
     config, partitions = world.config, world.config.partitions
     assert world.instructions.count(ins.FinishRun()) == 1
     forks = {i.trial: i for i in world.instructions if isinstance(i, ins.ForkState)}
+    ends = Counter(i.trial for i in world.instructions if isinstance(i, ins.FinishTrial))
+    heard = [from_json(each["event"]) for each in world.journal]
+    refused = {each.trial for each in heard if isinstance(each, ev.TrialRefused)}
+    proposed = {each.trial for each in heard if isinstance(each, ev.TrialProposed)}
+    assert set(ends.values()) == {1} and proposed | refused | world.state.trials.keys() == set(ends)
+    assert not refused & world.state.trials.keys()
     for index, each in world.state.trials.items():
         ended = [
             i for i in world.instructions if isinstance(i, ins.FinishTrial) and i.trial == index

@@ -32,7 +32,7 @@ from cerebro_hydra.plan.journal_fold import fold
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digested_json import decode_document, encode_document
-from cerebro_hydra.storage.run_document import NUMERIC_FILE, REFUSED_FILE, RUN_FILE, TRIAL_FILE
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, RUN_FILE, TRIAL_FILE
 from cerebro_hydra.tune import SearchResult
 from tests.examples import examples
 from tests.forgeries import digested, forged_bytes, forged_json
@@ -54,8 +54,6 @@ def factory(params: Mapping[str, Any]) -> Recipe:
 def sound(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run of one trial with every kind of document."""
     folder = trained(tmp_path_factory.mktemp("sound"))
-    refused = {"trial_id": "trial-001", "params": {"shards": 3}, "error": "no such model"}
-    folder.write_json(REFUSED_FILE, {"trials": [refused]})
     folder.write_json(NUMERIC_FILE, {"0": {"torch": "0.0"}})
     return folder
 
@@ -260,7 +258,7 @@ def test_files_of_two_runs_that_were_mixed_are_refused(forged: RunFolder) -> Non
     assert "is of run 'another'" in str(cerebro_hydra.verify(forged.path))
     rewrite_trial(forged, run_id=forged.run_id)
     rewrite(forged, run_id="another")
-    for reader in readers(forged, "refused"):
+    for reader in readers(forged, "view"):
         with pytest.raises(JournalError, match="beside it of run 'another'"):
             reader()
     assert "beside it of run 'another'" in str(cerebro_hydra.verify(forged.path))
@@ -290,7 +288,7 @@ def readers(folder: RunFolder, kind: str) -> list[Callable[[], Any]]:
     all_of = {
         "numeric": [replayed],
         "manifest": [replayed],
-        "refused": [opened, reported],
+        "view": [opened, reported],
         "trial": [replayed, opened, reported],
         "state": [replayed, opened],
         "object": [replayed, opened],
@@ -303,7 +301,6 @@ def documents(folder: RunFolder) -> dict[str, Path]:
     state = folder.read_state(0, 2)
     return {
         "run": Path(folder.path, RUN_FILE),
-        "refused": Path(folder.path, REFUSED_FILE),
         "trial": trial_path(folder),
         "numeric": Path(folder.path, NUMERIC_FILE),
         "journal": min(Path(folder.path, "journal").iterdir()),
@@ -324,7 +321,7 @@ def content(path: Path, forged: bytes) -> Iterator[None]:
         path.write_bytes(before)
 
 
-KINDS = ("run", "trial", "refused", "numeric", "journal", "state", "manifest", "object")
+KINDS = ("run", "trial", "numeric", "journal", "state", "manifest", "object")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
+from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.testing.datasets import write_dataset
-from cerebro_hydra.tune.admission import Admission, Admitted
+from cerebro_hydra.tune.admission import Admission, Refused
 from cerebro_hydra.tune.admission_progress import AdmissionProgress
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from tests.tune import tune_models
@@ -34,11 +36,40 @@ def examples(path: Path, rows: int, partitions: int = 2) -> ExampleBatches:
     return ExampleBatches(manifest, store, COLUMNS)
 
 
-def admit(path: Path, *candidates: dict[str, Any]) -> tuple[Admitted, RunFolder, list[str]]:
+@dataclasses.dataclass
+class Outcome:
+    """What became of candidates."""
+
+    specs: list[TrialSpec] = dataclasses.field(default_factory=list)
+    refused: dict[int, str] = dataclasses.field(default_factory=dict)
+    told: list[str] = dataclasses.field(default_factory=list)
+    metrics: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def admit_with(
+    factory: Callable[[Any], Any],
+    folder: RunFolder,
+    batches: ExampleBatches,
+    candidates: Sequence[dict[str, Any]],
+    evaluation_metric: str = "loss",
+) -> Outcome:
+    found = Outcome()
+    admission = Admission(
+        factory, COLUMNS, batches, folder, 3, evaluation_metric, found.told.append
+    )
+    for number, params in enumerate(candidates):
+        try:
+            found.specs.append(admission.admit(number, params).spec)
+        except Refused as refusal:
+            found.refused[number] = str(refusal)
+    found.metrics = admission.metrics
+    return found
+
+
+def admit(path: Path, *candidates: dict[str, Any]) -> tuple[Outcome, RunFolder, list[str]]:
     folder = RunFolder(LocalStore(str(path)), "run")
-    told: list[str] = []
-    admission = Admission(tune_models.small, COLUMNS, examples(path, 70), folder, 3, told.append)
-    return admission.admit(candidates), folder, told
+    found = admit_with(tune_models.small, folder, examples(path, 70), candidates)
+    return found, folder, found.told
 
 
 def test_examples_have_every_size_that_training_meets(tmp_path: Path) -> None:
@@ -100,14 +131,14 @@ def test_steps_per_partition_are_its_windows(tmp_path: Path) -> None:
     assert admitted.specs[0].steps_per_epoch == 6
 
 
-def test_refused_trials_come_last_with_their_tracebacks(tmp_path: Path) -> None:
-    admitted, _, told = admit(tmp_path, {"width": -1}, {"width": 8}, {"width": -2})
-    assert [spec.params["width"] for spec in admitted.specs] == [8]
-    assert [(r["trial_id"], r["params"]["width"]) for r in admitted.refused] == [
-        ("trial-001", -1),
-        ("trial-002", -2),
-    ]
-    assert "ValueError: no layer is -2 wide" in admitted.refused[1]["error"]
+def test_a_refused_trial_keeps_its_number_and_shifts_nobody_elses(tmp_path: Path) -> None:
+    found, _, told = admit(tmp_path, {"width": -1}, {"width": 8}, {"width": -2})
+    whole, _, _ = admit(tmp_path / "whole", {"width": 6}, {"width": 8})
+    (spec,) = found.specs
+    assert (spec.trial, spec.trial_id, spec.params["width"]) == (1, "trial-001", 8)
+    assert spec == whole.specs[1], "its seed and all else are as if no other were refused"
+    assert list(found.refused) == [0, 2]
+    assert "ValueError: no layer is -2 wide" in found.refused[2]
     assert "trial-002" in told[-1] and told[-1].endswith("ValueError: no layer is -2 wide")
 
 
@@ -130,12 +161,10 @@ def test_a_refusal_is_told_without_its_details(tmp_path: Path) -> None:
         model = Counts()
         return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
 
-    told: list[str] = []
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    admission = Admission(factory, COLUMNS, examples(tmp_path, 70), folder, 3, told.append)
-    admitted = admission.admit([{}])
-    assert told[0].endswith("state outside of parameters and buffers")
-    assert "\nas one shard: " in admitted.refused[0]["error"]
+    found = admit_with(factory, folder, examples(tmp_path, 70), [{}])
+    assert found.told[0].endswith("state outside of parameters and buffers")
+    assert "\nas one shard: " in found.refused[0]
 
 
 def test_report_is_told_once_per_structure(tmp_path: Path) -> None:
@@ -175,8 +204,7 @@ def test_models_of_other_threads_are_built_before_or_after(tmp_path: Path) -> No
     thread = threading.Thread(target=aside)
     thread.start()
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    admission = Admission(first, COLUMNS, examples(tmp_path, 70), folder, 3, lambda line: None)
-    found = admission.admit([params])
+    found = admit_with(first, folder, examples(tmp_path, 70), [params])
     thread.join()
     assert not found.refused
     assert found.specs[0].shards == expected.specs[0].shards
@@ -190,9 +218,9 @@ def test_a_metric_that_is_not_measured_ends_admission_at_the_first_trial(tmp_pat
         return tune_models.small(params)
 
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    admission = Admission(counting, COLUMNS, examples(tmp_path, 70), folder, 3, lambda line: None)
     with pytest.raises(ConfigurationError, match=r"'f1', which is not measured; measured are"):
-        admission.admit([{"lr": 0.1}, {"lr": 0.2}], "f1")
+        batches = examples(tmp_path, 70)
+        admit_with(counting, folder, batches, [{"lr": 0.1}, {"lr": 0.2}], "f1")
     assert built == [0.1]
 
 
@@ -203,8 +231,7 @@ def test_equal_structures_take_their_first_steps_once_and_each_has_its_own_state
         tune_models.Counted.forwards = 0
         folder = RunFolder(LocalStore(str(tmp_path)), f"run-{len(list(tmp_path.iterdir()))}")
         batches = examples(tmp_path, 70)
-        admission = Admission(tune_models.counted, COLUMNS, batches, folder, 3, lambda line: None)
-        admitted.extend(admission.admit(candidates).specs)
+        admitted.extend(admit_with(tune_models.counted, folder, batches, candidates).specs)
         return tune_models.Counted.forwards
 
     admitted: list[Any] = []
@@ -227,11 +254,11 @@ def test_slow_admission_reports_how_far_it_is() -> None:
         if len(told) == 2:
             twice.set()
 
-    with AdmissionProgress(8, report, seconds=0.01) as progress:
-        progress.done = 3
+    with AdmissionProgress(report, seconds=0.01) as progress:
+        progress.done, progress.trials = 3, 8
         assert twice.wait(30)
     count = len(told)
     assert told[0] == "admission: 3 of 8 trials are checked after 0 s"
-    with AdmissionProgress(8, report, seconds=60):
-        pass
+    with AdmissionProgress(report, seconds=60) as progress:
+        progress.trials = 8
     assert len(told) == count, "a fast admission tells nothing"

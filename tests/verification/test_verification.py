@@ -184,10 +184,9 @@ def test_a_journal_that_was_decided_otherwise_is_found(copied: RunFolder) -> Non
     assert "this version decides" in said
 
 
-def test_a_journal_of_another_run_is_found(copied: RunFolder) -> None:
-    document = copied.read_json("run.json")
-    document["num_epochs"] = 3
-    copied.write_json("run.json", document)
+@pytest.mark.parametrize("change", [{"num_epochs": 1}, {"seed": 9}, {"order": "seeded"}])
+def test_a_journal_of_another_run_is_found(copied: RunFolder, change: dict[str, Any]) -> None:
+    copied.write_json("run.json", {**copied.read_json("run.json"), **change})
     (said,) = part(verify(copied.path), "journal").problems
     assert "is that of another run than run.json describes" in said
 
@@ -197,7 +196,7 @@ def test_what_does_no_harm_is_told_and_is_no_damage(copied: RunFolder) -> None:
     lines = [line for segment in copied.read_segments() for line in segment]
     copied.store.delete(f"{copied.path}/journal")
     copied.write_segment(0, lines[:-1])
-    RunFolder(copied.store, "refused").write_json("refused.json", {"trials": []})
+    RunFolder(copied.store, "refused").write_json("numeric.json", {})
     copied.store.write(copied.store.data_path("unfinished") + "/part", b"")
     report = verify(copied.store.prefix)
     assert report.ok, str(report)

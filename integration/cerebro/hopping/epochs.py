@@ -13,12 +13,13 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import Coordinator
+from cerebro_hydra.hopper.trial_source import GivenTrials
 from cerebro_hydra.observe import console_observer
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe, merge_metrics
 from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.storage import RunFolder, Store
-from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument, TrialSpec
-from cerebro_hydra.storage.run_folder import read_refused
+from cerebro_hydra.storage.names import trial_name
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec
 from cerebro_hydra.tune.list_search import ListSearch
 from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.result import SearchResult
@@ -64,7 +65,6 @@ class Epochs:
         self._verbose = verbose
         self.results: list[SearchResult] = []
         """The result of each epoch's run, in order."""
-        self._trials: list[str | None] = []
 
     def train(self) -> list[dict[str, float] | None]:
         """Train all candidates for one epoch.
@@ -80,10 +80,9 @@ class Epochs:
             result = self._go_on()
         else:
             result = self._begin()
-            self._trials = _matched(result, self._candidates)
         self.results.append(result)
         finished = {t.trial_id: t for t in result.trials if t.status == "finished"}
-        measured = [finished.get(name or "") for name in self._trials]
+        measured = [finished.get(trial_name(number)) for number in range(len(self._candidates))]
         return [t and {name: values[-1] for name, values in t.history.items()} for t in measured]
 
     def model(self, candidate: int) -> TrainedModel:
@@ -92,7 +91,7 @@ class Epochs:
         Raises:
             ConfigurationError: the candidate has failed; the message says why.
         """
-        name = self._trials[candidate]
+        name = trial_name(candidate)
         for model in self.results[-1].get_all_models():
             if model.trial_id == name:
                 return model
@@ -104,8 +103,7 @@ class Epochs:
     def _error(self, candidate: int) -> str:
         for result in self.results:
             for trial in result.trials:
-                same = trial.trial_id == self._trials[candidate]
-                if trial.error and (same or trial.params == self._candidates[candidate]):
+                if trial.error and trial.trial_id == trial_name(candidate):
                     return trial.error
         return "see the run folders"
 
@@ -141,14 +139,17 @@ class Epochs:
             Coordinator(
                 folder,
                 document,
-                list(specs.values()),
+                GivenTrials(
+                    list(specs.values()),
+                    document.num_epochs,
+                    lambda trial, states: merge_metrics(
+                        self._recipe(specs[trial].params).state_metrics, states
+                    ),
+                ),
                 self._backend.launcher(),
                 self._factory,
                 manifest=self._manifest,
                 observers=[observer],
-                merge_metrics=lambda trial, states: merge_metrics(
-                    self._recipe(specs[trial].params).state_metrics, states
-                ),
             ).run()
         finally:
             observer.close()
@@ -191,20 +192,8 @@ def continued(
         specs[number] = replace(spec, shards=digests)
         folder.write_trial(specs[number])
     document = replace(before.document, run_id=folder.run_id, first_epoch=first_epoch)
-    folder.write_json(REFUSED_FILE, {"trials": []})
     folder.write_json(RUN_FILE, document.to_json())
     return document, specs
-
-
-def _matched(result: SearchResult, candidates: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """Return the id of each candidate's trial; a run numbers the refused ones last."""
-    refused = {each["trial_id"] for each in read_refused(RunFolder.open(result.run_path))}
-    admitted = [trial for trial in result.trials if trial.trial_id not in refused]
-    names: list[str | None] = []
-    for params in candidates:
-        admits = bool(admitted) and dict(admitted[0].params) == dict(params)
-        names.append(admitted.pop(0).trial_id if admits else None)
-    return names
 
 
 def _check(recipe: Recipe) -> None:

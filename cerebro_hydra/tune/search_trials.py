@@ -1,0 +1,182 @@
+"""Gives a run the trials of a search: asks its searcher, and admits what that proposes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from cerebro_hydra.hopper.run_config import trial_config
+from cerebro_hydra.hopper.trial_source import News, NewTrial
+from cerebro_hydra.plan.events import Event, TrialAdded, TrialForked, TrialProposed, TrialRefused
+from cerebro_hydra.plan.instructions import FinishTrial, Instruction
+from cerebro_hydra.recipe import Metric, merge_metrics
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.names import trial_name
+from cerebro_hydra.tune.admission import Admission, Admitted, Refused
+from cerebro_hydra.tune.admission_progress import AdmissionProgress
+from cerebro_hydra.tune.all_failed import all_failed
+from cerebro_hydra.tune.search_course import SearchCourse
+from cerebro_hydra.tune.timed_call import Overdue, TimedCall
+
+
+class SearchTrials:
+    """Admits candidates one at a time, in the order in which they are proposed; a `TrialSource`.
+
+    The first one that can train is admitted before the run begins, and the others while it goes
+    on. A candidate that can't be built, or whose admission takes too long, fails alone.
+
+    What a searcher proposes is in the journal as `TrialProposed`, and so is what became of it:
+    `TrialAdded`, `TrialForked` or `TrialRefused`. So a run whose driver died goes on with `resume`
+    and a new searcher. Where the journal has a `SearchClosed`, it needs no searcher: nothing is
+    decided after that, and the candidates that are left are known. For a grid, random draws and
+    every other list, that is so from the first segment of the journal on.
+
+    Args:
+        course: the searcher's, before its first candidate; None if the search has closed.
+        admission: admits each candidate.
+        folder: the run's.
+        seconds: how long the admission of one candidate may take; None for any time.
+        report: is given lines on progress.
+    """
+
+    def __init__(
+        self,
+        course: SearchCourse | None,
+        admission: Admission,
+        folder: RunFolder,
+        seconds: float | None,
+        report: Callable[[str], None],
+    ) -> None:
+        self._course, self._admission, self._folder = course, admission, folder
+        self._seconds, self._report = seconds, report
+        self._progress = AdmissionProgress(report)
+        self._state_metrics: dict[int, tuple[Metric, ...]] = {}
+        self._begun: list[Event | NewTrial] = []  # what happened before the run began
+        self._settled = 0  # the candidates that were admitted or refused by then
+        self._candidates: queue.SimpleQueue[TrialProposed | None] = queue.SimpleQueue()
+        self._call: TimedCall[Admitted] | None = None
+        self._closed = threading.Event()
+
+    def admit_first(self) -> None:
+        """Admit candidates until one can train.
+
+        Raises:
+            AllTrialsFailed: every candidate was refused; the message holds every reason.
+            ConfigurationError: the searcher or the metrics can't be used.
+            StoreError: the store can't be read or written.
+            DataError: rows can't be read as they were prepared.
+        """
+        with self._progress:
+            assert self._course is not None, "a search that has closed can only be resumed"
+            candidates = deque(self._proposed(self._course.begin()))
+            while candidates:
+                candidate = candidates.popleft()
+                outcome = self._admit(candidate)
+                self._begun.append(outcome)
+                self._settled += 1
+                if isinstance(outcome, NewTrial):
+                    return
+                failed = FinishTrial(candidate.trial, "failed", outcome.error, 0)
+                candidates += self._proposed(self._course.follow(outcome, [failed]))
+        raise all_failed([each.error for each in self._begun if isinstance(each, TrialRefused)])
+
+    def resume(self, records: Iterable[tuple[Event, Sequence[Instruction]]]) -> None:
+        """Go on where the journal of a run ends, in place of `admit_first`.
+
+        Raises:
+            JournalError: the searcher decides otherwise than the journal says.
+        """
+        decided = list(records)
+        if self._course is not None:
+            self._begun += self._course.replay(decided)
+        left: dict[int, TrialProposed] = {}
+        for event, _ in decided:
+            match event:
+                case TrialProposed(trial):
+                    left[trial] = event
+                case TrialRefused(trial):
+                    left.pop(trial)
+                case TrialAdded(config) | TrialForked(config):
+                    left.pop(config.trial)
+        for candidate in left.values():
+            self._candidates.put(candidate)
+        self._progress.trials = len(left)
+
+    def _proposed(self, events: list[Event]) -> list[TrialProposed]:
+        self._begun += events
+        proposed = [event for event in events if isinstance(event, TrialProposed)]
+        self._progress.trials += len(proposed)
+        return proposed
+
+    # ------------------------------------------------------------------ of a `TrialSource`
+
+    def start(self, put: Callable[[News], None]) -> Iterable[News]:
+        """Return what has happened before, and admit the other candidates from now on."""
+        threading.Thread(target=self._admit_all, args=(put,), name="search", daemon=True).start()
+        return self._begun
+
+    def follow(self, event: Event, instructions: Sequence[Instruction]) -> Iterable[Event]:
+        """Tell the searcher what has happened, and return what it decides."""
+        match event:
+            case TrialProposed(trial) if trial >= self._settled:
+                self._progress.trials += 1
+                self._candidates.put(event)
+            case TrialRefused(trial) if trial < self._settled:
+                return ()  # the searcher was told before the run began
+        return () if self._course is None else self._course.follow(event, instructions)
+
+    def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
+        """Merge the custom metrics of a trial, from their states on all partitions."""
+        if trial not in self._state_metrics:  # it was admitted before the run was resumed
+            spec = self._folder.read_trial(trial, self._folder.run_id)
+            self._state_metrics[trial] = self._admission.state_metrics(spec.params)
+        return merge_metrics(self._state_metrics[trial], states)
+
+    def close(self) -> None:
+        """Admit nothing more; a candidate under way is given up."""
+        self._closed.set()
+        self._candidates.put(None)
+        if self._call is not None:
+            self._call.give_up()
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit_all(self, put: Callable[[News], None]) -> None:
+        with self._progress:
+            while (candidate := self._candidates.get()) is not None:
+                try:
+                    news: News = self._admit(candidate)
+                except BaseException as error:
+                    news = error
+                if self._closed.is_set():
+                    return
+                put(news)
+
+    def _admit(self, candidate: TrialProposed) -> NewTrial | TrialRefused:
+        number, parent = candidate.trial, None
+        if candidate.parent is not None:
+            parent = self._folder.read_trial(candidate.parent, self._folder.run_id)
+        admit = partial(self._admission.admit, number, candidate.params, parent)
+        self._call = TimedCall(admit)
+        try:
+            admitted = self._call.result(self._seconds)
+        except Refused as refusal:
+            return TrialRefused(number, str(refusal))
+        except Overdue as overdue:
+            error = f"it is not admitted after admission_seconds={self._seconds}"
+            self._report(f"{trial_name(number)}: {candidate.params} failed: {error}")
+            advice = "give it more, or look at what it waits for"
+            return TrialRefused(number, f"{error}; {advice}:\n{overdue}")
+        finally:
+            self._call = None
+            self._progress.done += 1
+        self._state_metrics[number] = admitted.state_metrics
+        config = trial_config(admitted.spec)
+        event: TrialAdded | TrialForked = TrialAdded(config, candidate.budget)
+        if candidate.parent is not None:
+            event = TrialForked(config, candidate.parent, candidate.visit, candidate.budget)
+        return NewTrial(admitted.spec, event)

@@ -1,0 +1,89 @@
+"""Defines a searcher: what a search proposes, and what it decides when a trial ends an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class TrainTo:
+    """Let a trial train until it has ended so many epochs; a paused one goes on."""
+
+    trial: int
+    epochs: int
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Let a trial rest: its state goes to the store and leaves the memory of the workers."""
+
+    trial: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End a trial; what it has reached is its result."""
+
+    trial: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Propose a candidate that goes on from the state of `parent` after the epoch told last.
+
+    Its parameters must give the parent's model and optimizer; values such as a learning rate may
+    differ. It trains until it has ended `epochs` epochs, those of its parent included.
+    """
+
+    parent: int
+    params: Mapping[str, Any]
+    epochs: int
+
+
+SearchDecision = TrainTo | Pause | Stop | Fork
+
+
+@runtime_checkable
+class Searcher(Protocol):
+    """Proposes candidates and decides how far each of them trains.
+
+    Candidates are numbered from 0, in the order in which `ask` returns them and `tell` forks them;
+    the number of a candidate is that of its trial. All calls come from one thread. Decisions depend
+    on nothing but the calls before: a run that was interrupted makes a new searcher and tells it
+    again what it told the first one. `cerebro_hydra.testing.searcher_case` has the suite that a
+    searcher must pass.
+    """
+
+    epochs: int
+    """How many epochs a candidate trains before it needs a `TrainTo`."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing will be proposed or decided any more; once True, it stays True.
+
+        All trials then end with the epochs that they were given, and paused ones are stopped.
+        """
+
+    def ask(self) -> Mapping[str, Any] | None:
+        """Return the parameters of the next candidate, as JSON.
+
+        None means that there is none now. It is called again after each `tell`, as long as the
+        searcher is not `closed`, until it returns None again.
+        """
+
+    def tell(
+        self, trial: int, epochs: int, metrics: Mapping[str, float] | None
+    ) -> Iterable[SearchDecision]:
+        """Take in what a trial has measured, and return what is decided now, on any trial.
+
+        Trials end their epochs in any order. Nothing is told of a trial that is over.
+
+        Args:
+            trial: its number.
+            epochs: how many epochs it has ended.
+            metrics: what the last of them measured, such as "val_loss"; or None if the trial is
+                over: it was refused, has failed, was stopped, or does not improve any more.
+        """
