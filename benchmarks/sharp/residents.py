@@ -1,0 +1,82 @@
+"""Simulates whole runs in which workers hold several sub-epochs and share several devices."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from random import Random
+
+from cerebro_hydra.plan.bound import lower_bound
+from cerebro_hydra.plan.closed_search import ClosedSearch
+from cerebro_hydra.plan.graph import TaskGraph
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.move_rates import MoveRates
+from cerebro_hydra.plan.progress import TaskKind
+from cerebro_hydra.plan.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.schedules.candidate import Rule, oldest_first
+from cerebro_hydra.plan.schedules.sharp import sharp
+from cerebro_hydra.plan.simulate import Simulation
+from cerebro_hydra.plan.simulate_devices import SimulatedDevices
+
+SHARDS, STEPS, EPOCHS = 4, 6, 2
+SLOTS = 3  # one computes, one is loaded, one is written back
+PROMOTION = 0.5  # over the time of a mean forward
+INSTANCES = ((2, 8), (4, 8))  # workers and trials
+SPREADS = (0.0, 0.5)  # of the trials' costs, as the sigma of a lognormal
+DEVICES = (1, 2, 4)
+RESIDENTS = (1, 2, 4, 8)
+RULES: dict[str, Rule] = {"sharp": sharp, "oldest first": oldest_first}
+
+
+def makespan_over_bound(
+    workers: int, costs: Sequence[float], devices: int, residents: int, rule: Rule
+) -> float:
+    """Return the makespan over the larger of the longest trial and the fullest worker."""
+
+    def run(kind: TaskKind, trial: int, partition: int, number: int) -> RunSpec:
+        shard = ShardSpec(1, forward=costs[trial], backward=2 * costs[trial])
+        graph = TaskGraph(SHARDS, STEPS, training=kind == "train")
+        return RunSpec(number, graph, (shard,) * SHARDS)
+
+    def seconds(kind: TaskKind, trial: int, partition: int) -> float:
+        return SHARDS * STEPS * costs[trial] * (3 if kind == "train" else 1)
+
+    trials = tuple(
+        TrialConfig(trial, cost, 10**8, (("frozen", f"t{trial}"),))
+        for trial, cost in enumerate(costs)
+    )
+    search = ClosedSearch(HopConfig(workers), trials, EPOCHS)
+    held = [(worker,) for worker in range(workers)]
+    shape = SimulatedDevices(
+        (SLOTS,) * devices, residents, run, None, MoveRates(device=1 / PROMOTION), rule
+    )
+    simulation = Simulation(search, held, seconds, devices=shape)
+    return simulation.run().makespan / lower_bound(search, held, seconds, devices)
+
+
+def main() -> None:
+    """Print the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    places = " | ".join(f"{residents}" for residents in RESIDENTS)
+    print(f"| workers x trials | costs | devices | rule | {places} | devices + 1 |")
+    print("| --- " * (5 + len(RESIDENTS)) + "|")
+    for workers, trials in INSTANCES:
+        for spread in SPREADS:
+            random = Random(0)
+            costs = [random.lognormvariate(0, spread) for _ in range(trials)]
+            for devices in DEVICES:
+                for name, rule in RULES.items():
+                    ratios = [
+                        makespan_over_bound(workers, costs, devices, residents, rule)
+                        for residents in (*RESIDENTS, devices + 1)
+                    ]
+                    row = " | ".join(f"{ratio:.3f}" for ratio in ratios)
+                    spread_text = "equal" if spread == 0 else f"sigma {spread:g}"
+                    print(
+                        f"| {workers} x {trials} | {spread_text} | {devices} | {name} | {row} |",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()
