@@ -161,7 +161,7 @@ def _train(
 
 def _tell_winner(console: Console, result: SearchResult, held_out: DataFrame) -> bool:
     best = result.best_trial
-    validated = best.history["val_accuracy"][-1]
+    validated = best.result_metrics["val_accuracy"]
     accuracy = accuracy_of(result.set_output_columns(["prediction"]).transform(held_out))
     console.print(
         f"{best.trial_id} ({parameters(best.params)}): accuracy {validated:.1%} on validation rows."

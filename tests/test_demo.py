@@ -63,7 +63,9 @@ def test_demo_shows_hops_the_winner_and_a_verdict_for_every_trial(tmp_path: Path
 class Winner:
     """A search result of which only the winner is asked."""
 
-    best_trial = SimpleNamespace(trial_id="trial-003", params={}, history={"val_accuracy": [1.0]})
+    best_trial = SimpleNamespace(
+        trial_id="trial-003", params={}, result_metrics={"val_accuracy": 1.0}
+    )
 
     def set_output_columns(self, names: list[str]) -> Winner:
         return self

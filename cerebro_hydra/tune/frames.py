@@ -17,7 +17,7 @@ def by_trial(trials: Iterable[Trial]) -> pd.DataFrame:
             "trial_id": trial.trial_id,
             "status": trial.status,
             **_params(trial),
-            **(_metrics(trial, trial.result_epoch) if trial.result_epoch else {}),
+            **trial.result_metrics,
             "epochs": len(next(iter(trial.history.values()), ())),
             "result_epoch": trial.result_epoch,
             "seconds": trial.seconds,
@@ -30,7 +30,7 @@ def by_trial(trials: Iterable[Trial]) -> pd.DataFrame:
 def by_epoch(trials: Iterable[Trial]) -> pd.DataFrame:
     """Return one row per trial and ended epoch, for plots and group-by."""
     return pd.DataFrame(
-        {"trial_id": trial.trial_id, "epoch": epoch, **_params(trial), **_metrics(trial, epoch)}
+        {"trial_id": trial.trial_id, "epoch": epoch, **_params(trial), **trial.metrics_of(epoch)}
         for trial in trials
         for epoch in range(1, 1 + len(next(iter(trial.history.values()), ())))
     )
@@ -38,7 +38,3 @@ def by_epoch(trials: Iterable[Trial]) -> pd.DataFrame:
 
 def _params(trial: Trial) -> dict[str, Any]:
     return {f"param_{name}": value for name, value in trial.params.items()}
-
-
-def _metrics(trial: Trial, epoch: int) -> dict[str, float]:
-    return {name: values[epoch - 1] for name, values in trial.history.items()}

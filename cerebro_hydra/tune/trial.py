@@ -32,6 +32,15 @@ class Trial:
     result_epoch: int | None = None
     seconds: float = 0.0
 
+    @property
+    def result_metrics(self) -> dict[str, float]:
+        """Return what was measured after `result_epoch`; empty before the first has ended."""
+        return self.metrics_of(self.result_epoch) if self.result_epoch else {}
+
+    def metrics_of(self, epoch: int) -> dict[str, float]:
+        """Return what was measured after an epoch, counted from 1."""
+        return {name: values[epoch - 1] for name, values in self.history.items()}
+
     @classmethod
     def of_view(cls, view: TrialView) -> Trial:
         """Return a trial of a run."""
