@@ -85,11 +85,23 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Write the state after ``visit``, which this incarnation holds whole, to the store."""
+    """Write the state after ``visit``, which this incarnation holds whole, to the store.
+
+    The answer is ``Checkpointed`` or ``CheckpointFailed``.
+    """
 
     trial: int
     visit: int
     incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Delete this state from the store, with these segments, which no other state there names."""
+
+    trial: int
+    visit: int
+    objects: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +175,7 @@ class FinishTrial:
 
     Its result is in the store and is the state after ``visit``. With a patience that is the best
     state if any epoch was finite; otherwise it is the newest. A failed trial has no result, and
-    its ``visit`` is 0.
+    its ``visit`` is 0. A trial can end more than once, if its budget is extended after its end.
     """
 
     trial: int
@@ -184,6 +196,7 @@ Instruction = (
     | MergeMetrics
     | Cancel
     | Checkpoint
+    | Collect
     | ForkState
     | Drop
     | Commit

@@ -17,6 +17,7 @@ from cerebro_hydra.plan.events import (
     BudgetExtended,
     SearchClosed,
     SearchEvent,
+    SearchReopened,
     TrialAdded,
     TrialForked,
     TrialPaused,
@@ -26,6 +27,7 @@ from cerebro_hydra.plan.events import (
 from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.tables import RunTables
 from cerebro_hydra.plan.trial_course import TrialCourse
+from cerebro_hydra.plan.trial_end import outcome
 
 PAUSED_AT_THE_END = "the search ended while the trial was paused"
 
@@ -38,8 +40,8 @@ class SearchEvents:
 
     def apply(self, event: SearchEvent) -> Iterable[int]:
         """Do what the event means; return the trials that it concerns."""
-        if self._tables.search_closed:
-            return self._stop(event) if isinstance(event, TrialStopped) else ()
+        if self._tables.search_closed and not isinstance(event, TrialStopped | SearchReopened):
+            return ()
         match event:
             case TrialAdded():
                 return self._add(event)
@@ -47,8 +49,13 @@ class SearchEvents:
                 return self._fork(event)
             case SearchClosed():
                 return self._close()
+            case SearchReopened():
+                self._tables.search_closed = False
+                return self._at_their_budget()
             case TrialStopped():
                 return self._stop(event)
+            case BudgetExtended() if self._tables.trials[event.trial].status == "finished":
+                self._reopen(event)
         trial = self._tables.trials[event.trial]
         if trial.over or trial.stop_reason is not None:
             return ()
@@ -104,14 +111,24 @@ class SearchEvents:
         self._course.stop(event.trial, event.reason)
         return (event.trial,)
 
+    def _reopen(self, event: BudgetExtended) -> None:
+        """Let a finished trial go on, unless it ended for another reason than its budget."""
+        trial = self._tables.trials[event.trial]
+        if event.budget > trial.budget and outcome(self._tables.config, trial, False) is None:
+            self._course.reopen(event.trial, trial)
+
     def _close(self) -> Iterable[int]:
         """Let trials end that rest or have used their budget; nothing changes for the others."""
         self._tables.search_closed = True
-        concerned = []
         for number, trial in self._tables.trials.items():
-            paused = trial.status == "paused"
-            if paused:
+            if trial.status == "paused":
                 self._course.stop(number, PAUSED_AT_THE_END)
-            if paused or (not trial.over and len(trial.history) >= trial.budget):
-                concerned.append(number)
-        return concerned
+        return self._at_their_budget()
+
+    def _at_their_budget(self) -> list[int]:
+        """Return the trials that are not over, and train no further while the search is closed."""
+        return [
+            number
+            for number, trial in self._tables.trials.items()
+            if not trial.over and (trial.stop_reason or len(trial.history) >= trial.budget)
+        ]
