@@ -11,8 +11,8 @@ or begins with, and its best state as soon as there is one. Beside these the new
 at the cadence of the run, so that a run can be resumed. Only one state of a trial is written at a
 time, and its best state first: then a state that is being written is never void.
 
-A stored state goes once a newer one is there. The first state, those that forks wait for, the result
-and the newest one that is a whole fallback stay.
+A stored state goes once a newer one is there. What stays is the first state, those that forks wait
+for, the result, and the newest one that the trial can go on from if every worker is lost.
 """
 
 from __future__ import annotations
@@ -139,10 +139,8 @@ class Checkpoints:
         forks = self._tables.forks.get(index, ())
         kept = {0, trial.base, *(self._tables.trials[fork].base for fork in forks)}
         if trial.over:
-            # The newest state is where a finished trial goes on if its budget is extended.
-            return (
-                kept
-                | {trial.result or 0}
-                | ({trial.newest} if trial.status == "finished" else set())
-            )
+            kept.add(trial.result or 0)
+            if trial.status == "finished":  # there it goes on if its budget is extended
+                kept.add(trial.newest)
+            return kept
         return kept | self._retention.needed(trial) | self._retention.stored_fallback(trial, stored)
