@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra import GridSearch, LocalStore, SparkEstimator, hp_choice
-from cerebro_hydra.observe.records import AgentStarted, Decision, RunStarted
+from cerebro_hydra.observe.records import AgentStarted, Decision, TrialAdmitted
 from cerebro_hydra.plan.events import SubEpochDone, WorkerJoined
 from cerebro_hydra.plan.instructions import FinishRun
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
@@ -67,8 +67,8 @@ class Watch:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def on_record(self, record: object) -> None:
-        if isinstance(record, RunStarted):
-            self.state_bytes = max(trial.nbytes for trial in record.document.trials)
+        if isinstance(record, TrialAdmitted):
+            self.state_bytes = max(self.state_bytes, record.spec.nbytes)
         elif isinstance(record, AgentStarted):
             self.pids[record.worker] = record.pid
         elif isinstance(record, Decision):

@@ -31,10 +31,10 @@ from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.observe import AgentStarted, Decision, Record, ReportWriter, RunStarted
 from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.instructions import FinishRun, StartSubEpoch
-from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.scripted_agents import ScriptedLauncher
-from tests.hopper.test_hopper_coordinator import document
+from tests.hopper.test_hopper_coordinator import described
 
 ROWS, FEATURES, EPOCHS = 1200, 8, 2
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -168,15 +168,17 @@ def coordinator_alone(trials: int, workers: int) -> float:
         for index in range(workers)
     )
     data = Manifest("f" * 8, (ColumnSpec("x", "float32", (2,)),), partitions)
-    doc: RunDocument = document(trials, workers, EPOCHS)
+    doc, specs = described(trials, workers, EPOCHS)
     with tempfile.TemporaryDirectory() as store:
         folder = RunFolder(LocalStore(store), doc.run_id)
         folder.write_json(RUN_FILE, doc.to_json())
         folder.write_json(REFUSED_FILE, {"trials": []})
+        for spec in specs:
+            folder.write_trial(spec)
         launcher = ScriptedLauncher(workers)
         begun = time.thread_time()  # of this thread alone: it takes and journals every decision
         Coordinator(
-            folder, doc, launcher, None, manifest=data, observers=[ReportWriter(folder)]
+            folder, doc, specs, launcher, None, manifest=data, observers=[ReportWriter(folder)]
         ).run()
         return 1e3 * (time.thread_time() - begun) / (trials * workers * EPOCHS)
 

@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from cerebro_hydra.plan.instructions import (
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import digest
+from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.wire.address import own_host
 from cerebro_hydra.wire.client_pool import ClientPool
 from cerebro_hydra.wire.control_client import ControlClient
@@ -100,9 +102,8 @@ class _Agent:
         self._incarnation = uuid.uuid4().hex
         self._released = released
         self._folder = spec.open_folder()
-        budget = budget_of(max(trial.nbytes for trial in spec.document.trials))
-        self._shard_store = ShardStore(SegmentStore(budget, start.scratch, BufferPool()))
-        self._tasks: queue.SimpleQueue[tuple[Task, str | None] | None] = queue.SimpleQueue()
+        self._shard_store = ShardStore(SegmentStore(budget_of(0), start.scratch, BufferPool()))
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stopping = threading.Event()
         self._ready = threading.Event()
@@ -168,8 +169,8 @@ class _Agent:
         self._watch.start()
         try:
             with forwarded(self._control.send):
-                while (item := self._tasks.get()) is not None:
-                    self._trainer.perform(*item)
+                while (task := self._tasks.get()) is not None:
+                    task()
         finally:
             self._watch.close()
             self._fetch_manager.close()  # the interpreter would wait for its threads
@@ -220,8 +221,16 @@ class _Agent:
             self._stop()
             return
         self._ready.wait()  # the first instruction may come before the constructor is through
-        if not self._stopping.is_set():
-            self._obey(from_json(message["do"]), message["uri"])
+        if self._stopping.is_set():
+            return
+        if message["do"] == "forget":  # after the tasks of the trial that were taken back
+            self._tasks.put(partial(self._builder.forget, message["trial"]))
+            return
+        if message["spec"] is not None:
+            spec = TrialSpec.from_json(message["spec"], "the coordinator's spec of a trial")
+            self._shard_store.segments.raise_budget(budget_of(spec.nbytes))
+            self._builder.add(spec)
+        self._obey(from_json(message["do"]), message["uri"])
 
     def _stop(self) -> None:
         """End soon: by itself, or else by force."""
@@ -236,7 +245,7 @@ class _Agent:
     def _obey(self, instruction: Instruction, uri: str | None) -> None:
         match instruction:
             case StartSubEpoch() | Evaluate():
-                self._tasks.put((instruction, uri))
+                self._tasks.put(partial(self._trainer.perform, instruction, uri))
             case FetchShards():
                 self._trainer.prefetch(instruction, uri)
             case Cancel():
@@ -244,11 +253,11 @@ class _Agent:
             case Drop():
                 self._fetch_manager.drop(instruction.trial, instruction.visit)
             case Checkpoint():
-                self._io.submit(self._checkpoint, instruction.trial, instruction.visit)
+                shards = self._builder.num_shards(instruction.trial)
+                self._io.submit(self._checkpoint, instruction.trial, instruction.visit, shards)
 
-    def _checkpoint(self, trial: int, visit: int) -> None:
+    def _checkpoint(self, trial: int, visit: int, shards: int) -> None:
         try:
-            shards = self._builder.num_shards(trial)
             write_checkpoint(self._folder, self._shard_store, trial, visit, shards)
         except Exception as error:
             self._report_fatal(error, f"checkpoint of trial {trial}: {error}")

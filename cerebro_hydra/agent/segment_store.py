@@ -66,6 +66,11 @@ class SegmentStore:
         self._reserved = 0
         self._can_spill = True
 
+    def raise_budget(self, budget: int) -> None:
+        """Allow this many bytes, unless more are allowed already."""
+        with self._moving:
+            self._budget = max(self._budget, budget)
+
     def allocate(self, nbytes: int) -> Bytes:
         """Return memory for one segment, after others were spilled where the budget asks for it."""
         with self._moving:

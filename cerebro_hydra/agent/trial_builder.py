@@ -79,16 +79,26 @@ class TrialBuilder:
         self._training = training
         self._validation = validation
         self._cut_models = CutModelCache()
+        self._specs: dict[int, TrialSpec] = {}
         self._runtimes: dict[int, TrialRuntime] = {}
+
+    def add(self, spec: TrialSpec) -> None:
+        """Take in what a trial is, before anything else is asked of it."""
+        self._specs[spec.trial] = spec
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
+        self._specs.pop(trial, None)
+        self._runtimes.pop(trial, None)
 
     def num_shards(self, trial: int) -> int:
         """Return how many shards a trial has, without building it."""
-        return len(self._document.trials[trial].shards)
+        return len(self._specs[trial].shards)
 
     def get(self, trial: int) -> TrialRuntime:
         """Return the runtime of a trial; runs the user's factory the first time."""
         if trial not in self._runtimes:
-            self._runtimes[trial] = self._build(self._document.trials[trial])
+            self._runtimes[trial] = self._build(self._specs[trial])
         return self._runtimes[trial]
 
     def _build(self, spec: TrialSpec) -> TrialRuntime:
@@ -127,7 +137,7 @@ class TrialBuilder:
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
         """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
-        spec = self._document.trials[trial]
+        spec = self._specs[trial]
         part = self._training[partition]
         epoch += self._document.first_epoch
         order = row_order(part.rows, self._document.seed, epoch, partition)
@@ -140,7 +150,7 @@ class TrialBuilder:
 
     def validation(self, trial: int, partition: int) -> Iterator[Batch]:
         """Yield the validation rows of a partition, in stored order."""
-        spec = self._document.trials[trial]
+        spec = self._specs[trial]
         return self._batches(self._validation[partition], spec.batch_size, None)
 
     def _batches(self, part: CachedPartition, batch_size: int, order: Any) -> Iterator[Batch]:

@@ -21,7 +21,7 @@ class AgentSpec:
         control: where the coordinator listens.
         credentials: by which agents and coordinator know each other.
         num_workers: how many agents the run has.
-        document: the run, with its store and all its trials.
+        document: the run, with its store; what a trial is comes with its first instruction.
         manifest: the run's data.
     """
 

@@ -23,6 +23,8 @@ from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.launcher import Factory, Launcher
 from cerebro_hydra.hopper.roster import Roster
+from cerebro_hydra.hopper.run_config import hop_config, trial_config
+from cerebro_hydra.hopper.trial_specs import TrialSpecs
 from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.observe.records import (
     AgentStarted,
@@ -31,6 +33,7 @@ from cerebro_hydra.observe.records import (
     RunEnded,
     RunStarted,
     SlowBatch,
+    TrialAdmitted,
 )
 from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json, to_json
@@ -38,9 +41,10 @@ from cerebro_hydra.plan.events import (
     Event,
     MetricsMerged,
     MetricsMergeFailed,
+    TrialAdded,
+    TrialForked,
     WorkerLost,
 )
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import (
     Cancel,
@@ -48,12 +52,13 @@ from cerebro_hydra.plan.instructions import (
     Drop,
     Evaluate,
     FetchShards,
+    FinishTrial,
     Instruction,
     MergeMetrics,
     StartSubEpoch,
 )
 from cerebro_hydra.plan.scheduler import Scheduler
-from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control_server import ControlServer
 from cerebro_hydra.wire.credentials import new_credentials
@@ -100,7 +105,7 @@ _Item = Event | AgentInfo | _Message | _JobEnded
 
 
 class Coordinator:
-    """Runs all trials of a document to their end.
+    """Runs all trials of a run to their end.
 
     The caller's thread takes every decision; callbacks of the wire only fill its queue. A decision
     is journalled before it is carried out.
@@ -108,6 +113,7 @@ class Coordinator:
     Args:
         folder: the run's files; its journal must not exist yet.
         document: the run.
+        trials: what each trial is; the folder has their first states.
         launcher: starts the agents and replaces dead ones.
         factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
         manifest: the run's data.
@@ -125,6 +131,7 @@ class Coordinator:
         self,
         folder: RunFolder,
         document: RunDocument,
+        trials: Sequence[TrialSpec],
         launcher: Launcher,
         factory: Factory,
         *,
@@ -140,7 +147,8 @@ class Coordinator:
         self._manifest = manifest
         self._observers = Observers(observers)
         self._join_timeout = join_timeout
-        self._search = closed_search(document, manifest)
+        self._specs = TrialSpecs(trials)
+        self._search = closed_search(document, trials)
         self._merge_metrics = _checked(merge_metrics, self._search)
         self._scheduler = Scheduler(self._search.config)
         self._state = self._scheduler.state
@@ -237,6 +245,9 @@ class Coordinator:
     def _decide(self, events: Iterable[Event]) -> None:
         decided = [each for event in events for each in self._scheduler.handle(event)]
         for decision in self._journal.append(time.time(), decided):
+            if isinstance(decision.event, TrialAdded | TrialForked):
+                spec = self._specs[decision.event.config.trial]
+                self._observers.on_record(TrialAdmitted(spec))
             self._carry_out(decision.instructions)
             self._observers.on_record(decision)
 
@@ -341,11 +352,15 @@ class Coordinator:
             match instruction:
                 case StartSubEpoch() | Evaluate() | FetchShards():
                     uri = self._roster.uri(instruction.source.incarnation)
-                    message = {"do": to_json(instruction), "uri": uri}
+                    spec = self._specs.untold(instruction.trial, instruction.incarnation)
+                    message = {"do": to_json(instruction), "uri": uri, "spec": spec}
                     self._control.send(instruction.incarnation, message)
                 case Cancel() | Checkpoint() | Drop():
-                    message = {"do": to_json(instruction), "uri": None}
+                    message = {"do": to_json(instruction), "uri": None, "spec": None}
                     self._control.send(instruction.incarnation, message)
+                case FinishTrial(trial):
+                    for incarnation in self._specs.end(trial):
+                        self._control.send(incarnation, {"do": "forget", "trial": trial})
                 case MergeMetrics():
                     self._inbox.put(self._merged_metrics(instruction))
 
@@ -376,25 +391,7 @@ def _checked(merge_metrics: MergeStates | None, search: ClosedSearch) -> MergeSt
     return lambda trial, states: {}
 
 
-def closed_search(document: RunDocument, manifest: Manifest) -> ClosedSearch:
-    """Return what decisions are made from; a trial's work is its rows times its bytes."""
-    trials = tuple(
-        TrialConfig(
-            trial=spec.trial,
-            cost=float(max(1, sum(spec.steps) * spec.batch_size * spec.accumulate * spec.nbytes)),
-            nbytes=spec.nbytes,
-            initial_digests=spec.shards,
-            custom_metrics=spec.custom_metrics,
-            patience=spec.patience,
-        )
-        for spec in document.trials
-    )
-    config = HopConfig(
-        partitions=manifest.num_partitions,
-        order=document.order,
-        seed=document.seed,
-        evaluate=manifest.has_validation,
-        metric=("val_" if manifest.has_validation else "train_") + document.evaluation_metric,
-        direction=document.metrics[document.evaluation_metric],
-    )
-    return ClosedSearch(config, trials, document.num_epochs)
+def closed_search(document: RunDocument, trials: Sequence[TrialSpec]) -> ClosedSearch:
+    """Return the search that adds these trials at once."""
+    configs = tuple(map(trial_config, trials))
+    return ClosedSearch(hop_config(document), configs, document.num_epochs)

@@ -17,6 +17,7 @@ from cerebro_hydra.observe.records import (
     RunEnded,
     RunStarted,
     SlowBatch,
+    TrialAdmitted,
     records_of,
 )
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter
@@ -36,6 +37,7 @@ __all__ = [
     "RunStarted",
     "RunView",
     "SlowBatch",
+    "TrialAdmitted",
     "TrialView",
     "console_observer",
     "records_of",

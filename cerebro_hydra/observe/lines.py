@@ -13,6 +13,7 @@ from cerebro_hydra.observe.records import (
     RunEnded,
     RunStarted,
     SlowBatch,
+    TrialAdmitted,
 )
 from cerebro_hydra.observe.text import (
     duration,
@@ -25,7 +26,7 @@ from cerebro_hydra.observe.text import (
     summary,
 )
 from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.events import Event, WorkerLost
+from cerebro_hydra.plan.events import Event, SearchClosed, WorkerLost
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo, TrainUncut
 from cerebro_hydra.storage.run_document import RunDocument
 
@@ -66,7 +67,11 @@ class PlainLines:
         match record:
             case RunStarted(document):
                 self._tell_start(document)
+            case TrialAdmitted(spec):
+                self._print(f"{spec.trial_id}: {parameters(spec.params)}")
             case Decision():
+                if isinstance(record.event, SearchClosed):
+                    self._print(f"{len(self.view.trials)} trials in all")
                 for instruction in record.instructions:
                     self._tell(instruction)
             case OutputLine():
@@ -83,13 +88,11 @@ class PlainLines:
 
     def _tell_start(self, document: RunDocument) -> None:
         self._print(
-            f"run {document.run_id}: {len(document.trials)} trials, {document.num_epochs} epochs, "
+            f"run {document.run_id}: {document.num_epochs} epochs, "
             f"{document.num_partitions} partitions"
         )
         if document.reader:
             self._print(f"rows are read by {document.reader}")
-        for trial in self.view.trials:
-            self._print(f"{trial.trial_id}: {parameters(trial.params)}")
 
     def _tell(self, instruction: Instruction) -> None:
         match instruction:

@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted
+from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted, TrialAdmitted
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
 
@@ -56,6 +56,8 @@ class MLflowTracker:
         match record:
             case RunStarted(document):
                 self._start(document)
+            case TrialAdmitted(spec):
+                self._admit(spec)
             case Decision():
                 for instruction in record.instructions:
                     self._instruction(instruction, round(1000 * record.time))
@@ -64,23 +66,26 @@ class MLflowTracker:
 
     def _start(self, document: RunDocument) -> None:
         found = self._client.get_experiment_by_name(self._experiment)
-        place = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        self._place = (
+            found.experiment_id if found else self._client.create_experiment(self._experiment)
+        )
         settings = {
             "num_epochs": document.num_epochs,
             "evaluation_metric": document.evaluation_metric,
             "order": document.order,
             "seed": document.seed,
         }
-        self._parent = self._create(place, document.run_id, {}, settings)
-        tags = {"mlflow.parentRunId": self._parent}
-        self._runs = [
-            self._create(place, trial.trial_id, tags, trial.params) for trial in self._view.trials
-        ]
+        self._parent = self._create(document.run_id, {}, settings)
+        self._runs = dict[int, str]()
 
-    def _create(self, place: str, name: str, tags: dict[str, str], params: Any) -> str:
+    def _admit(self, spec: TrialSpec) -> None:
+        tags = {"mlflow.parentRunId": self._parent}
+        self._runs[spec.trial] = self._create(spec.trial_id, tags, spec.params)
+
+    def _create(self, name: str, tags: dict[str, str], params: Any) -> str:
         from mlflow.entities import Param
 
-        run = self._client.create_run(place, run_name=name, tags=tags)
+        run = self._client.create_run(self._place, run_name=name, tags=tags)
         logged = [
             Param(allowed(key), utf8(str(value))[:LONGEST_PARAM]) for key, value in params.items()
         ]
@@ -109,7 +114,7 @@ class MLflowTracker:
         from mlflow.entities import Metric, RunTag
 
         view, document = self._view, self._view.document
-        unended = [trial for trial in view.trials if not trial.over]
+        unended = [trial for trial in view.trials.values() if not trial.over]
         for trial in unended:
             self._end(trial)
         best = view.winner

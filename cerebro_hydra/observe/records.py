@@ -9,10 +9,10 @@ from typing import Annotated, Any, TypedDict
 from cerebro_hydra.documents import Count, decode, one_of, within
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.events import Event
+from cerebro_hydra.plan.events import Event, TrialAdded, TrialForked
 from cerebro_hydra.plan.instructions import FinishTrial, Instruction
 from cerebro_hydra.plan.journal_fold import record as journal_record
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder, read_document
 
 ENDS = ("finished", "failed", "stopped")
@@ -24,6 +24,13 @@ class RunStarted:
     """The run begins; comes first."""
 
     document: RunDocument
+
+
+@dataclass(frozen=True)
+class TrialAdmitted:
+    """A trial joins the run; comes before the decision that adds or forks it."""
+
+    spec: TrialSpec
 
 
 @dataclass(frozen=True)
@@ -128,16 +135,25 @@ class RunEnded:
     seconds: float
 
 
-Record = RunStarted | AgentStarted | Decision | Progress | OutputLine | SlowBatch | RunEnded
+Record = (
+    RunStarted
+    | TrialAdmitted
+    | AgentStarted
+    | Decision
+    | Progress
+    | OutputLine
+    | SlowBatch
+    | RunEnded
+)
 
 
 def records_of(folder: RunFolder) -> Iterator[Record]:
-    """Yield the start, every decision, and the end, whose seconds are the journal's.
+    """Yield the start, trials, every decision, and the end, whose seconds are the journal's.
 
     The folder keeps no other kind of record.
 
     Raises:
-        StoreError: there is no run document.
+        StoreError: the document of the run or of a trial is absent or damaged.
         JournalError: the journal is damaged.
     """
     document = read_document(folder)
@@ -147,6 +163,10 @@ def records_of(folder: RunFolder) -> Iterator[Record]:
     first = last = 0.0
     for line in folder.read_records():
         decision = Decision.from_json(line)
+        if isinstance(decision.event, TrialAdded | TrialForked):
+            spec = folder.read_trial(decision.event.config.trial, document.run_id)
+            limits["trial"] = max(limits["trial"], spec.trial)
+            yield TrialAdmitted(spec)
         for each in (decision.event, *decision.instructions):
             _check(each, limits, f"record {decision.seq} of run {folder.path!r}")
         last = decision.time
@@ -170,7 +190,7 @@ _LIMITS = {
 
 def _limits_of(document: RunDocument) -> dict[str, int]:
     return {
-        "trial": len(document.trials) - 1,
+        "trial": -1,  # of the trials so far
         "epoch": document.num_epochs - 1,
         "partition": document.num_partitions - 1,
     }

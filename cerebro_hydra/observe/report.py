@@ -75,7 +75,9 @@ def _content(view: RunView, timeline: Timeline, refused: list[RefusedTrial]) -> 
     colours = {trial.trial: place for place, trial in enumerate(ranked[:COLOURS])}
     rows = [_row(trial, colours.get(trial.trial, -1)) for trial in ranked]
     for each in refused:
-        trial = TrialView(-1, each["trial_id"], each["params"], "failed", each["error"])
+        trial = TrialView(
+            -1, each["trial_id"], each["params"], status="failed", reason=each["error"]
+        )
         rows.append(_row(trial, -1))
     winner = view.winner
     begun = None
@@ -119,6 +121,7 @@ def _row(trial: TrialView, colour: int) -> dict[str, Any]:
 
 def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int]) -> str:
     """Return what the page's script draws, as JSON that can stand in a `script` element."""
+    places = {number: place for place, number in enumerate(view.trials)}
     content = {
         "metric": view.metric,
         "direction": view.direction,
@@ -134,13 +137,13 @@ def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int]) -> str:
                 },
                 "result": trial.result_epoch,
             }
-            for trial in view.trials
+            for trial in view.trials.values()
         ],
         "workers": [
             {"worker": worker, "partitions": partitions}
             for worker, partitions in sorted(timeline.workers.items())
         ],
-        "tasks": [_task(bar) for bar in timeline.tasks],
+        "tasks": [_task(bar, places[bar.task.trial]) for bar in timeline.tasks],
         "absences": [
             asdict(absence) | {"end": timeline.end if absence.end is None else absence.end}
             for absence in timeline.absences
@@ -151,11 +154,12 @@ def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int]) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _task(bar: TaskBar) -> dict[str, Any]:
+def _task(bar: TaskBar, place: int) -> dict[str, Any]:
+    """Return one bar; `place` is that of its trial in the list of trials."""
     return {
         "kind": bar.kind,
         "worker": bar.task.worker,
-        "trial": bar.task.trial,
+        "trial": place,
         "epoch": bar.task.epoch,
         "partition": bar.task.partition,
         "assigned": bar.assigned,

@@ -17,6 +17,7 @@ from cerebro_hydra.observe.records import (
     RunEnded,
     RunStarted,
     SlowBatch,
+    TrialAdmitted,
 )
 from cerebro_hydra.observe.text import (
     add_parameter_columns,
@@ -57,13 +58,12 @@ class LiveTable:
                 if record.document.reader:
                     reader = f"rows are read by {record.document.reader}"
                     self._console.print(reader, highlight=False)
-                if self._console.width < _WIDTH_FOR_PARAMETERS:
-                    for trial in self.view.trials:
-                        line = f"{trial.trial_id}: {parameters(trial.params)}"
-                        self._console.print(Text(line))
                 # Frames are drawn by records, so that no other thread reads the view.
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
+            case TrialAdmitted(spec):
+                if self._console.width < _WIDTH_FOR_PARAMETERS:
+                    self._console.print(Text(f"{spec.trial_id}: {parameters(spec.params)}"))
             case Decision():
                 for instruction in record.instructions:
                     if isinstance(instruction, TrainUncut):
@@ -96,12 +96,12 @@ def frame(view: RunView, width: int) -> Group:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("trial", no_wrap=True)
     wide = width >= _WIDTH_FOR_PARAMETERS
-    parameter_cells = add_parameter_columns(table, view) if wide else [[]] * len(view.trials)
+    parameter_cells = add_parameter_columns(table, view) if wide else {}
     table.add_column("status", no_wrap=True)
     for title in ("epoch", "partition", "worker", "train loss", metric_heading(view), "ETA"):
         table.add_column(Text(title), justify="right", no_wrap=True)
-    for trial, cells in zip(view.trials, parameter_cells, strict=True):
-        table.add_row(*_row(view, trial, cells))
+    for trial in view.trials.values():
+        table.add_row(*_row(view, trial, parameter_cells.get(trial.trial, [])))
     below = f" {metric_title(view)}; {len(view.workers)} workers, {view.totals}"
     return Group(table, Text(below, style="dim"))
 

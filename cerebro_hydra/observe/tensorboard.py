@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted
+from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted, TrialAdmitted
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
@@ -39,27 +39,26 @@ class TensorBoardTracker:
         Another search may follow.
         """
         if isinstance(record, RunStarted):
-            self._view, self._writers = RunView(), list[Any]()
+            self._view, self._writers = RunView(), dict[int, Any]()
         self._view.apply(record)
         match record:
-            case RunStarted(document):
-                self._start(document.run_id)
+            case TrialAdmitted(spec):
+                self._admit(self._view.trials[spec.trial])
             case Decision():
                 for instruction in record.instructions:
                     self._instruction(instruction, record.time)
             case RunEnded():
-                for writer in self._writers:
+                for writer in self._writers.values():
                     writer.close()
 
-    def _start(self, run_id: str) -> None:
+    def _admit(self, trial: TrialView) -> None:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        for trial in self._view.trials:
-            folder = os.path.join(self.log_dir, run_id, trial.trial_id)
-            self._writers.append(EventFileWriter(folder))
-            params = {utf8(name): _plain(value) for name, value in trial.params.items()}
-            self._add(trial, time.time(), summary=hparams_pb(params, trial_id=trial.trial_id))
+        folder = os.path.join(self.log_dir, self._view.document.run_id, trial.trial_id)
+        self._writers[trial.trial] = EventFileWriter(folder)
+        params = {utf8(name): _plain(value) for name, value in trial.params.items()}
+        self._add(trial, time.time(), summary=hparams_pb(params, trial_id=trial.trial_id))
 
     def _instruction(self, instruction: Instruction, now: float) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog

@@ -68,7 +68,7 @@ def numbers(metrics: Mapping[str, float]) -> str:
 
 def parameter_names(view: RunView) -> list[str]:
     """Return the names of all trials' parameters, in the order of the search space."""
-    return list(dict.fromkeys(name for trial in view.trials for name in trial.params))
+    return list(dict.fromkeys(name for trial in view.trials.values() for name in trial.params))
 
 
 def parameters(params: Mapping[str, Any]) -> str:
@@ -99,7 +99,7 @@ def metric_title(view: RunView) -> str:
 def summary(view: RunView) -> str:
     """Return what a finished run took, in one line."""
     took = "" if view.seconds is None else f" in {duration(view.seconds)}"
-    ended = sum(trial.status == "finished" for trial in view.trials)
+    ended = sum(trial.status == "finished" for trial in view.trials.values())
     audits = "" if not view.audits else f"; {audited(view.audits)}"
     return f"{ended} of {len(view.trials)} trials finished{took}; {view.totals}{audits}"
 
@@ -118,15 +118,18 @@ def status_text(trial: TrialView) -> Text:
     return Text(words, style=STYLES[trial.status])
 
 
-def add_parameter_columns(table: Table, view: RunView) -> list[list[Text]]:
-    """Add a column per parameter if they are few, else one for all; return each trial's cells."""
+def add_parameter_columns(table: Table, view: RunView) -> dict[int, list[Text]]:
+    """Add a column per parameter if they are few, else one for all; return cells by trial."""
     names = parameter_names(view)
     if len(names) <= _MOST_PARAMETER_COLUMNS:
-        rows = [[Text(str(t.params.get(name, ""))) for name in names] for t in view.trials]
+        rows = {
+            number: [Text(str(trial.params.get(name, ""))) for name in names]
+            for number, trial in view.trials.items()
+        }
     else:
         names = ["parameters"]
-        rows = [[Text(parameters(trial.params))] for trial in view.trials]
-    for heading, cells in zip(names, zip(*rows, strict=True), strict=True):
+        rows = {number: [Text(parameters(t.params))] for number, t in view.trials.items()}
+    for heading, cells in zip(names, zip(*rows.values(), strict=True), strict=True):
         # Where room is short, headings fold before values do.
         width = min(max(5, *map(len, cells)), 20)
         table.add_column(Text(heading), overflow="fold", min_width=width)

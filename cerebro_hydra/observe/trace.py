@@ -45,7 +45,7 @@ def trace(folder: RunFolder) -> dict[str, Any]:
 
 class _Trace:
     def __init__(self, view: RunView, timeline: Timeline) -> None:
-        self._ids = [trial.trial_id for trial in view.trials]
+        self._ids = {number: trial.trial_id for number, trial in view.trials.items()}
         self._timeline = timeline
         self._sub_epochs = defaultdict[tuple[int, int], list[TaskBar]](list)
         for bar in timeline.tasks:

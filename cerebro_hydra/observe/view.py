@@ -17,12 +17,13 @@ from cerebro_hydra.observe.records import (
     Record,
     RunEnded,
     RunStarted,
+    TrialAdmitted,
     records_of,
 )
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.plan import events, instructions
 from cerebro_hydra.plan.trial_end import best_epoch
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 
 Task = instructions.StartSubEpoch | instructions.Evaluate
@@ -35,6 +36,8 @@ class TrialView:
     trial: int
     trial_id: str
     params: dict[str, Any]
+    patience: int | None = None
+    """Epochs in a row without a better state that end it early; None: it never ends so."""
     status: str = "waiting"
     """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped"."""
     reason: str = ""
@@ -100,7 +103,8 @@ class RunView:
     def __init__(self) -> None:
         """Begin before the first record."""
         self.document: RunDocument  # comes with the first record
-        self.trials: list[TrialView] = []
+        self.trials: dict[int, TrialView] = {}
+        """By number, in the order in which they joined."""
         self.totals = Totals()
         self.workers: dict[int, str] = {}
         """Incarnation of each live worker."""
@@ -123,7 +127,9 @@ class RunView:
         """Take in one record; a kind that it has no use for changes nothing."""
         match record:
             case RunStarted():
-                self._start(record.document)
+                self.document = record.document
+            case TrialAdmitted():
+                self._admit(record.spec)
             case Decision():
                 self._event(record.event)
                 for instruction in record.instructions:
@@ -141,25 +147,25 @@ class RunView:
         A trial needs its remaining sub-epochs one after the other, and shares the workers with all
         trials that are not over.
         """
-        done = sum(t.sub_epochs for t in self.trials)
+        done = sum(t.sub_epochs for t in self.trials.values())
         if trial.over or not done or not self.workers:
             return None
         if trial.sub_epochs:
             pace = trial.seconds / trial.sub_epochs
         else:
-            pace = sum(t.seconds for t in self.trials) / done
+            pace = sum(t.seconds for t in self.trials.values()) / done
         left = self.document.num_epochs * self.document.num_partitions - len(trial.visits)
-        sharing = sum(not t.over for t in self.trials) / len(self.workers)
+        sharing = sum(not t.over for t in self.trials.values()) / len(self.workers)
         return left * pace * max(1.0, sharing)
 
     def best_first(self) -> list[TrialView]:
         """Return the trials, best first by the evaluation metric, those without a value last."""
-        return sorted(self.trials, key=self._rank)
+        return sorted(self.trials.values(), key=self._rank)
 
     @property
     def winner(self) -> TrialView | None:
         """Return the best trial; None if no finished trial has a number as its metric."""
-        best = min(self.trials, key=self._rank, default=None)
+        best = min(self.trials.values(), key=self._rank, default=None)
         return best if best is not None and self._rank(best)[0] == 0 else None
 
     def _rank(self, trial: TrialView) -> tuple[int, float]:
@@ -193,11 +199,10 @@ class RunView:
         if self.document.validated:
             yield from (f"val_{name}" for name in self.document.metrics)
 
-    def _start(self, document: RunDocument) -> None:
-        self.document = document
-        self.trials = [
-            TrialView(spec.trial, spec.trial_id, dict(spec.params)) for spec in document.trials
-        ]
+    def _admit(self, spec: TrialSpec) -> None:
+        self.trials[spec.trial] = TrialView(
+            spec.trial, spec.trial_id, dict(spec.params), spec.patience
+        )
 
     def _event(self, event: events.Event) -> None:
         match event:
@@ -283,6 +288,6 @@ class RunView:
         self._find_best(trial)
 
     def _find_best(self, trial: TrialView) -> None:
-        if self.document.trials[trial.trial].patience is not None:
+        if trial.patience is not None:
             values = [trial.epochs[e].get(self.metric, math.nan) for e in sorted(trial.epochs)]
             trial.best_epoch = best_epoch(values, self.direction)

@@ -15,6 +15,7 @@ from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.prepared import read_manifest
 from cerebro_hydra.errors import ReplayError, StoreError
 from cerebro_hydra.recipe import Columns
+from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder, read_document
 
@@ -54,12 +55,14 @@ class RunData:
 
         Raises:
             ReplayError: the run has none, or it never started.
+            StoreError: its document is damaged.
         """
-        for spec in self.document.trials:
-            if spec.trial_id == trial_id:
-                return spec
-        known = [spec.trial_id for spec in self.document.trials]
-        raise ReplayError(f"run {self.folder.path} trained no trial {trial_id!r}; it has {known}")
+        known = {trial_name(number): number for number in self.folder.trials()}
+        if trial_id not in known:
+            raise ReplayError(
+                f"run {self.folder.path} trained no trial {trial_id!r}; it has {list(known)}"
+            )
+        return self.folder.read_trial(known[trial_id], self.document.run_id)
 
     def windows(self, spec: TrialSpec, epoch: int, partition: int) -> Iterator[list[Batch]]:
         """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""

@@ -14,14 +14,17 @@ from cerebro_hydra.documents import (
     unreadable,
     within,
 )
+from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage.names import Digest, Name, trial_name
 
-FORMAT = 1
+FORMAT = 2
 """The version of the layout of `run.json`."""
 
 MOST_THREADS = 4096
 
 RUN_FILE = "run.json"
+TRIAL_FILE = "trial.json"
+"""What a trial is; it is written last of all that a trial begins with."""
 NUMERIC_FILE = "numeric.json"
 """What the bits of results depend on, as each worker found it."""
 REFUSED_FILE = "refused.json"
@@ -60,10 +63,27 @@ class TrialSpec:
     def steps_per_epoch(self) -> int:
         return sum(self.steps)
 
+    def to_json(self) -> dict[str, Any]:
+        """Describe the trial in JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, doc: Any, where: str) -> TrialSpec:
+        """Rebuild the spec from `to_json`.
+
+        Raises:
+            StoreError: a field is missing, unknown or of a wrong type, or the id is not that of
+                the number; the message begins with `where`.
+        """
+        spec: TrialSpec = decode(cls, doc, where)
+        if spec.trial_id != trial_name(spec.trial):
+            raise unreadable(f"{where}.trial_id", spec.trial_id)
+        return spec
+
 
 @dataclass(frozen=True)
 class RunDocument:
-    """Describes one run of a search.
+    """Describes what all trials of a run have in common; each has a document of its own.
 
     `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
     it; `metrics` maps every measured name to its direction; `sample_weight_column` weighs rows;
@@ -89,14 +109,13 @@ class RunDocument:
     fingerprint: Digest
     validated: bool
     threads: Annotated[int, within(1, MOST_THREADS)]
-    trials: tuple[TrialSpec, ...]
     sample_weight_column: str | None = None
     reader: str = ""
     first_epoch: Count = 0
     batch_seconds: float | None = None
     sub_epoch_seconds: float | None = None
     audit_share: Annotated[float, within(0, 1)] = 0.0
-    format: Annotated[int, within(FORMAT, FORMAT)] = FORMAT
+    format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:
         """Describe the run in JSON."""
@@ -107,13 +126,16 @@ class RunDocument:
         """Rebuild the document from `to_json`.
 
         Raises:
-            StoreError: a field is missing, unknown or of a wrong type, or fields contradict each
-                other; the message begins with `where`.
+            StoreError: it has another format, a field is missing, unknown or of a wrong type, or
+                fields contradict each other; the message begins with `where`.
         """
+        found = doc.get("format") if isinstance(doc, dict) else None
+        if type(found) is int and found != FORMAT:
+            raise StoreError(
+                f"{where} has format {found}, and this version of cerebro_hydra reads format "
+                f"{FORMAT}; open the run with the version that wrote it"
+            )
         document: RunDocument = decode(cls, doc, where)
-        ids = [(spec.trial, spec.trial_id) for spec in document.trials]
-        if ids != [(n, trial_name(n)) for n in range(len(ids))]:
-            raise unreadable(f"{where}.trials", ids)
         if not document.feature_columns:
             raise unreadable(f"{where}.feature_columns", document.feature_columns)
         if document.evaluation_metric not in document.metrics:
@@ -135,6 +157,13 @@ class ShardEntry(TypedDict):
     frozen: Digest
     trainable: Digest
     cursor: Cursor | None
+
+
+class TrialDocument(TypedDict):
+    """Describes a trial of a run."""
+
+    run_id: Name
+    spec: dict[str, Any]
 
 
 class StateDocument(TypedDict):

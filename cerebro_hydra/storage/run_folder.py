@@ -22,9 +22,12 @@ from cerebro_hydra.storage.names import checked_digest, checked_name, state_name
 from cerebro_hydra.storage.run_document import (
     REFUSED_FILE,
     RUN_FILE,
+    TRIAL_FILE,
     RefusedTrial,
     RunDocument,
     StateDocument,
+    TrialDocument,
+    TrialSpec,
 )
 from cerebro_hydra.storage.segment_range import SegmentRange, in_order
 from cerebro_hydra.storage.store import Store, explained
@@ -43,6 +46,7 @@ class RunFolder:
     <run>/<name>                                   JSON documents, rewritten whole
     <run>/journal/00000000.jsonl                   segments, each written once
     <run>/journal/00000000-00000255.jsonl          segments that were merged
+    <run>/trials/trial-000/trial.json              what the trial is
     <run>/trials/trial-000/state-000000.json       the shards of a trial's state after visit 0
     <run>/objects/<digest>.safetensors             segments of shards, by content
     ```
@@ -218,6 +222,33 @@ class RunFolder:
                 )
             yield line
 
+    def write_trial(self, spec: TrialSpec) -> None:
+        """Write what a trial is, which makes it a trial of the run."""
+        document = TrialDocument(run_id=self.run_id, spec=spec.to_json())
+        self.store.write(self._trial(spec.trial), encode_document(document))
+
+    def read_trial(self, trial: int, run_id: str) -> TrialSpec:
+        """Read what a trial is.
+
+        Args:
+            run_id: the run of `run.json`.
+
+        Raises:
+            StoreError: the document is absent, damaged or that of another trial.
+            JournalError: it is that of another run.
+        """
+        path = self._trial(trial)
+        document: TrialDocument = decode(TrialDocument, self._read(path), repr(path))
+        _check_run(document, path, run_id)
+        spec = TrialSpec.from_json(document["spec"], f"{path!r}['spec']")
+        if spec.trial != trial:
+            raise StoreError(f"{path!r} is of {spec.trial_id}; restore it from a copy")
+        return spec
+
+    def trials(self) -> list[int]:
+        """Return the sorted numbers of the run's trials, each of which can be read."""
+        return [each for each in self._trial_folders() if self.store.exists(self._trial(each))]
+
     def write_state(self, trial: int, visit: int, document: Mapping[str, Any]) -> None:
         """Write the shards and cursors of a trial's state after a visit; 0 is the initial state."""
         named = {"run_id": self.run_id, **document}
@@ -284,8 +315,7 @@ class RunFolder:
                 if visit not in visits:
                     self.delete_state(trial, visit)
         named: set[str] = set()
-        matches = map(_TRIAL.fullmatch, self.store.list(f"{self.path}/trials"))
-        for trial in (int(match[1]) for match in matches if match):
+        for trial in self._trial_folders():
             for visit in self.states(trial):
                 for shard in self.read_state(trial, visit)["shards"]:
                     named |= {shard["frozen"], shard["trainable"]}
@@ -298,6 +328,13 @@ class RunFolder:
 
     def _object(self, digest: str) -> str:
         return f"{self.path}/objects/{checked_digest(digest)}.safetensors"
+
+    def _trial_folders(self) -> list[int]:
+        matches = map(_TRIAL.fullmatch, self.store.list(f"{self.path}/trials"))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def _trial(self, trial: int) -> str:
+        return f"{self.path}/trials/{trial_name(trial)}/{TRIAL_FILE}"
 
     def _state(self, trial: int, visit: int) -> str:
         return f"{self.path}/trials/{trial_name(trial)}/{state_name(visit)}"

@@ -81,9 +81,9 @@ def run_in_process(
         fingerprint=manifest.fingerprint,
         validated=False,
         threads=1,
-        trials=(spec,),
     )
     folder.write_json(RUN_FILE, document.to_json())
+    folder.write_trial(spec)
 
     def train(task: StartSubEpoch) -> SubEpochDone:
         part = parts[task.partition]
@@ -96,7 +96,7 @@ def run_in_process(
             seconds=0.0, hop=Hop(0, 0, 0.0),
         )  # fmt: skip
 
-    search = closed_search(document, manifest)
+    search = closed_search(document, [spec])
     scheduler, journal = Scheduler(search.config), Journal(folder, search.config)
     events: deque[Event] = deque(search.events())
     events.extend(WorkerJoined(n, f"agent-{n}", (n,)) for n in range(PARTITIONS))

@@ -203,6 +203,7 @@ class Admission:
             patience=recipe.early_stopping,
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
         )
+        self._folder.write_trial(spec)
         self._report_cut(spec, admission.report)
         return spec, recipe
 

@@ -19,7 +19,7 @@ from cerebro_hydra.spark.outputs import RawOutputs
 from cerebro_hydra.spark.predictors import BuiltPredictor
 from cerebro_hydra.spark.transform import Inference, feature_specs
 from cerebro_hydra.storage import RunFolder, estimator_factories
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.trained_recipe import trained_recipe, weights_file
 from cerebro_hydra.tune.trial import History
@@ -35,14 +35,14 @@ class TrainedModel:
         self,
         folder: RunFolder,
         document: RunDocument,
-        trial: int,
+        spec: TrialSpec,
         history: History,
         factory: Callable[[], estimator_factories.Factory],
     ) -> None:
         """Use `SearchResult.get_best_model` or `get_all_models`."""
         self._folder = folder
         self._document = document
-        self._spec = document.trials[trial]
+        self._spec = spec
         self._history = history
         self._find_factory = factory
         self._output_columns = [f"{name}__output" for name in document.label_columns]
@@ -126,8 +126,7 @@ class TrainedModel:
             ConfigurationError: the factory is known only by the name that the run records.
             ReplayError: its factory can't be found; says how to give it.
         """
-        trial = self._spec.trial
-        return trained_recipe(self._folder, self._document, trial, self._find_factory())
+        return trained_recipe(self._folder, self._document, self._spec, self._find_factory())
 
     def batch(self) -> Batch:
         """Return the first rows that it was trained on, as many as its batches have.

@@ -39,9 +39,10 @@ class SearchResult:
         """Use `SearchResult.open`."""
         self.run_path = folder.path
         self.document = view.document
-        self.trials = [Trial.of_view(each) for each in view.trials]
+        self.trials = [Trial.of_view(each) for each in view.trials.values()]
         self.trials += [Trial.of_refused(each) for each in refused]
         self.totals = view.totals
+        self._known = {trial.trial_id: trial for trial in self.trials}
         self._view = view
         self._folder = folder
         self._factory = factory
@@ -139,7 +140,7 @@ class SearchResult:
                 f"no trial is best: none finished with a number as {self.metric}; look at "
                 "result.trials"
             )
-        return self.trials[best.trial]
+        return self._known[best.trial_id]
 
     def get_best_model_history(self) -> History:
         """Return the history of the best trial."""
@@ -177,10 +178,11 @@ class SearchResult:
         """
         if trial_id is None:
             return self.get_best_model().torch()
-        known = {trial.trial_id: trial for trial in self.trials}
-        if trial_id not in known:
-            raise ConfigurationError(f"there is no trial {trial_id!r}; trials are {list(known)}")
-        trial = known[trial_id]
+        if trial_id not in self._known:
+            raise ConfigurationError(
+                f"there is no trial {trial_id!r}; trials are {list(self._known)}"
+            )
+        trial = self._known[trial_id]
         if trial.status != "finished":
             raise ConfigurationError(
                 f"{trial_id} is {trial.status}, so it has no trained model: "
@@ -206,8 +208,9 @@ class SearchResult:
         return self.get_best_model()
 
     def _model(self, trial: Trial) -> TrainedModel:
-        number = self.trials.index(trial)
-        model = TrainedModel(self._folder, self.document, number, trial.history, self._factory)
+        numbers = {each.trial_id: each.trial for each in self._view.trials.values()}
+        spec = self._folder.read_trial(numbers[trial.trial_id], self.document.run_id)
+        model = TrainedModel(self._folder, self.document, spec, trial.history, self._factory)
         if self._output_columns is not None:
             model.set_output_columns(self._output_columns)
         return model

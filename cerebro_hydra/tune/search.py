@@ -206,9 +206,9 @@ class Search(ABC):
             admitted = self._admit(folder, manifest)
             folder.write_json(REFUSED_FILE, {"trials": admitted.refused})
             document = self._document(folder, manifest, admitted)
-            if document.trials:
+            if admitted.specs:
                 folder.write_json(RUN_FILE, document.to_json())
-        if not document.trials:
+        if not admitted.specs:
             raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
         estimator_factories.remember(folder.path, self.estimator_gen_fn)
         try:
@@ -251,7 +251,6 @@ class Search(ABC):
             batch_seconds=self.batch_seconds,
             sub_epoch_seconds=self.sub_epoch_seconds,
             audit_share=self.audit_share,
-            trials=tuple(admitted.specs),
         )
 
     def _run(
@@ -261,6 +260,7 @@ class Search(ABC):
         coordinator = Coordinator(
             folder,
             document,
+            admitted.specs,
             self.backend.launcher(),
             self.estimator_gen_fn,
             manifest=manifest,

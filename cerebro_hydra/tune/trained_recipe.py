@@ -14,12 +14,12 @@ from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.replay.states import read_saved
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import read_document
 
 
 def trained_recipe(
-    folder: RunFolder, document: RunDocument, trial: int, factory: Callable[[Any], Any]
+    folder: RunFolder, document: RunDocument, spec: TrialSpec, factory: Callable[[Any], Any]
 ) -> Recipe:
     """Build a trial and load its result into the model: moving averages, where they are kept.
 
@@ -29,12 +29,11 @@ def trained_recipe(
         ConfigurationError: the factory builds another model than the run trained.
         StoreError: a file of the result is missing or damaged.
     """
-    spec = document.trials[trial]
     recipe = build_keeping_random_state(factory, spec.params, document.seed, Columns.of(document))
     model = recipe.model
     targets: dict[str, Tensor] = {f"param:{n}": p for n, p in model.named_parameters()}
     targets |= {f"buffer:{n}": b for n, b in model.named_buffers()}
-    saved = _saved(folder, trial)
+    saved = _saved(folder, spec.trial)
     for name, tensor in saved.items():
         if name not in targets or targets[name].shape != tensor.shape:
             raise ConfigurationError(

@@ -7,22 +7,21 @@ from contextlib import suppress
 from operator import methodcaller
 from typing import Any
 
-from cerebro_hydra.data.prepared import read_manifest
 from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
-from cerebro_hydra.hopper.coordinator import closed_search
-from cerebro_hydra.plan.closed_search import ClosedSearch
-from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.hopper.run_config import hop_config, trial_config
+from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import fold
 from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import (
     NUMERIC_FILE,
     REFUSED_FILE,
     RUN_FILE,
+    TRIAL_FILE,
     WORKERS_FILE,
     RunDocument,
-    TrialSpec,
 )
 from cerebro_hydra.storage.run_folder import read_document, read_refused
 from cerebro_hydra.verification.report import VerifiedPart
@@ -71,6 +70,8 @@ class _Verification:
         self._folder = folder
         self._name = f"run {folder.run_id}"
         self._document = document
+        self._added: dict[int, TrialConfig] = {}
+        """What a sound journal says of each trial that it adds."""
         self._made: dict[tuple[int, int], Digests] = {}
         """The digests of a trial's state after a visit, as its agent reported them."""
         self._results: dict[int, int] = {}
@@ -81,8 +82,8 @@ class _Verification:
     def parts(self) -> Iterator[VerifiedPart]:
         """Verify the journal, the trials, and what belongs to none."""
         yield self._journal()
-        for spec in self._document.trials:
-            yield self._trial(spec)
+        for number in sorted({*self._added, *self._folder.trials()}):
+            yield self._trial(number)
         files = self._folder.store.list(f"{self._folder.path}/objects")
         left = sorted({file.removesuffix(_SUFFIX) for file in files} - self._objects.keys())
         problems = tuple(filter(None, map(self._object, left)))
@@ -117,15 +118,15 @@ class _Verification:
                 f"the journal of {path!r} does not begin with its configuration; restore its first "
                 "segment from a copy"
             )
-        manifest = None
-        with suppress(StoreError):  # which the part of the data says
-            manifest = read_manifest(self._folder.store, document.fingerprint)
-        if manifest is not None and not _begins_with(closed_search(document, manifest), lines):
+        state = fold(config, lines[1:])
+        self._added = {number: trial.config for number, trial in state.trials.items()}
+        budgets = {trial.budget for trial in state.trials.values()}
+        if config != hop_config(document) or not budgets <= {document.num_epochs}:
             raise JournalError(
                 f"the journal of {path!r} is that of another run than {RUN_FILE} describes; "
                 "restore both from one copy"
             )
-        return fold(config, lines[1:])
+        return state
 
     def _follow(self, records: Sequence[dict[str, Any]]) -> None:
         """Note what a sound journal says of states."""
@@ -140,31 +141,43 @@ class _Verification:
                 elif told["type"] == "FinishTrial" and told["visit"]:
                     self._results[told["trial"]] = told["visit"]
 
-    def _trial(self, spec: TrialSpec) -> VerifiedPart:
-        """Compare a trial's states with the journal, and read the objects that they name."""
-        visits = self._folder.states(spec.trial)
-        problems = [
+    def _trial(self, number: int) -> VerifiedPart:
+        """Compare a trial and its states with the journal, and read the objects that they name."""
+        problems: list[str] = []
+        made = dict(self._made)
+        try:
+            config = trial_config(self._folder.read_trial(number, self._document.run_id))
+        except CerebroHydraError as error:
+            problems.append(str(error))
+        else:
+            made[number, 0] = config.initial_digests
+            if self._added.get(number, config) != config:
+                problems.append(
+                    f"{TRIAL_FILE} describes another trial than the journal of "
+                    f"{self._folder.path!r} adds; restore both from one copy"
+                )
+        visits = self._folder.states(number)
+        problems += [
             f"the state after visit {visit} is not in {self._folder.path!r}; restore it from a copy"
-            for visit in sorted({0, self._results.get(spec.trial, 0)} - set(visits))
+            for visit in sorted({0, self._results.get(number, 0)} - set(visits))
         ]
         named: set[str] = set()
         for visit in visits:
             try:
-                state = self._folder.read_state(spec.trial, visit, self._document.run_id)
+                state = self._folder.read_state(number, visit, self._document.run_id)
             except CerebroHydraError as error:
                 problems.append(str(error))
                 continue
             digests = tuple((shard["frozen"], shard["trainable"]) for shard in state["shards"])
             named.update(digest for pair in digests for digest in pair)
-            made = spec.shards if visit == 0 else self._made.get((spec.trial, visit), digests)
-            if digests != made:
+            if digests != (expected := made.get((number, visit), digests)):
                 problems.append(
-                    f"the state after visit {visit} names the objects {digests}, but {made} were "
-                    "made; restore it from a copy"
+                    f"the state after visit {visit} names the objects {digests}, but {expected} "
+                    "were made; restore it from a copy"
                 )
         problems += filter(None, map(self._object, sorted(named)))
         seen = f"{len(visits)} states, {len(named)} objects"
-        return VerifiedPart(f"{self._name}: {spec.trial_id}", seen, tuple(problems))
+        return VerifiedPart(f"{self._name}: {trial_name(number)}", seen, tuple(problems))
 
     def _object(self, digest: str) -> str | None:
         """Say what is wrong with an object, or None."""
@@ -175,10 +188,3 @@ class _Verification:
             except StoreError as error:
                 self._objects[digest] = str(error)
         return self._objects[digest]
-
-
-def _begins_with(search: ClosedSearch, lines: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a journal begins with this configuration, and adds these trials first."""
-    events = [to_json(event) for event in search.events()]
-    first = [line.get("event") for line in lines[1 : 1 + len(events)]]
-    return from_json(lines[0]["config"]) == search.config and first == events[: len(first)]

@@ -150,7 +150,7 @@ def replayed(
     """Train one model again in plain PyTorch, without a break, along the visits of all its runs."""
     first = group.results[0]
     run = RunData.open(first.run_path, scratch)
-    spec = run.document.trials[number]
+    spec = run.folder.read_trial(number, run.document.run_id)
     visits: list[tuple[int, int]] = []
     for epoch, result in enumerate(group.results):
         log = read_trial(RunFolder.open(result.run_path), number).visit_log

@@ -28,7 +28,7 @@ from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch, StateSource
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards import engine
 from cerebro_hydra.storage import LocalStore, RunFolder
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.testing.run_in_process import run_in_process
 from tests.shards.hopping import start
 
@@ -80,7 +80,7 @@ class Agent:
     def __init__(self, trained: RunFolder, path: Path, share: float) -> None:
         Draws.admitted = True
         self.folder = trained
-        document = RunDocument.from_json(trained.read_json(RUN_FILE))
+        document = read_document(trained)
         manifest = find_prepared(trained.store, document.fingerprint)
         parts = {
             info.index: CachedPartition.build(info, manifest, trained.store, str(path))
@@ -88,6 +88,7 @@ class Agent:
         }
         self.built: list[Recipe] = []
         self.builder = TrialBuilder(document, self._factory, parts, {})
+        self.builder.add(trained.read_trial(0, document.run_id))
         self.memory = SegmentStore(1 << 30, str(path), BufferPool(poison=True))
         self.shards = ShardStore(self.memory)
         self.reported: list[Any] = []

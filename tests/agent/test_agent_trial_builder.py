@@ -12,7 +12,8 @@ from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.storage import LocalStore, RunFolder
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import GridSearch, hp_choice
 from tests.tune import tune_models
@@ -26,13 +27,16 @@ def test_equal_models_are_exported_once_and_a_run_that_goes_on_takes_the_next_or
     space = {"lr": hp_choice([0.1, 0.01, 0.001])}
     options = arguments(tmp_path, backend=LocalBackend(1), search_space=space, num_epochs=1)
     result = GridSearch(**options).fit(rows(80))
-    document = RunDocument.from_json(RunFolder.open(result.run_path).read_json(RUN_FILE))
+    folder = RunFolder.open(result.run_path)
+    document = read_document(folder)
     store = LocalStore(str(tmp_path))
     manifest = find_prepared(store, document.fingerprint)
     part = CachedPartition.build(
         manifest.partition("train", 0), manifest, store, str(tmp_path / "cache"),
     )  # fmt: skip
     builder = TrialBuilder(document, tune_models.small, {0: part}, {})
+    for trial in range(3):
+        builder.add(folder.read_trial(trial, document.run_id))
     built = [builder.get(trial) for trial in range(3)]
     assert len({id(runtime.engine._cut_model) for runtime in built}) == 1
     for runtime in built:
@@ -40,7 +44,9 @@ def test_equal_models_are_exported_once_and_a_run_that_goes_on_takes_the_next_or
         assert all(p.untyped_storage().nbytes() == p.element_size() for p in parameters)
 
     def rows_of(document: RunDocument, epoch: int) -> torch.Tensor:
-        windows = TrialBuilder(document, tune_models.small, {0: part}, {}).windows(0, epoch, 0)
+        builder = TrialBuilder(document, tune_models.small, {0: part}, {})
+        builder.add(folder.read_trial(0, document.run_id))
+        windows = builder.windows(0, epoch, 0)
         return torch.cat([batch.features[0] for window in windows for batch in window])
 
     going_on = replace(document, first_epoch=1)

@@ -11,6 +11,7 @@ import torch
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.storage import RunFolder
 from integration.zoo.architecture import SENTENCES, TEXT, Specimen, Task
 from integration.zoo.of_transformers import ARCHITECTURES
 
@@ -52,7 +53,9 @@ def test_four_shards_hop_over_a_dataframe_and_replay(
         verbose=0,
     ).fit(df)
     assert [trial.params["architecture"] for trial in result.trials] == names
-    for spec, trial in zip(result.document.trials, result.trials, strict=True):
+    folder = RunFolder.open(result.run_path)
+    for number, trial in enumerate(result.trials):
+        spec = folder.read_trial(number, result.document.run_id)
         assert trial.status == "finished", trial.error
         assert (spec.cut["mode"], len(spec.cut["at"])) == ("modules", SHARDS - 1)
         assert sorted(trial.visit_log) == [(epoch, part) for epoch in (0, 1) for part in range(3)]

@@ -30,9 +30,11 @@ class ScriptedAgent:
         start: int,
         spec: AgentSpec,
         script: Callable[[Any, str], Any] | None = None,
+        hear: Callable[[str, dict[str, Any]], object] = lambda incarnation, message: None,
     ) -> None:
         self.incarnation = uuid.uuid4().hex
         self._script = script
+        self._hear = hear
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         uri = f"tcp://127.0.0.1:{worker + 1}"
         info = AgentInfo(self.incarnation, worker, start, uri, "here", 7, (str(worker),), {})
@@ -53,6 +55,9 @@ class ScriptedAgent:
         """Work until told to stop; False if the script let it die before."""
         stopped = True
         while (message := self._inbox.get())["do"] != "stop":
+            self._hear(self.incarnation, message)
+            if message["do"] == "forget":
+                continue
             instruction = from_json(message["do"])
             answer = self._script(instruction, self.incarnation) if self._script else None
             if answer == "die":
@@ -111,13 +116,16 @@ class ScriptedLauncher:
         self._script = script
         self._threads: list[threading.Thread] = []
 
+    def hear(self, incarnation: str, message: dict[str, Any]) -> None:
+        """Be told of each message that an agent gets."""
+
     def start(self, spec: AgentSpec, factory: Any, on_exit: Any) -> None:
         self.spec = spec
 
         def keep_up(worker: int) -> None:
             with contextlib.suppress(ControlFailed):  # the driver gave up
                 for start in itertools.count(10 * worker):
-                    if ScriptedAgent(worker, start, spec, self._script).run():
+                    if ScriptedAgent(worker, start, spec, self._script, self.hear).run():
                         break
 
         for worker in range(self._present):

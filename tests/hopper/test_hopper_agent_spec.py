@@ -19,8 +19,7 @@ INFO = AgentInfo("abc", 1, 7, "tcp://there:2", "there", 42, ("0", "3"), {"thread
 
 
 def spec() -> AgentSpec:
-    doc = document(3, 5, 2, patience=1, custom_metrics=("auc",))
-    return AgentSpec("tcp://here:1", Credentials("hush"), 2, doc, manifest(5))
+    return AgentSpec("tcp://here:1", Credentials("hush"), 2, document(5, 2), manifest(5))
 
 
 def test_a_spec_and_an_introduction_come_back_from_json_as_they_were() -> None:

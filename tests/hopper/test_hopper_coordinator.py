@@ -16,8 +16,9 @@ from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, par
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.hopper import journal as journal_module
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
-from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator, closed_search
+from cerebro_hydra.hopper.coordinator import MOST_LOSSES, Coordinator
 from cerebro_hydra.hopper.journal import Journal
+from cerebro_hydra.hopper.run_config import hop_config
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunEnded, RunStarted
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json
@@ -42,10 +43,14 @@ def manifest(partitions: int) -> Manifest:
     return Manifest("f" * 32, (ColumnSpec("x", "float32", (2,)),), tuple(infos))
 
 
-def document(
+Described = tuple[RunDocument, list[TrialSpec]]
+
+
+def described(
     trials: int, partitions: int, epochs: int, order: str = "dynamic", **of_trials: Any
-) -> RunDocument:
-    specs = tuple(
+) -> Described:
+    """A run and its trials."""
+    return document(partitions, epochs, order), [
         TrialSpec(
             trial=t,
             trial_id=f"trial-{t:03d}",
@@ -61,7 +66,10 @@ def document(
             **of_trials,
         )
         for t in range(trials)
-    )
+    ]
+
+
+def document(partitions: int, epochs: int, order: str = "dynamic") -> RunDocument:
     return RunDocument(
         run_id="run",
         factory=None,
@@ -77,7 +85,6 @@ def document(
         fingerprint="f" * 32,
         validated=True,
         threads=1,
-        trials=specs,
     )
 
 
@@ -99,13 +106,14 @@ class Tape:
 
 
 def run(
-    tmp_path: Any, launcher: ScriptedLauncher, doc: RunDocument, **options: Any
+    tmp_path: Any, launcher: ScriptedLauncher, of: Described, **options: Any
 ) -> tuple[RunFolder, Any, Tape]:
+    doc, trials = of
     folder = RunFolder(LocalStore(str(tmp_path)), doc.run_id)
     tape = Tape()
     data = manifest(doc.num_partitions)
     coordinator = Coordinator(
-        folder, doc, launcher, None, manifest=data, observers=[tape], **options
+        folder, doc, trials, launcher, None, manifest=data, observers=[tape], **options
     )
     return folder, coordinator.run(), tape
 
@@ -121,7 +129,7 @@ def restored(folder: RunFolder) -> dict[str, Any]:
 
 
 def test_every_trial_visits_every_partition_once_per_epoch(tmp_path: Any) -> None:
-    folder, state, tape = run(tmp_path, ScriptedLauncher(3), document(5, 3, 2))
+    folder, state, tape = run(tmp_path, ScriptedLauncher(3), described(5, 3, 2))
     for trial in range(5):
         record = read_trial(folder, trial)
         assert record.status == "finished"
@@ -136,7 +144,7 @@ def test_every_trial_visits_every_partition_once_per_epoch(tmp_path: Any) -> Non
 
 
 def test_the_fold_of_every_prefix_of_the_journal_is_the_state_at_that_time(tmp_path: Any) -> None:
-    folder, state, _ = run(tmp_path, ScriptedLauncher(2), document(3, 2, 2))
+    folder, state, _ = run(tmp_path, ScriptedLauncher(2), described(3, 2, 2))
     config, records = journal(folder)
     for length in range(len(records) + 1):
         fold(config, records[:length]).validate()
@@ -147,7 +155,7 @@ def test_a_long_journal_is_merged_while_the_run_goes_on_and_folds_to_the_same_st
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 4)
-    folder, state, tape = run(tmp_path, ScriptedLauncher(2), document(3, 2, 2))
+    folder, state, tape = run(tmp_path, ScriptedLauncher(2), described(3, 2, 2))
     names = sorted(path.name for path in Path(folder.path, "journal").iterdir())
     assert len(names) > 2
     assert names[0] == "00000000-00000003.jsonl"
@@ -161,7 +169,7 @@ def test_only_decisions_to_carry_out_make_a_segment_and_the_others_wait_for_it(
     tmp_path: Any,
 ) -> None:
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    log = Journal(folder, closed_search(document(1, 1, 1), manifest(1)).config)
+    log = Journal(folder, hop_config(document(1, 1)))
     quiet, start = events.StateReceived(0, 0, "a"), Cancel(0, "a")
     log.append(1.0, [(quiet, [])])
     assert log.waiting
@@ -181,7 +189,7 @@ def test_a_trial_that_fails_fails_alone_with_its_traceback(tmp_path: Any) -> Non
             return events.TaskFailed(instruction.attempt, incarnation, "Traceback: boom")
         return None
 
-    folder, _, _ = run(tmp_path, ScriptedLauncher(2, script=script), document(3, 2, 1))
+    folder, _, _ = run(tmp_path, ScriptedLauncher(2, script=script), described(3, 2, 1))
     assert [read_trial(folder, t).status for t in range(3)] == ["finished", "failed", "finished"]
 
 
@@ -195,7 +203,7 @@ def test_an_agent_that_dies_is_replaced_and_its_work_done_again(tmp_path: Any) -
         return None
 
     launcher = ScriptedLauncher(2, script=script)
-    folder, _, _ = run(tmp_path, launcher, document(3, 2, 3))
+    folder, _, _ = run(tmp_path, launcher, described(3, 2, 3))
     assert died
     assert launcher.given_up in ([(0, 0)], [(1, 10)])  # the start that was lost, and no other
     workers = folder.read_json(WORKERS_FILE)
@@ -218,7 +226,7 @@ def test_a_worker_whose_agents_are_lost_again_and_again_ends_the_run(tmp_path: A
     launcher = ScriptedLauncher(1, script=script)
     said = r"worker 0 on here lost 8 agents in a row, none of which began a task.*because: "
     with pytest.raises(SetupError, match=said):
-        run(tmp_path, launcher, document(1, 1, 2))
+        run(tmp_path, launcher, described(1, 1, 2))
     assert len(starts) >= 12  # one that finished a task came between
     assert len(launcher.given_up) == len(starts) - 2
 
@@ -231,7 +239,7 @@ def test_trials_that_kill_agents_fail_alone_and_their_losses_end_no_run(tmp_path
         return "perish" if trains else None
 
     launcher = ScriptedLauncher(1, script=script)
-    folder, state, tape = run(tmp_path, launcher, document(6, 1, 2))
+    folder, state, tape = run(tmp_path, launcher, described(6, 1, 2))
     assert len(launcher.given_up) == 12 > MOST_LOSSES  # all of the same worker
     for trial in range(6):
         assert read_trial(folder, trial).status == ("failed" if trial in lethal else "finished")
@@ -244,13 +252,13 @@ def test_trials_that_kill_agents_fail_alone_and_their_losses_end_no_run(tmp_path
 def test_seeded_orders_are_the_same_in_every_run(tmp_path: Any) -> None:
     logs = []
     for name in ("a", "b"):
-        folder, _, _ = run(tmp_path / name, ScriptedLauncher(3), document(4, 3, 2, order="seeded"))
+        folder, _, _ = run(tmp_path / name, ScriptedLauncher(3), described(4, 3, 2, order="seeded"))
         logs.append([read_trial(folder, trial).visit_log for trial in range(4)])
     assert logs[0] == logs[1]
 
 
 def test_a_trial_with_patience_stops_early_and_its_best_state_is_the_result(tmp_path: Any) -> None:
-    folder, state, _ = run(tmp_path, ScriptedLauncher(2), document(3, 2, 9, patience=3))
+    folder, state, _ = run(tmp_path, ScriptedLauncher(2), described(3, 2, 9, patience=3))
     for trial in range(3):  # its metric never changes, so that the first epoch stays the best
         record = read_trial(folder, trial)
         assert (record.status, record.result_visit) == ("finished", 2)
@@ -266,13 +274,13 @@ def test_the_evaluation_metric_decides_which_epoch_is_best(
     validated: bool, metric: str, decides: tuple[str, str]
 ) -> None:
     metrics = {"loss": "min", "accuracy": "max"}
-    doc = replace(document(1, 2, 1, patience=4), evaluation_metric=metric, metrics=metrics)
-    data = manifest(2)
-    if not validated:
-        data = replace(data, partitions=data.partitions[:2])
-    search = closed_search(doc, data)
-    assert (search.config.metric, search.config.direction) == decides
-    assert search.trials[0].patience == 4
+    changes: dict[str, Any] = {
+        "validated": validated,
+        "evaluation_metric": metric,
+        "metrics": metrics,
+    }
+    config = hop_config(replace(document(2, 1), **changes))
+    assert (config.metric, config.direction) == decides
 
 
 def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp_path: Any) -> None:
@@ -284,8 +292,8 @@ def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp
             raise RuntimeError("no such class")
         return {"seen": 10 * trial + sum(states[p]["seen"][0] * 2**p for p in range(2))}
 
-    doc = document(3, 2, 2, custom_metrics=("seen",))
-    folder, state, _ = run(tmp_path, ScriptedLauncher(2), doc, merge_metrics=merge_metrics)
+    of = described(3, 2, 2, custom_metrics=("seen",))
+    folder, state, _ = run(tmp_path, ScriptedLauncher(2), of, merge_metrics=merge_metrics)
     assert threads == {threading.current_thread()}
     assert [read_trial(folder, t).status for t in range(3)] == ["finished", "failed", "finished"]
     assert [m["val_seen"] for m in read_trial(folder, 2).metrics.values()] == [22.0, 22.0]
@@ -293,9 +301,9 @@ def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp
 
 
 def test_a_custom_metric_without_a_value_fails_its_trial_with_both_names(tmp_path: Any) -> None:
-    doc = document(1, 1, 1, custom_metrics=("auc",))
+    of = described(1, 1, 1, custom_metrics=("auc",))
     _, _, tape = run(
-        tmp_path, ScriptedLauncher(1), doc, merge_metrics=lambda *_: {"auc": 1.0, "f1": 1.0}
+        tmp_path, ScriptedLauncher(1), of, merge_metrics=lambda *_: {"auc": 1.0, "f1": 1.0}
     )
     (finish,) = tape.instructions(FinishTrial)
     assert "the custom metrics are ['auc'], but ['auc', 'f1'] were measured" in finish.reason
@@ -303,14 +311,14 @@ def test_a_custom_metric_without_a_value_fails_its_trial_with_both_names(tmp_pat
 
 def test_custom_metrics_that_nothing_measures_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"trial 0 has the custom metrics \['auc'\]"):
-        run(tmp_path, ScriptedLauncher(1), document(1, 1, 1, custom_metrics=("auc",)))
+        run(tmp_path, ScriptedLauncher(1), described(1, 1, 1, custom_metrics=("auc",)))
 
 
 def test_with_tls_the_run_is_the_same_and_neither_key_nor_secret_is_in_its_records(
     tmp_path: Any,
 ) -> None:
     launcher = ScriptedLauncher(2, tls=True)
-    folder, state, tape = run(tmp_path, launcher, document(3, 2, 2))
+    folder, state, tape = run(tmp_path, launcher, described(3, 2, 2))
     assert [trial.status for trial in state.trials.values()] == ["finished"] * 3
     assert launcher.spec is not None and launcher.spec.control.startswith("tls://")
     written = [path.read_text() for path in Path(folder.path).rglob("*") if path.is_file()]
@@ -350,7 +358,7 @@ def test_a_hello_that_can_not_be_used_is_refused_in_words_and_the_run_goes_on(
                 refusals.append(str(error))
 
     launcher = ScriptedLauncher(2, script=script)
-    _, state, _ = run(tmp_path, launcher, document(1, 2, 1))
+    _, state, _ = run(tmp_path, launcher, described(1, 2, 1))
     assert [trial.status for trial in state.trials.values()] == ["finished"]
     assert re.search(why, refusals[0])
 
@@ -359,7 +367,7 @@ def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
     launcher = ScriptedLauncher(3, present=2, script=lambda *_: None)
     said = r"1 of 3 workers did not come.*\[2\].*run `cerebro-hydra doctor`"
     with pytest.raises(SetupError, match=said):
-        run(tmp_path, launcher, document(1, 3, 1), join_timeout=1.0)
+        run(tmp_path, launcher, described(1, 3, 1), join_timeout=1.0)
 
 
 class LateLauncher(ScriptedLauncher):
@@ -378,8 +386,9 @@ def test_an_agent_that_comes_when_the_run_is_over_leaves_at_once_and_quietly(
 ) -> None:
     launcher = LateLauncher(2)
     began = time.monotonic()
-    doc = replace(document(2, 2, 1), store=LocalStore(str(tmp_path)).to_dict())
-    _, state, _ = run(tmp_path, launcher, doc)
+    doc, trials = described(2, 2, 1)
+    doc = replace(doc, store=LocalStore(str(tmp_path)).to_dict())
+    _, state, _ = run(tmp_path, launcher, (doc, trials))
     assert time.monotonic() - began < 10
     assert [trial.status for trial in state.trials.values()] == ["finished"] * 2
     for thread in launcher.threads_left:
@@ -398,4 +407,4 @@ class RefusedLauncher(ScriptedLauncher):
 def test_a_job_that_ends_without_some_workers_names_them_and_why(tmp_path: Any) -> None:
     said = r"workers \[0, 1\] are missing; run `cerebro-hydra doctor`.*no control connection"
     with pytest.raises(SetupError, match=said):
-        run(tmp_path, RefusedLauncher(2), document(1, 2, 1))
+        run(tmp_path, RefusedLauncher(2), described(1, 2, 1))

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted
+from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted, TrialAdmitted
 from cerebro_hydra.plan.closed_search import ClosedSearch
+from cerebro_hydra.plan.events import TrialAdded
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.simulate import Simulation, WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -22,14 +23,15 @@ EPOCHS, PARTITIONS = 3, 2
 DIGESTS = ("f" * 32, "e" * 32)
 
 
-def document(
+def begin(
     num_trials: int,
     validated: bool = True,
     patience: int | None = None,
     params: dict[str, Any] | None = None,
     **changes: Any,
-) -> RunDocument:
-    trials = tuple(
+) -> list[Record]:
+    """The first records of a run."""
+    specs = [
         TrialSpec(
             trial=trial,
             trial_id=f"trial-{trial:03d}",
@@ -45,7 +47,11 @@ def document(
             patience=patience,
         )
         for trial in range(num_trials)
-    )
+    ]
+    return [RunStarted(_document(validated, **changes)), *map(TrialAdmitted, specs)]
+
+
+def _document(validated: bool, **changes: Any) -> RunDocument:
     fields: dict[str, Any] = {
         "run_id": "20260101-000000-abcdef",
         "factory": None,
@@ -61,14 +67,8 @@ def document(
         "fingerprint": "f" * 32,
         "validated": validated,
         "threads": 1,
-        "trials": trials,
     }
     return RunDocument(**{**fields, **changes})
-
-
-@pytest.fixture
-def make_document() -> Callable[..., RunDocument]:
-    return document
 
 
 @pytest.fixture
@@ -100,8 +100,11 @@ def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
             metric=loss,
         )
         timeline = simulation.run()
-        records: list[Record] = [RunStarted(document(num_trials, validated, patience))]
+        started, *admitted = begin(num_trials, validated, patience)
+        records = [started]
         for seq, (event, instructions) in enumerate(timeline.records):
+            if isinstance(event, TrialAdded):
+                records.append(admitted[event.config.trial])
             records.append(Decision(seq, float(seq), event, tuple(instructions)))
         records.append(RunEnded(timeline.makespan))
         return simulation, records

@@ -16,7 +16,6 @@ from cerebro_hydra.observe import (
     Progress,
     Record,
     RunEnded,
-    RunStarted,
     RunView,
     SlowBatch,
     console_observer,
@@ -28,6 +27,7 @@ from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.simulate import WorkerCrash
+from tests.observe.conftest import begin
 
 PRINTED = OutputLine(worker=0, trial=1, stream="stdout", line="lr is [0.1]")
 
@@ -53,7 +53,7 @@ def drawn(renderable: Any, width: int = 160) -> str:
 
 @pytest.mark.parametrize("median", [0.25, None])
 def test_a_slow_batch_is_told_of_in_every_view(
-    make_document: Any, caplog: pytest.LogCaptureFixture, median: float | None
+    caplog: pytest.LogCaptureFixture, median: float | None
 ) -> None:
     slow = SlowBatch(worker=1, trial=0, epoch=2, partition=3, seconds=31.0, median=median)
     usual = "it is the first" if median is None else "the median is 0.25 s"
@@ -66,7 +66,8 @@ def test_a_slow_batch_is_told_of_in_every_view(
         (LiveTable(console := terminal()), console),
     ]
     for view, console in views:
-        view.on_record(RunStarted(make_document(1)))
+        for record in begin(1):
+            view.on_record(record)
         view.on_record(slow)
         view.close()
         assert said in " ".join(printed(console).split())
@@ -75,9 +76,7 @@ def test_a_slow_batch_is_told_of_in_every_view(
     assert caplog.messages == [said]
 
 
-def test_a_failed_audit_is_told_of_in_every_view(
-    make_document: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_audit_is_told_of_in_every_view(caplog: pytest.LogCaptureFixture) -> None:
     uncut = ins.TrainUncut(1, "at step 7, in epoch 1 on partition 0 (worker 1): parameter 'w'")
     decision = Decision(0, 0.0, ev.AuditFailed(3, "a", uncut.difference), (uncut,))
     said = (
@@ -89,7 +88,8 @@ def test_a_failed_audit_is_told_of_in_every_view(
         (LiveTable(console := terminal()), console),
     ]
     for view, console in views:
-        view.on_record(RunStarted(make_document(2)))
+        for record in begin(2):
+            view.on_record(record)
         view.on_record(decision)
         view.close()
         assert said in " ".join(printed(console).split())
@@ -99,10 +99,11 @@ def test_a_failed_audit_is_told_of_in_every_view(
     assert caplog.messages == [said]
 
 
-def test_the_summary_counts_audited_steps(make_document: Any) -> None:
+def test_the_summary_counts_audited_steps() -> None:
     console = pipe()
     lines = PlainLines(console)
-    lines.on_record(RunStarted(make_document(1)))
+    for record in begin(1):
+        lines.on_record(record)
     source = ins.StateSource(0, None)
     starts = [ins.StartSubEpoch(n, 0, n + 1, 0, n, 0, "a", source, {}) for n in range(2)]
     lines.on_record(Decision(0, 0.0, ev.WorkerJoined(0, "a", (0, 1)), tuple(starts)))
@@ -121,12 +122,11 @@ def test_view_suits_where_it_is_watched_from() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_names_and_values_are_shown_as_they_are(make_document: Any, width: int) -> None:
+def test_names_and_values_are_shown_as_they_are(width: int) -> None:
     name, line = "[lr[/b] :x:", "[/] :100: [red]"
     metrics = {"loss": "min", name: "max"}
-    document = make_document(1, metrics=metrics, evaluation_metric=name, params={name: name})
     records: list[Record] = [
-        RunStarted(document),
+        *begin(1, metrics=metrics, evaluation_metric=name, params={name: name}),
         replace(PRINTED, trial=0, line=line),
         RunEnded(1.0),
     ]
@@ -151,6 +151,7 @@ def test_plain_lines_tell_each_epoch_of_each_trial_once(simulate: Callable[..., 
         observer.on_record(record)
     told = re.findall(r"^(trial-\d{3}) epoch (\d)/3: train_loss", printed(console), re.M)
     assert sorted(told) == [(f"trial-{t:03d}", str(e)) for t in range(3) for e in (1, 2, 3)]
+    assert "\n3 trials in all\n" in printed(console)
     assert len(printed(console).splitlines()) < 30, "not one line per event"
 
 
@@ -167,13 +168,11 @@ def test_plain_lines_tell_of_lost_workers_and_repeated_work(simulate: Callable[.
 
 
 @pytest.mark.parametrize("make", [terminal, pipe])
-def test_what_reads_the_rows_is_said_at_the_start(
-    make: Callable[[], Console], make_document: Callable[..., Any]
-) -> None:
+def test_what_reads_the_rows_is_said_at_the_start(make: Callable[[], Console]) -> None:
     console = make()
     observer = console_observer(1, console)
-    document = make_document(1, reader="Arrow 26.0.1 (petastorm is not installed)")
-    observer.on_record(RunStarted(document))
+    for record in begin(1, reader="Arrow 26.0.1 (petastorm is not installed)"):
+        observer.on_record(record)
     observer.close()
     assert "rows are read by Arrow 26.0.1 (petastorm is not installed)" in printed(console)
 
@@ -244,9 +243,10 @@ def test_live_table_gives_the_cursor_back_in_the_middle_of_a_run(
     assert printed(console).count(show) == 1
 
 
-def test_frame_shows_where_each_trial_is(make_document: Callable[..., Any]) -> None:
+def test_frame_shows_where_each_trial_is() -> None:
     view = RunView()
-    view.apply(RunStarted(make_document(2)))
+    for record in begin(2):
+        view.apply(record)
     started = ins.StartSubEpoch(0, 1, 4, 1, 1, 0, "a", ins.StateSource(0, None), {})
     for event, instruction in [
         (ev.WorkerJoined(0, "a", (0,)), started),
@@ -277,12 +277,10 @@ def test_narrow_terminal_is_told_the_parameters_once_above_the_table(
     assert heading.split()[:5] == ["trial", "status", "epoch", "partition", "worker"]
 
 
-def test_final_table_has_the_best_first_and_says_the_direction(
-    make_document: Callable[..., Any],
-) -> None:
+def test_final_table_has_the_best_first_and_says_the_direction() -> None:
     view = RunView()
-    document = make_document(3, evaluation_metric="accuracy")
-    view.apply(RunStarted(document))
+    for record in begin(3, evaluation_metric="accuracy"):
+        view.apply(record)
     for trial, accuracy in enumerate([0.5, 0.75, float("nan")]):
         metrics = {"train_loss": 1.0, "val_loss": 1.0, "val_accuracy": accuracy}
         instructions = (ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "", 4))
@@ -294,17 +292,20 @@ def test_final_table_has_the_best_first_and_says_the_direction(
     assert text.count("★") == 1
 
 
-def test_many_parameters_share_one_column(make_document: Callable[..., Any]) -> None:
+def test_many_parameters_share_one_column() -> None:
     view = RunView()
-    view.apply(RunStarted(make_document(1)))
+    for record in begin(1):
+        view.apply(record)
     assert "parameters" not in drawn(final_table(view))
-    view.apply(RunStarted(make_document(1, params=dict.fromkeys("abcde", 1))))
+    for record in begin(1, params=dict.fromkeys("abcde", 1)):
+        view.apply(record)
     assert "a=1, b=1, c=1, d=1, e=1" in drawn(final_table(view))
 
 
-def test_parameters_with_brackets_are_shown_as_they_are(make_document: Callable[..., Any]) -> None:
+def test_parameters_with_brackets_are_shown_as_they_are() -> None:
     view = RunView()
-    view.apply(RunStarted(make_document(1, params={"cut": ["red", "0"]})))
+    for record in begin(1, params={"cut": ["red", "0"]}):
+        view.apply(record)
     assert "['red', '0']" in drawn(final_table(view))
 
 

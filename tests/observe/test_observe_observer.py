@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from cerebro_hydra.observe import Decision, Observers, Record, RunEnded, RunStarted
+from cerebro_hydra.observe import Decision, Observers, Record, RunEnded
 from cerebro_hydra.plan.events import TrialStopped
-from tests.observe.conftest import document
+from tests.observe.conftest import begin
 
 
 class Recorder:
@@ -27,7 +27,7 @@ def test_observer_that_raises_is_logged_once_and_left_out(caplog: pytest.LogCapt
     before, broken, after = Recorder(), Broken(), Recorder()
     observers = Observers([before, broken, after])
     decision = Decision(0, 1.0, TrialStopped(0, "enough"), ())
-    records: list[Record] = [RunStarted(document(1)), decision, RunEnded(1.0)]
+    records: list[Record] = [*begin(1), decision, RunEnded(1.0)]
     with caplog.at_level(logging.ERROR):
         for record in records:
             observers.on_record(record)

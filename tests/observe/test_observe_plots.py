@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.observe import RunStarted, RunView
+from cerebro_hydra.observe import RunView
+from tests.observe.conftest import begin
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
@@ -27,19 +28,19 @@ def test_a_panel_per_metric_with_a_line_per_trial_and_one_per_parameter(view: Ru
     assert titles[:2] == ["train_loss", "val_loss (lower is better)"]
     assert titles[-1] == "val_loss by lr"
     lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[1].lines}
-    assert lines == {trial.trial_id: trial.history["val_loss"] for trial in view.trials}
+    assert lines == {trial.trial_id: trial.history["val_loss"] for trial in view.trials.values()}
     assert len(figure.axes[-1].collections[0].get_offsets()) == 3
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
-def test_names_and_values_are_no_formulas(make_document: Any) -> None:
+def test_names_and_values_are_no_formulas() -> None:
     from cerebro_hydra.observe.plots import plot
 
     name = "$\\bad{$"
     metrics = {"loss": "min", name: "max"}
-    document = make_document(1, metrics=metrics, evaluation_metric=name, params={name: name})
     view = RunView()
-    view.apply(RunStarted(document))
+    for record in begin(1, metrics=metrics, evaluation_metric=name, params={name: name}):
+        view.apply(record)
     view.trials[0].status = "finished"
     view.trials[0].epochs[0] = {"train_loss": 1.0, "val_loss": 1.0, f"val_{name}": 1.0}
     assert plot(view, [name])._repr_png_().startswith(b"\x89PNG")

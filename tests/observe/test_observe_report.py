@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from cerebro_hydra import cli
 from cerebro_hydra.observe import RunEnded
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter, render
 from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.digested_json import encode_document
 from cerebro_hydra.tune import SearchResult
 from tests.journals import rewrite_journal
 from tests.observe.hostile import HOSTILE
@@ -120,9 +122,12 @@ def test_nan_and_broken_unicode_are_shown(result: SearchResult, tmp_path: Path) 
     there = tmp_path / "runs" / "nan"
     shutil.copytree(result.run_path, there)
     folder = RunFolder.open(str(there))
-    document = folder.read_json("run.json")
-    document["trials"][0]["params"]["note"] = "\ud800"
-    folder.write_json("run.json", document)
+    spec = folder.read_trial(0, result.document.run_id)
+    spec = replace(spec, params={**spec.params, "note": "\ud800"})
+    folder.store.write(
+        f"{folder.path}/trials/trial-000/trial.json",
+        encode_document({"run_id": result.document.run_id, "spec": spec.to_json()}),
+    )
 
     def diverge(told: dict[str, Any]) -> None:
         if told["type"] == "EndEpoch" and told["trial"] == 0:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cerebro_hydra import MLflowTracker, TensorBoardTracker
-from cerebro_hydra.observe import Decision, RunEnded, RunStarted
+from cerebro_hydra.observe import Decision, RunEnded
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import SearchResult
+from tests.observe.conftest import begin
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_tensorboard_has_a_run_per_trial(result: SearchResult, tmp_path: Path) -
         assert [step for step, _ in read] == [1, 2, 3]
         assert [value for _, value in read] == pytest.approx(values)
     ends = []
-    for trial in result.document.trials:
+    for trial in result.trials[:3]:  # the others were not admitted
         read = EventAccumulator(str(tmp_path / result.document.run_id / trial.trial_id))
         read.Reload()
         summary = read.SummaryMetadata(metadata.SESSION_START_INFO_TAG)
@@ -49,9 +49,7 @@ def test_tensorboard_has_a_run_per_trial(result: SearchResult, tmp_path: Path) -
     assert ends == [1, 2, 1]  # success, failure, success
 
 
-def test_tensorboard_forgets_epochs_that_were_trained_again(
-    make_document: Any, tmp_path: Path
-) -> None:
+def test_tensorboard_forgets_epochs_that_were_trained_again(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     told = [
         ins.EndEpoch(0, 0, {"val_loss": 3.0}),
@@ -60,16 +58,18 @@ def test_tensorboard_forgets_epochs_that_were_trained_again(
         ins.EndEpoch(0, 1, {"val_loss": 1.0}),
     ]
     tracker = TensorBoardTracker(tmp_path)
-    document = make_document(1)
-    tracker.on_record(RunStarted(document))
+    started, *admitted = begin(1)
+    for record in (started, *admitted):
+        tracker.on_record(record)
     for seq, each in enumerate(told):
         tracker.on_record(Decision(seq, float(seq + 1), ev.TrialStopped(0, ""), (each,)))
     tracker.on_record(RunEnded(1.0))
-    assert scalars(tmp_path / document.run_id / "trial-000", "val_loss") == [(1, 3.0), (2, 1.0)]
+    folder = tmp_path / started.document.run_id / "trial-000"
+    assert scalars(folder, "val_loss") == [(1, 3.0), (2, 1.0)]
 
 
 def test_a_tracker_takes_one_search_after_another(
-    make_document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
@@ -81,7 +81,8 @@ def test_a_tracker_takes_one_search_after_another(
         store = LocalStore(str(tmp_path / run_id)).to_dict()
         ended = ins.EndEpoch(0, 0, {"val_loss": float(value)})
         for tracker in (board, flow):
-            tracker.on_record(RunStarted(make_document(1, run_id=run_id, store=store)))
+            for record in begin(1, run_id=run_id, store=store):
+                tracker.on_record(record)
             tracker.on_record(Decision(0, 1.0, ev.TrialStopped(0, ""), (ended,)))
             tracker.on_record(RunEnded(1.0))
         assert scalars(tmp_path / "board" / run_id / "trial-000", "val_loss") == [(1, value)]
@@ -127,17 +128,18 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(
     "name", ["a[0]@b", "a/../b", "..", "/a", "./a", "a//b", "x" * 300, "\ud800"]
 )
 def test_trackers_take_any_name_and_value(
-    name: str, make_document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     params = {name: f"\ud800{name}"}
-    document = make_document(1, metrics={"loss": "min", name: "max"}, params=params)
+    begun = begin(1, metrics={"loss": "min", name: "max"}, params=params)
     ended = ins.EndEpoch(0, 0, {f"val_{name}": 2.0})
     uri = (tmp_path / "mlruns").as_uri()
     for tracker in (MLflowTracker("any", uri), TensorBoardTracker(tmp_path)):
-        tracker.on_record(RunStarted(document))
+        for record in begun:
+            tracker.on_record(record)
         tracker.on_record(Decision(0, 1.0, ev.TrialStopped(0, ""), (ended,)))
     client = mlflow.MlflowClient(uri)
     found = client.search_runs([client.get_experiment_by_name("any").experiment_id])

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.observe import Decision, Progress, Record, RunStarted, RunView, records_of
+from cerebro_hydra.observe import Decision, Progress, Record, RunView, TrialAdmitted, records_of
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.simulate import WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
+from tests.observe.conftest import begin
 
 
 def fold(records: Iterable[Record]) -> RunView:
@@ -48,8 +49,8 @@ def ended(trial: int, epoch: int, **metrics: float) -> ins.EndEpoch:
 def test_visit_logs_and_histories_are_those_of_the_state_machine(simulate, losses) -> None:
     simulation, records = simulate(4, losses)
     view = fold(records)
-    assert [trial.visit_log for trial in view.trials] == simulation.timeline.visit_logs
-    for trial, truth in zip(view.trials, simulation.state.trials.values(), strict=True):
+    assert [trial.visit_log for trial in view.trials.values()] == simulation.timeline.visit_logs
+    for trial, truth in zip(view.trials.values(), simulation.state.trials.values(), strict=True):
         assert trial.status == truth.status
         assert [trial.epochs[e] for e in sorted(trial.epochs)] == truth.history
     assert view.seconds == simulation.timeline.makespan
@@ -67,7 +68,8 @@ def test_a_loss_makes_the_fold_forget_void_sub_epochs(simulate) -> None:
     told = [type(i) for r in records if isinstance(r, Decision) for i in r.instructions]
     assert ins.Redo in told
     without = fold(r for r in records if not isinstance(r, Decision) or "Redo" not in str(r))
-    assert told.count(ins.Commit) > sum(len(trial.visit_log) for trial in fold(records).trials)
+    surviving = [len(trial.visit_log) for trial in fold(records).trials.values()]
+    assert told.count(ins.Commit) > sum(surviving)
     assert without.trials[0].over
 
 
@@ -77,17 +79,20 @@ def test_while_running_the_view_shows_who_trains_where(simulate) -> None:
     seen = set()
     for record in records:
         view.apply(record)
-        busy = [t.worker for t in view.trials if t.status == "training"]
+        busy = [t.worker for t in view.trials.values() if t.status == "training"]
         assert len(busy) == len(set(busy)), "two trials in one worker"
-        seen.update((t.trial, t.partition) for t in view.trials if t.status == "training")
+        seen.update((t.trial, t.partition) for t in view.trials.values() if t.status == "training")
     assert seen == {(trial, partition) for trial in range(3) for partition in range(2)}
 
 
 def test_fold_of_a_run_folder_equals_the_fold_of_the_live_stream(simulate, tmp_path) -> None:
     _, records = simulate(3)
-    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    folder = RunFolder(LocalStore(str(tmp_path)), records[0].document.run_id)
     folder.write_json("run.json", records[0].document.to_json())
-    lines = [record.to_json() for record in records[1:-1]]
+    for record in records:
+        if isinstance(record, TrialAdmitted):
+            folder.write_trial(record.spec)
+    lines = [record.to_json() for record in records if isinstance(record, Decision)]
     first = {"run_id": records[0].document.run_id, "config": {}}
     folder.write_segment(0, [first, *lines[:7]])
     folder.write_segment(1, lines[7:])
@@ -111,10 +116,9 @@ def test_only_moves_between_workers_count_as_hops(simulate) -> None:
     assert totals.seconds == pytest.approx(moves * 0.01)
 
 
-def test_best_is_the_highest_accuracy_and_nan_never_wins(make_document) -> None:
-    document = make_document(4, evaluation_metric="accuracy")
+def test_best_is_the_highest_accuracy_and_nan_never_wins() -> None:
     scores = [0.5, 0.9, float("nan"), 0.9]
-    view = fold([RunStarted(document), JOIN])
+    view = fold([*begin(4, evaluation_metric="accuracy"), JOIN])
     for trial, score in enumerate(scores):
         view.apply(
             journal(
@@ -136,24 +140,24 @@ LOSSES = {0: [0.5, 0.9, 0.8], 1: [0.7, 0.6, 0.4], 2: [float("nan"), 0.1, 0.2]}
 def test_a_trial_with_patience_counts_by_its_best_epoch(simulate, losses) -> None:
     simulation, records = simulate(3, losses, patience=1, loss=lambda t, e: LOSSES[t][e])
     view = fold(records)
-    assert [t.best_epoch for t in view.trials] == [0, 2, None]
-    assert [len(t.epochs) for t in view.trials] == [2, 3, 1]
-    assert [t.result_visit for t in view.trials] == [2, 6, 2]
+    assert [t.best_epoch for t in view.trials.values()] == [0, 2, None]
+    assert [len(t.epochs) for t in view.trials.values()] == [2, 3, 1]
+    assert [t.result_visit for t in view.trials.values()] == [2, 6, 2]
     assert [t.result for t in simulation.state.trials.values()] == [2, 6, 2]
-    assert [t.stopped_early for t in view.trials] == [True, False, True]
+    assert [t.stopped_early for t in view.trials.values()] == [True, False, True]
     assert [t.trial for t in view.best_first()] == [1, 0, 2]
     assert view.score(view.trials[0]) == 0.5
 
 
 def test_without_patience_the_last_epoch_counts(simulate) -> None:
     view = fold(simulate(2, loss=lambda t, e: LOSSES[t][e])[1])
-    assert [t.best_epoch for t in view.trials] == [None, None]
-    assert [t.result_visit for t in view.trials] == [6, 6]
-    assert [view.score(t) for t in view.trials] == [0.8, 0.4]
+    assert [t.best_epoch for t in view.trials.values()] == [None, None]
+    assert [t.result_visit for t in view.trials.values()] == [6, 6]
+    assert [view.score(t) for t in view.trials.values()] == [0.8, 0.4]
 
 
-def test_best_by_loss_is_the_lowest_and_failed_trials_never_win(make_document) -> None:
-    view = fold([RunStarted(make_document(3, validated=False)), JOIN])
+def test_best_by_loss_is_the_lowest_and_failed_trials_never_win() -> None:
+    view = fold([*begin(3, validated=False), JOIN])
     for trial, (loss, status) in enumerate([(0.3, "finished"), (0.1, "failed"), (0.2, "finished")]):
         view.apply(
             journal(
@@ -166,9 +170,9 @@ def test_best_by_loss_is_the_lowest_and_failed_trials_never_win(make_document) -
     assert [t.trial for t in view.best_first()] == [2, 0, 1]
 
 
-def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials(make_document) -> None:
-    view = fold([RunStarted(make_document(2)), JOIN])
-    first, second = view.trials
+def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials() -> None:
+    view = fold([*begin(2), JOIN])
+    first, second = view.trials.values()
     assert view.eta(first) is None
     source = ins.StateSource(0, None)
     view.apply(journal(QUIET, ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", source, {})))
@@ -182,15 +186,15 @@ def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials(make_
     assert view.eta(first) == pytest.approx(5 * 2.0)
 
 
-def test_eta_counts_live_workers_only(make_document) -> None:
-    view = fold([RunStarted(make_document(1)), JOIN])
+def test_eta_counts_live_workers_only() -> None:
+    view = fold([*begin(1), JOIN])
     view.apply(journal(ev.WorkerLost("a", "killed")))
     assert view.workers == {}
     assert view.eta(view.trials[0]) is None
 
 
-def test_a_lost_worker_leaves_its_trial_waiting(make_document) -> None:
-    view = fold([RunStarted(make_document(1)), JOIN])
+def test_a_lost_worker_leaves_its_trial_waiting() -> None:
+    view = fold([*begin(1), JOIN])
     started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
     view.apply(journal(QUIET, started))
     assert (view.trials[0].status, view.trials[0].worker) == ("training", 0)
@@ -198,8 +202,8 @@ def test_a_lost_worker_leaves_its_trial_waiting(make_document) -> None:
     assert (view.trials[0].status, view.trials[0].worker) == ("waiting", None)
 
 
-def test_progress_of_a_worker_that_the_trial_has_left_is_ignored(make_document) -> None:
-    view = fold([RunStarted(make_document(1)), JOIN])
+def test_progress_of_a_worker_that_the_trial_has_left_is_ignored() -> None:
+    view = fold([*begin(1), JOIN])
     started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
     view.apply(journal(QUIET, started))
     for worker, loss in ((0, 0.5), (1, 9.0)):

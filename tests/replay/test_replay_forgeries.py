@@ -32,7 +32,7 @@ from cerebro_hydra.plan.journal_fold import fold
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digested_json import decode_document, encode_document
-from cerebro_hydra.storage.run_document import NUMERIC_FILE, REFUSED_FILE, RUN_FILE
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, REFUSED_FILE, RUN_FILE, TRIAL_FILE
 from cerebro_hydra.tune import SearchResult
 from tests.examples import examples
 from tests.forgeries import digested, forged_bytes, forged_json
@@ -85,6 +85,17 @@ def rewrite(folder: RunFolder, **changes: Any) -> None:
     folder.write_json(RUN_FILE, {**folder.read_json(RUN_FILE), **changes})
 
 
+def trial_path(folder: RunFolder) -> Path:
+    return Path(folder.path, "trials", "trial-000", TRIAL_FILE)
+
+
+def rewrite_trial(folder: RunFolder, run_id: str | None = None, **changes: Any) -> None:
+    path = trial_path(folder)
+    document = decode_document(str(path), path.read_bytes())
+    spec, run_id = {**document["spec"], **changes}, run_id or document["run_id"]
+    path.write_bytes(encode_document({"run_id": run_id, "spec": spec}))
+
+
 def test_sound_run_is_read_by_all(sound: RunFolder) -> None:
     assert cerebro_hydra.replay(sound.path, "trial-000", factory).identical
     for reader in readers(sound, "run"):
@@ -121,8 +132,7 @@ def test_recorded_factory_is_not_imported_unasked(forged: RunFolder) -> None:
     marker = Path(forged.path, "it-ran")
     Path(forged.path, "marker_of_an_attack.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
     params = {"args": ["touch", str(marker)]}
-    trials = [{**each, "params": params} for each in forged.read_json(RUN_FILE)["trials"]]
-    rewrite(forged, trials=trials)
+    rewrite_trial(forged, params=params)
     names = ["subprocess:call", "marker_of_an_attack:build", "os:system"]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, forged.path, *names],
@@ -231,7 +241,7 @@ def test_names_of_a_run_lead_nowhere_else(forged: RunFolder, name: str, value: s
     if name == "run_id":
         rewrite(forged, run_id=value)
     else:
-        rewrite(forged, trials=[{**forged.read_json(RUN_FILE)["trials"][0], name: value}])
+        rewrite_trial(forged, **{name: value})
     with pytest.raises(StoreError, match=r"run_id|trial"):
         SearchResult.open(forged.path)
 
@@ -243,6 +253,12 @@ def test_files_of_two_runs_that_were_mixed_are_refused(forged: RunFolder) -> Non
         with pytest.raises(JournalError, match="is of run 'another'"):
             reader()
     forged.write_state(0, 2, state)
+    rewrite_trial(forged, run_id="another")
+    for reader in readers(forged, "trial"):
+        with pytest.raises(JournalError, match="is of run 'another'"):
+            reader()
+    assert "is of run 'another'" in str(cerebro_hydra.verify(forged.path))
+    rewrite_trial(forged, run_id=forged.run_id)
     rewrite(forged, run_id="another")
     for reader in readers(forged, "refused"):
         with pytest.raises(JournalError, match="beside it of run 'another'"):
@@ -275,6 +291,7 @@ def readers(folder: RunFolder, kind: str) -> list[Callable[[], Any]]:
         "numeric": [replayed],
         "manifest": [replayed],
         "refused": [opened, reported],
+        "trial": [replayed, opened, reported],
         "state": [replayed, opened],
         "object": [replayed, opened],
     }
@@ -287,6 +304,7 @@ def documents(folder: RunFolder) -> dict[str, Path]:
     return {
         "run": Path(folder.path, RUN_FILE),
         "refused": Path(folder.path, REFUSED_FILE),
+        "trial": trial_path(folder),
         "numeric": Path(folder.path, NUMERIC_FILE),
         "journal": min(Path(folder.path, "journal").iterdir()),
         "state": Path(folder.path, "trials", "trial-000", "state-000002.json"),
@@ -306,7 +324,7 @@ def content(path: Path, forged: bytes) -> Iterator[None]:
         path.write_bytes(before)
 
 
-KINDS = ("run", "refused", "numeric", "journal", "state", "manifest", "object")
+KINDS = ("run", "trial", "refused", "numeric", "journal", "state", "manifest", "object")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -104,7 +104,7 @@ def make_spec(exchange: Exchange | None = None) -> AgentSpec:
     document = RunDocument(
         run_id="r1", factory=None, seed=0, order="dynamic", num_epochs=1, num_partitions=3,
         evaluation_metric="loss", metrics={"loss": "min"}, feature_columns=("x",),
-        label_columns=("y",), store={}, fingerprint="f" * 32, validated=False, threads=1, trials=(),
+        label_columns=("y",), store={}, fingerprint="f" * 32, validated=False, threads=1,
     )  # fmt: skip
     control = "" if exchange is None else str(exchange.port)
     return AgentSpec(

@@ -17,7 +17,8 @@ from cerebro_hydra.observe import console_observer
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe, merge_metrics
 from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.storage import RunFolder, Store
-from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument, TrialSpec
+from cerebro_hydra.storage.run_folder import read_refused
 from cerebro_hydra.tune.list_search import ListSearch
 from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.result import SearchResult
@@ -131,21 +132,22 @@ class Epochs:
 
     def _go_on(self) -> SearchResult:
         before = self.results[-1]
-        numbers = [i for i, trial in enumerate(before.trials) if trial.status == "finished"]
+        finished = [trial.trial_id for trial in before.trials if trial.status == "finished"]
         first = self.results[0].document.run_id
         folder = RunFolder(self._store, f"{first}-epoch-{len(self.results)}")
-        document = continued(before, numbers, folder, len(self.results))
+        document, specs = continued(before, finished, folder, len(self.results))
         observer = console_observer(self._verbose)
         try:
             Coordinator(
                 folder,
                 document,
+                list(specs.values()),
                 self._backend.launcher(),
                 self._factory,
                 manifest=self._manifest,
                 observers=[observer],
                 merge_metrics=lambda trial, states: merge_metrics(
-                    self._recipe(document.trials[trial].params).state_metrics, states
+                    self._recipe(specs[trial].params).state_metrics, states
                 ),
             ).run()
         finally:
@@ -163,38 +165,41 @@ class Epochs:
 
 
 def continued(
-    before: SearchResult, numbers: Sequence[int], folder: RunFolder, first_epoch: int
-) -> RunDocument:
+    before: SearchResult, finished: Sequence[str], folder: RunFolder, first_epoch: int
+) -> tuple[RunDocument, dict[int, TrialSpec]]:
     """Write the results of some trials as state 0 of a run of one more epoch.
 
     Args:
         before: the result of the run to go on from.
-        numbers: the trials of that run to go on with.
+        finished: the trials of that run to go on with, which keep their numbers.
         folder: the folder of the new run.
         first_epoch: the number of epochs that the trials have had.
     """
     source = RunFolder.open(before.run_path)
-    specs = []
-    for trial, number in enumerate(numbers):
+    specs = {}
+    for number in source.trials():
+        spec = source.read_trial(number, before.document.run_id)
+        if spec.trial_id not in finished:
+            continue
         shards = source.read_state(number, result_visit(source, number))["shards"]
         for shard in shards:
             for digest in (shard["frozen"], shard["trainable"]):
                 if not folder.has_object(digest):
                     folder.write_object(digest, source.read_object(digest))
-        folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": shards})
+        folder.write_state(number, 0, {"trial": number, "visit": 0, "shards": shards})
         digests = tuple((shard["frozen"], shard["trainable"]) for shard in shards)
-        specs.append(replace(before.document.trials[number], trial=trial, shards=digests))
-    document = replace(
-        before.document, run_id=folder.run_id, first_epoch=first_epoch, trials=tuple(specs)
-    )
+        specs[number] = replace(spec, shards=digests)
+        folder.write_trial(specs[number])
+    document = replace(before.document, run_id=folder.run_id, first_epoch=first_epoch)
     folder.write_json(REFUSED_FILE, {"trials": []})
     folder.write_json(RUN_FILE, document.to_json())
-    return document
+    return document, specs
 
 
 def _matched(result: SearchResult, candidates: Sequence[Mapping[str, Any]]) -> list[str | None]:
     """Return the id of each candidate's trial; a run numbers the refused ones last."""
-    admitted = list(result.document.trials)
+    refused = {each["trial_id"] for each in read_refused(RunFolder.open(result.run_path))}
+    admitted = [trial for trial in result.trials if trial.trial_id not in refused]
     names: list[str | None] = []
     for params in candidates:
         admits = bool(admitted) and dict(admitted[0].params) == dict(params)

@@ -1,0 +1,65 @@
+"""An agent is told what a trial is with the first instruction about it, and when it is over."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from cerebro_hydra.hopper.run_config import trial_config
+from cerebro_hydra.observe import Decision, TrialAdmitted
+from cerebro_hydra.plan.events import TrialAdded
+from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.storage.run_document import TrialSpec
+from tests.hopper.scripted_agents import ScriptedLauncher
+from tests.hopper.test_hopper_coordinator import described, run
+
+
+class Listener(ScriptedLauncher):
+    """Notes all that each agent is told of trials, in order."""
+
+    def __init__(self, num_workers: int, script: Any = None) -> None:
+        super().__init__(num_workers, script=script)
+        self.specs: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+        self.forgotten: defaultdict[str, list[int]] = defaultdict(list)
+
+    def hear(self, incarnation: str, message: dict[str, Any]) -> None:
+        if message["do"] == "forget":
+            assert message["trial"] in self.specs[incarnation]
+            self.forgotten[incarnation].append(message["trial"])
+        elif message["spec"] is not None:
+            spec = message["spec"]
+            assert spec["trial"] == message["do"]["trial"]
+            assert spec["trial"] not in self.specs[incarnation], "told twice"
+            self.specs[incarnation][spec["trial"]] = spec
+        elif "trial" in message["do"]:
+            assert message["do"]["trial"] in self.specs[incarnation], "never told"
+
+
+def test_each_agent_hears_of_a_trial_once_before_it_uses_it_and_at_its_end(tmp_path: Any) -> None:
+    died: list[str] = []
+
+    def script(instruction: Any, incarnation: str) -> Any:
+        if isinstance(instruction, StartSubEpoch) and instruction.epoch == 1 and not died:
+            died.append(incarnation)
+            return "die"
+        return None
+
+    launcher = Listener(2, script)
+    document, trials = described(5, 2, 2)
+    run(tmp_path, launcher, (document, trials))
+    assert len(launcher.specs) == 3  # two agents, and one in place of the dead one
+    for incarnation, told in launcher.specs.items():
+        for number, spec in told.items():
+            assert TrialSpec.from_json(spec, "told") == trials[number]
+        if incarnation not in died:
+            assert sorted(launcher.forgotten[incarnation]) == sorted(told)
+
+
+def test_observers_are_told_what_a_trial_is_before_the_decision_that_adds_it(tmp_path: Any) -> None:
+    _, _, tape = run(tmp_path, ScriptedLauncher(2), described(3, 2, 1))
+    admitted = [record.spec for record in tape.records if isinstance(record, TrialAdmitted)]
+    assert admitted == described(3, 2, 1)[1]
+    for before, record in zip(tape.records, tape.records[1:], strict=False):
+        if isinstance(record, Decision) and isinstance(record.event, TrialAdded):
+            assert isinstance(before, TrialAdmitted)
+            assert record.event.config == trial_config(before.spec)
