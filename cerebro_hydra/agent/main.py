@@ -8,7 +8,6 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from cerebro_hydra.agent import watchdog
 from cerebro_hydra.agent.buffer_pool import BufferPool
-from cerebro_hydra.agent.checkpoint import write_checkpoint
+from cerebro_hydra.agent.checkpoint import CheckpointWriter
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.segment_store import SegmentStore, budget_of
@@ -104,7 +103,9 @@ class _Agent:
         self._folder = spec.open_folder()
         self._shard_store = ShardStore(SegmentStore(budget_of(0), start.scratch, BufferPool()))
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._checkpoints = CheckpointWriter(
+            self._incarnation, self._folder, self._shard_store, self._report
+        )
         self._stopping = threading.Event()
         self._ready = threading.Event()
         host = start.host or own_host(spec.control)
@@ -174,7 +175,7 @@ class _Agent:
         finally:
             self._watch.close()
             self._fetch_manager.close()  # the interpreter would wait for its threads
-        self._io.shutdown(cancel_futures=True)
+        self._checkpoints.close()
         self._control.close()
         self._server.close()
 
@@ -254,12 +255,4 @@ class _Agent:
                 self._fetch_manager.drop(instruction.trial, instruction.visit)
             case Checkpoint():
                 shards = self._builder.num_shards(instruction.trial)
-                self._io.submit(self._checkpoint, instruction.trial, instruction.visit, shards)
-
-    def _checkpoint(self, trial: int, visit: int, shards: int) -> None:
-        try:
-            write_checkpoint(self._folder, self._shard_store, trial, visit, shards)
-        except Exception as error:
-            self._report_fatal(error, f"checkpoint of trial {trial}: {error}")
-        else:
-            self._report(events.Checkpointed(trial, visit, self._incarnation))
+                self._checkpoints.write(instruction.trial, instruction.visit, shards)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,20 +13,23 @@ from typing import Any
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import (
     CerebroHydraError,
-    ConfigurationError,
     DataError,
     SetupError,
     StoreError,
 )
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
+from cerebro_hydra.hopper.collector import Collector
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.launcher import Factory, Launcher
+from cerebro_hydra.hopper.metric_merger import MergeStates, MetricMerger
+from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.roster import Roster
 from cerebro_hydra.hopper.run_config import hop_config, trial_config
 from cerebro_hydra.hopper.trial_specs import TrialSpecs
 from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.observe.records import (
     AgentStarted,
+    NotSaved,
     OutputLine,
     Progress,
     RunEnded,
@@ -39,24 +41,28 @@ from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import (
     Event,
-    MetricsMerged,
-    MetricsMergeFailed,
+    ForkFailed,
+    RunResumed,
     TrialAdded,
     TrialForked,
     WorkerLost,
 )
+from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import (
     Cancel,
     Checkpoint,
+    Collect,
     Drop,
     Evaluate,
     FetchShards,
     FinishTrial,
+    ForkState,
     Instruction,
     MergeMetrics,
     StartSubEpoch,
 )
+from cerebro_hydra.plan.remade import RemadeStates
 from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -98,9 +104,6 @@ class _Message:
     content: dict[str, Any]
 
 
-MergeStates = Callable[[int, list[dict[str, Any]]], dict[str, float]]
-"""Merges what a trial's custom metrics made of each validation partition, in partition order."""
-
 _Item = Event | AgentInfo | _Message | _JobEnded
 
 
@@ -111,7 +114,7 @@ class Coordinator:
     is journalled before it is carried out.
 
     Args:
-        folder: the run's files; its journal must not exist yet.
+        folder: the run's files; its journal must not exist yet, unless the run is resumed.
         document: the run.
         trials: what each trial is; the folder has their first states.
         launcher: starts the agents and replaces dead ones.
@@ -122,6 +125,7 @@ class Coordinator:
         merge_metrics: called with a trial and the states of its custom metrics, by name, one dict
             per validation partition; returns a value per name. It runs on the caller's thread, and
             what it raises fails the trial alone.
+        resumed: what the run was, if it goes on; its workers may be more or fewer now.
 
     Raises:
         ConfigurationError: a trial has custom metrics and there is no `merge_metrics`.
@@ -139,6 +143,7 @@ class Coordinator:
         observers: Sequence[Observer] = (),
         join_timeout: float = 120.0,
         merge_metrics: MergeStates | None = None,
+        resumed: ResumedRun | None = None,
     ) -> None:
         self._folder = folder
         self._document = document
@@ -149,11 +154,16 @@ class Coordinator:
         self._join_timeout = join_timeout
         self._specs = TrialSpecs(trials)
         self._search = closed_search(document, trials)
-        self._merge_metrics = _checked(merge_metrics, self._search)
-        self._scheduler = Scheduler(self._search.config)
+        self._merger = MetricMerger(merge_metrics, self._search.trials)
+        self._resumed = resumed
+        self._scheduler = Scheduler(self._search.config, resumed.state if resumed else None)
         self._state = self._scheduler.state
+        self._collector = Collector(folder)
+        self._remade: RemadeStates = RemadeStates({}, ())
+        self._refused: StoreError | None = None
+        self._untidy = resumed is not None  # files may be left that no trial names
         self._roster = Roster(launcher.num_workers)
-        self._numeric: dict[str, Any] = {}
+        self._numeric = resumed.document(NUMERIC_FILE) if resumed else {}
         self._workers: dict[str, Any] = {}
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._door = threading.Lock()
@@ -167,12 +177,17 @@ class Coordinator:
             SetupError: workers are missing or are lost again and again, or no agent can be started
                 any more.
             DataError: an agent can't read its rows as they were prepared.
-            StoreError: an agent can't write to the run folder.
+            StoreError: the end of the journal can't be written, so that the run must be resumed.
+            JournalError: another program has resumed the same run.
         """
         begun = time.monotonic()
         credentials = new_credentials(self._launcher.tls)
-        self._observers.on_record(RunStarted(self._document))
-        self._journal = Journal(self._folder, self._search.config)
+        if self._resumed is None:
+            self._observers.on_record(RunStarted(self._document))
+            self._journal = Journal.begin(self._folder, self._search.config)
+        else:
+            self._observers.on_record(RunStarted(self._document, self._resumed.records))
+            self._journal = self._resumed.journal()
         self._control = ControlServer(
             self._launcher.host, credentials, self._on_hello, self._on_message, self._on_closed
         )
@@ -192,19 +207,21 @@ class Coordinator:
             self._launcher.stop(STOP_SECONDS if self._state.finished else INTERRUPT_SECONDS)
             self._control.close()  # until here, agents that come late are told that it is over
             self._journal.close()
+            self._collector.close()
             self._observers.on_record(RunEnded(time.monotonic() - begun))
         self._sweep()
         return self._state
 
     def _sweep(self) -> None:
-        """Delete every state that was a trial's best until a better one came."""
-        results = {
-            number: {0, trial.result}
-            for number, trial in self._state.trials.items()
-            if trial.config.patience is not None and trial.result
-        }
-        if results:
-            self._folder.sweep(results)
+        """Delete what losses, refused writes and earlier drivers left, which no trial names."""
+        if self._journal.error is not None:
+            raise StoreError(f"the end of the journal is not written: {self._journal.error}")
+        if self._untidy or not self._collector.complete:
+            kept: dict[int, set[int]] = {number: set() for number in self._state.trials}
+            for trial, visit in self._state.holders.states_at(STORE):
+                kept[trial].add(visit)
+            with suppress(StoreError):  # it is tidier without, and no less true
+                self._folder.sweep(kept)
 
     def _dismiss(self) -> None:
         """Tell every agent to stop, and refuse those that come from now on."""
@@ -238,7 +255,12 @@ class Coordinator:
     # ------------------------------------------------------------------ the loop
 
     def _decide_until_over(self) -> None:
-        self._decide(self._search.events())
+        if self._resumed is None:
+            self._decide(self._search.events())
+        else:
+            self._resumed.write_forks()
+            self._decide([RunResumed(), *self._search.events_after(self._state)])
+            self._remade = self._resumed.remade()
         while not self._state.finished:
             self._decide(self._next_events())
 
@@ -250,6 +272,18 @@ class Coordinator:
                 self._observers.on_record(TrialAdmitted(spec))
             self._carry_out(decision.instructions)
             self._observers.on_record(decision)
+            for difference in self._remade.compare(decision.event, decision.instructions):
+                self._inbox.put(difference)
+        self._look_after_store()
+
+    def _look_after_store(self) -> None:
+        """Delete what the journal says, as soon as it does; tell once if it can't be written."""
+        error = self._journal.error
+        if error is None:
+            self._collector.release()
+        elif self._refused is None:
+            self._observers.on_record(NotSaved("the journal", str(error)))
+        self._refused = error
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""
@@ -259,10 +293,11 @@ class Coordinator:
         return [event for item in items if (event := self._event_of(item)) is not None]
 
     def _next_item(self) -> _Item:
-        if self._journal.waiting:
+        while self._journal.waiting:
             with suppress(queue.Empty):
                 return self._inbox.get(timeout=JOURNAL_SECONDS)
             self._journal.write()
+            self._look_after_store()
         try:
             return self._inbox.get(timeout=self._join_timeout if self._roster.missing else None)
         except queue.Empty:
@@ -287,9 +322,12 @@ class Coordinator:
         self._roster.admit(agent)
         worker = str(agent.worker)
         self._numeric[worker] = agent.numeric
-        self._folder.write_json(NUMERIC_FILE, self._numeric)
         self._workers[worker] = {"host": agent.host, "pid": agent.pid, "gpus": list(agent.gpus)}
-        self._folder.write_json(WORKERS_FILE, self._workers)
+        for name, found in ((NUMERIC_FILE, self._numeric), (WORKERS_FILE, self._workers)):
+            try:
+                self._folder.write_json(name, found)
+            except StoreError as error:  # the next agent writes it anew
+                self._observers.on_record(NotSaved(name, str(error)))
         self._observers.on_record(
             AgentStarted(
                 agent.worker, agent.incarnation, agent.host, agent.pid, agent.gpus, agent.numeric
@@ -319,6 +357,7 @@ class Coordinator:
         Raises:
             SetupError: the worker has lost too many in a row.
         """
+        self._untidy = True
         self._roster.leave(lost.incarnation)
         agent = self._roster.agent(lost.incarnation)
         if self._roster.losses(agent.worker) >= MOST_LOSSES:
@@ -356,39 +395,24 @@ class Coordinator:
                     message = {"do": to_json(instruction), "uri": uri, "spec": spec}
                     self._control.send(instruction.incarnation, message)
                 case Cancel() | Checkpoint() | Drop():
+                    if isinstance(instruction, Checkpoint):
+                        state = (instruction.trial, instruction.visit)
+                        self._collector.spare(*state, self._state.holders.segments(*state))
                     message = {"do": to_json(instruction), "uri": None, "spec": None}
                     self._control.send(instruction.incarnation, message)
                 case FinishTrial(trial):
                     for incarnation in self._specs.end(trial):
                         self._control.send(incarnation, {"do": "forget", "trial": trial})
-                case MergeMetrics():
-                    self._inbox.put(self._merged_metrics(instruction))
-
-    def _merged_metrics(self, task: MergeMetrics) -> MetricsMerged | MetricsMergeFailed:
-        named = (task.attempt, task.trial, task.epoch)
-        names = self._state.trials[task.trial].config.custom_metrics
-        try:
-            values = self._merge_metrics(task.trial, list(task.states))
-            if values.keys() != set(names):
-                raise ConfigurationError(
-                    f"the custom metrics are {list(names)}, but {sorted(values)} were measured; "
-                    "return one value for each"
-                )
-            return MetricsMerged(*named, {name: float(values[name]) for name in names})
-        except Exception:
-            return MetricsMergeFailed(*named, traceback.format_exc())
-
-
-def _checked(merge_metrics: MergeStates | None, search: ClosedSearch) -> MergeStates:
-    if merge_metrics is not None:
-        return merge_metrics
-    for trial in search.trials:
-        if trial.custom_metrics:
-            raise ConfigurationError(
-                f"trial {trial.trial} has the custom metrics {list(trial.custom_metrics)}, and "
-                "nothing merges them; pass merge_metrics= to the Coordinator"
-            )
-    return lambda trial, states: {}
+                case MergeMetrics(trial=trial):
+                    names = self._state.trials[trial].config.custom_metrics
+                    self._inbox.put(self._merger.merged(instruction, names))
+                case Collect():
+                    self._collector.hold(instruction)
+                case ForkState(trial, parent, visit):
+                    try:
+                        self._folder.fork_state(trial, parent, visit)
+                    except StoreError as error:
+                        self._inbox.put(ForkFailed(trial, str(error)))
 
 
 def closed_search(document: RunDocument, trials: Sequence[TrialSpec]) -> ClosedSearch:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.hopper.journal import Journal
-from cerebro_hydra.observe.records import Decision
+from cerebro_hydra.observe.records import Decision, TrialAdmitted, records_of
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
@@ -46,6 +46,12 @@ class ResumedRun:
             if line["seq"] == self._records:
                 return
             yield Decision.from_json(line)
+
+    def records(self) -> Iterator[TrialAdmitted | Decision]:
+        """Read all that was told of the run before."""
+        for record in records_of(self._folder):
+            if isinstance(record, TrialAdmitted | Decision):
+                yield record
 
     def journal(self) -> Journal:
         """Go on with the journal."""

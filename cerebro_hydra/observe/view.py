@@ -111,6 +111,10 @@ class RunView:
         self.audits: int = 0
         """How many steps of training were also taken by the uncut model, with the same bits."""
         self.audit_seconds: float = 0.0
+        self.not_saved: dict[int, str] = {}
+        """Why the latest state of a trial that was to be written is not in the run's folder."""
+        self.differences: list[events.StateDiffers] = []
+        """States that were made again after a resume, with other bytes than before."""
         self.seconds: float | None = None
         """Wall-clock seconds of the whole run, or of its journal if it was read from a folder."""
         self._tasks: dict[int, Task] = {}
@@ -128,6 +132,8 @@ class RunView:
         match record:
             case RunStarted():
                 self.document = record.document
+                for each in record.past():
+                    self.apply(each)
             case TrialAdmitted():
                 self._admit(record.spec)
             case Decision():
@@ -211,6 +217,20 @@ class RunView:
                 self.workers[event.worker] = event.incarnation
             case events.WorkerLost():
                 self._lose(event.incarnation)
+            case events.RunResumed():
+                for incarnation in list(self.workers.values()):
+                    self._lose(incarnation)
+            case events.BudgetExtended():
+                trial = self.trials[event.trial]
+                early = trial.stopped_early or event.budget <= len(trial.epochs)
+                if trial.status == "finished" and not early:
+                    trial.status, trial.result_visit = "waiting", None
+            case events.CheckpointFailed():
+                self.not_saved[event.trial] = event.error
+            case events.Checkpointed():
+                self.not_saved.pop(event.trial, None)
+            case events.StateDiffers():
+                self.differences.append(event)
             case events.SubEpochDone() | events.EvaluationDone():
                 self._done(event)
 

@@ -112,8 +112,9 @@ class Holders:
         return min(self._known[trial][visit].places, key=lambda each: self._writers.get(each, 0))
 
     def segments(self, trial: int, visit: int) -> tuple[str, ...]:
-        """Return the digests of the state's segments."""
-        return self._known[trial][visit].segments[1:]
+        """Return the digests of the state's segments; none if it is not known any more."""
+        state = self._known.get(trial, {}).get(visit)
+        return () if state is None else state.segments[1:]
 
     def forget_worker(self, incarnation: str) -> None:
         """Remove everything that this incarnation held."""

@@ -92,7 +92,8 @@ class RunDocument:
     with their results as state 0. Its `first_epoch` says how many epochs they have had, because
     the order of rows depends on the number of the epoch. A trial fails whose batch takes longer
     than `batch_seconds`, or whose task takes longer than `sub_epoch_seconds`; None is no limit.
-    Audits may take `audit_share` of an agent's training time.
+    Audits may take `audit_share` of an agent's training time. `checkpoint` says after what the
+    newest state of a trial is written to the store.
     """
 
     run_id: Name
@@ -115,6 +116,7 @@ class RunDocument:
     batch_seconds: float | None = None
     sub_epoch_seconds: float | None = None
     audit_share: Annotated[float, within(0, 1)] = 0.0
+    checkpoint: Annotated[str, one_of("epoch", "sub-epoch", "end")] = "epoch"
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

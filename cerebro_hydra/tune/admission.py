@@ -117,9 +117,14 @@ class Admission:
         self._reported: set[tuple[ShardReport, ...]] = set()
 
     def admit(
-        self, candidates: Sequence[Mapping[str, Any]], evaluation_metric: str = "loss"
+        self,
+        candidates: Sequence[Mapping[str, Any]],
+        evaluation_metric: str = "loss",
+        first: int = 0,
     ) -> Admitted:
         """Admit each candidate; whatever its own code raises refuses that one alone.
+
+        Their numbers begin with `first`.
 
         Raises:
             StoreError: the store can't be read or written, which no candidate can help.
@@ -128,20 +133,21 @@ class Admission:
                 different directions, or measure different ones.
         """
         with AdmissionProgress(len(candidates), self._report) as progress:
-            return self._admit_all(candidates, evaluation_metric, progress)
+            return self._admit_all(candidates, evaluation_metric, progress, first)
 
     def _admit_all(
         self,
         candidates: Sequence[Mapping[str, Any]],
         evaluation_metric: str,
         progress: AdmissionProgress,
+        first: int,
     ) -> Admitted:
         admitted = Admitted()
         refused: list[tuple[Mapping[str, Any], str, str]] = []
         for progress.done, params in enumerate(candidates):
             try:
                 with exclusive_generator:
-                    spec, recipe = self._admit(len(admitted.specs), params)
+                    spec, recipe = self._admit(first + len(admitted.specs), params)
             except _Refused as refusal:
                 refused.append((params, str(refusal), refusal.reason))
                 continue
@@ -161,7 +167,9 @@ class Admission:
             admitted.metrics = metrics
             admitted.state_metrics.append(recipe.state_metrics)
             admitted.specs.append(spec)
-        for number, (params, error, reason) in enumerate(refused, start=len(admitted.specs)):
+        for number, (params, error, reason) in enumerate(
+            refused, start=first + len(admitted.specs)
+        ):
             trial_id = f"trial-{number:03d}"
             admitted.refused.append({"trial_id": trial_id, "params": dict(params), "error": error})
             self._report(f"{trial_id}: {dict(params)} failed before training: {reason}")

@@ -18,9 +18,8 @@ from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, Interrupted, StoreError
 from cerebro_hydra.hopper.backend import Backend
-from cerebro_hydra.hopper.coordinator import Coordinator
-from cerebro_hydra.observe import Observer, ReportWriter, console_observer
-from cerebro_hydra.plan.hop_config import ORDERS
+from cerebro_hydra.observe import Observer
+from cerebro_hydra.plan.hop_config import CHECKPOINTS, ORDERS
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument
@@ -28,6 +27,8 @@ from cerebro_hydra.tune.admission import Admission, Admitted, loading_exporter
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.interrupts import sigterm_interrupts
 from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.resume import RunToResume
+from cerebro_hydra.tune.running import Surroundings, all_failed, run_trials
 from cerebro_hydra.tune.space import check_space
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class Search(ABC):
             takes 20 times the median of its trial's batches is told of in any case.
         sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take from
             its first batch on; else like `batch_seconds`.
+        checkpoint: after what the newest state of every trial is written to the store, in the
+            background: "epoch", "sub-epoch", or only at the "end" of the trial. A run that is
+            resumed goes on from there.
         audit_share: how much of the training time may go into audits, which take single steps also
             with the uncut model and compare every bit; 0 makes none. A trial that differs is
             trained again as one piece, or fails if it is one already.
@@ -92,6 +96,7 @@ class Search(ABC):
         order: str = "dynamic",
         batch_seconds: float | None = None,
         sub_epoch_seconds: float | None = None,
+        checkpoint: str = "epoch",
         audit_share: float = 0.01,
         verbose: int = 1,
         observers: Sequence[Observer] = (),
@@ -121,6 +126,9 @@ class Search(ABC):
         if order not in ORDERS:
             raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
         self.order = order
+        if checkpoint not in CHECKPOINTS:
+            raise ConfigurationError(f"checkpoint is {checkpoint!r}; it is one of {CHECKPOINTS}")
+        self.checkpoint = checkpoint
         self.batch_seconds = _seconds("batch_seconds", batch_seconds)
         self.sub_epoch_seconds = _seconds("sub_epoch_seconds", sub_epoch_seconds)
         self.audit_share = _share("audit_share", audit_share)
@@ -140,7 +148,7 @@ class Search(ABC):
     def candidates(self) -> list[dict[str, Any]]:
         """Return the parameters of every trial, in order."""
 
-    def fit(self, df: DataFrame) -> SearchResult:
+    def fit(self, df: DataFrame, resume: str | None = None) -> SearchResult:
         """Train every candidate on `df`.
 
         A trial whose model can't be built, or whose training raises or gives a NaN loss, fails
@@ -149,8 +157,18 @@ class Search(ABC):
         stop button and SIGTERM end the run and its agents within ten seconds; what was reached is
         in `result` of the error, and of this search.
 
+        A run that was killed, interrupted or ended by an error goes on from its checkpoints, on as
+        many workers as there are now. A run that is over is extended: finished trials go on if
+        `num_epochs` is larger, and candidates that it does not have are added. A trial that had
+        stopped early stays as it is; one that keeps its best state goes on from its last one where
+        that was written, else from its best one.
+
+        Args:
+            df: the rows; those that the run was begun with.
+            resume: the folder of a run to go on with, `<store>/runs/<run id>`; None begins one.
+
         Raises:
-            ConfigurationError: the data or the metric does not fit the arguments.
+            ConfigurationError: the data, the metric or the run does not fit the arguments.
             SetupError: Spark can't run the agents.
             DataError: rows can't be used.
             StoreError: the store can't be read or written; says what to do.
@@ -163,10 +181,13 @@ class Search(ABC):
                 raise ConfigurationError(
                     f"the DataFrame has no column {name!r}; its columns are {df.columns}"
                 )
+        folder = RunFolder(self.store, _new_run_id()) if resume is None else self._folder_of(resume)
         with sigterm_interrupts():
+            if RunToResume.begun(folder):
+                return self._resume(folder)
             with loading_exporter():
                 manifest = self.backend.prepare(self.store, df, self.data_spec)
-            return self._fit(manifest)
+            return self._fit(manifest, folder)
 
     def fit_on_prepared_data(self, prepared: Manifest | None = None) -> SearchResult:
         """Train every candidate on data that is there already.
@@ -200,35 +221,72 @@ class Search(ABC):
         with sigterm_interrupts():
             return self._fit(choose_prepared(self.store, workers, self.data_spec, prepared))
 
-    def _fit(self, manifest: Manifest) -> SearchResult:
-        folder = RunFolder(self.store, _new_run_id())
+    def _folder_of(self, run_path: str) -> RunFolder:
+        folder = RunFolder.open(run_path)
+        if folder.store.prefix != self.store.prefix:
+            raise ConfigurationError(
+                f"resume is {run_path!r}, which is not in the store {self.store.prefix!r}; give "
+                "the search the store of the run"
+            )
+        return RunFolder(self.store, folder.run_id)
+
+    def _resume(self, folder: RunFolder) -> SearchResult:
+        run = RunToResume(folder)
+        run.require_same(
+            seed=self.seed,
+            order=self.order,
+            evaluation_metric=self.evaluation_metric,
+            feature_columns=self.data_spec.feature_columns,
+            label_columns=self.data_spec.label_columns,
+            sample_weight_column=self.data_spec.sample_weight_column,
+            checkpoint=self.checkpoint,
+        )
+        if news := run.new_candidates(self.candidates()):
+            run.extend(self._admit(folder, run.manifest, news, run.next_number))
+        run.set_epochs(self.num_epochs)
+        return self._watched(folder, lambda: run.go_on(self._surroundings))
+
+    def _fit(self, manifest: Manifest, folder: RunFolder | None = None) -> SearchResult:
+        folder = folder or RunFolder(self.store, _new_run_id())
         with _removed_on_error(folder):
-            admitted = self._admit(folder, manifest)
+            admitted = self._admit(folder, manifest, self.candidates())
             folder.write_json(REFUSED_FILE, {"trials": admitted.refused})
             document = self._document(folder, manifest, admitted)
             if admitted.specs:
                 folder.write_json(RUN_FILE, document.to_json())
         if not admitted.specs:
-            raise _all_failed(folder.path, [each["error"] for each in admitted.refused])
-        estimator_factories.remember(folder.path, self.estimator_gen_fn)
-        try:
-            self._run(folder, document, manifest, admitted)
-        except KeyboardInterrupt:
-            result = self.result = SearchResult.open(folder.path)
-            raise Interrupted(
-                f"the run was interrupted; {result!r} is in search.result", result
-            ) from None
-        result = self.result = SearchResult.open(folder.path)
-        if all(trial.status == "failed" for trial in result.trials):
-            raise _all_failed(folder.path, [trial.error or "" for trial in result.trials])
-        return result
+            raise all_failed(folder.path, [each["error"] for each in admitted.refused])
+        parts = (folder, document, admitted.specs, manifest, admitted.merge_metrics)
+        return self._watched(folder, lambda: run_trials(self._surroundings, *parts))
 
-    def _admit(self, folder: RunFolder, manifest: Manifest) -> Admitted:
+    def _watched(self, folder: RunFolder, run: Callable[[], SearchResult]) -> SearchResult:
+        """Run it, and keep its result, also that of a run that is interrupted or has none left."""
+        try:
+            self.result = run()
+        except Interrupted as interrupted:
+            self.result = interrupted.result
+            raise
+        except AllTrialsFailed:
+            self.result = SearchResult.open(folder.path)
+            raise
+        return self.result
+
+    @property
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(self.backend, self.estimator_gen_fn, self.verbose, self.observers)
+
+    def _admit(
+        self,
+        folder: RunFolder,
+        manifest: Manifest,
+        candidates: Sequence[Mapping[str, Any]],
+        first: int = 0,
+    ) -> Admitted:
         columns = Columns.of(self.data_spec)
         examples = ExampleBatches(manifest, self.store, columns)
         report = print if self.verbose else lambda line: None
         admission = Admission(self.estimator_gen_fn, columns, examples, folder, self.seed, report)
-        return admission.admit(self.candidates(), self.evaluation_metric)
+        return admission.admit(candidates, self.evaluation_metric, first)
 
     def _document(self, folder: RunFolder, manifest: Manifest, admitted: Admitted) -> RunDocument:
         return RunDocument(
@@ -251,29 +309,8 @@ class Search(ABC):
             batch_seconds=self.batch_seconds,
             sub_epoch_seconds=self.sub_epoch_seconds,
             audit_share=self.audit_share,
+            checkpoint=self.checkpoint,
         )
-
-    def _run(
-        self, folder: RunFolder, document: RunDocument, manifest: Manifest, admitted: Admitted
-    ) -> None:
-        observer, report = console_observer(self.verbose), ReportWriter(folder)
-        coordinator = Coordinator(
-            folder,
-            document,
-            admitted.specs,
-            self.backend.launcher(),
-            self.estimator_gen_fn,
-            manifest=manifest,
-            # Trackers come after the report, which they may keep as an artifact.
-            observers=[observer, report, *self.observers],
-            merge_metrics=admitted.merge_metrics,
-        )
-        try:
-            coordinator.run()
-        finally:
-            observer.close()
-            if self.verbose and report.path:
-                print(f"report: {report.path}")
 
 
 @contextmanager
@@ -332,12 +369,3 @@ def _checked_metric(metric: Any, validation: Any) -> str:
             "training loss"
         )
     return metric
-
-
-def _all_failed(run_path: str, errors: Sequence[str]) -> AllTrialsFailed:
-    """Return the error that gives each reason once, with the number of trials that it ended."""
-    reasons = {error: errors.count(error) for error in errors}
-    stories = "\n\n".join(f"{count} of {len(errors)}: {e.strip()}" for e, count in reasons.items())
-    return AllTrialsFailed(
-        f"all {len(errors)} trials failed; the run folder is {run_path}\n\n{stories}"
-    )
