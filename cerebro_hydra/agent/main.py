@@ -103,9 +103,6 @@ class _Agent:
         self._folder = spec.open_folder()
         self._shard_store = ShardStore(SegmentStore(budget_of(0), start.scratch, BufferPool()))
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._checkpoints = CheckpointWriter(
-            self._incarnation, self._folder, self._shard_store, self._report
-        )
         self._stopping = threading.Event()
         self._ready = threading.Event()
         host = start.host or own_host(spec.control)
@@ -161,6 +158,9 @@ class _Agent:
             self._begin,
             self._watch,
             spec.document.audit_share,
+        )
+        self._checkpoints = CheckpointWriter(
+            self._incarnation, self._folder, self._shard_store, self._report
         )
         self._report(events.WorkerJoined(start.worker, self._incarnation, tuple(own)))
         self._ready.set()

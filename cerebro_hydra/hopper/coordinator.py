@@ -18,18 +18,17 @@ from cerebro_hydra.errors import (
     StoreError,
 )
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
-from cerebro_hydra.hopper.collector import Collector
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.launcher import Factory, Launcher
 from cerebro_hydra.hopper.metric_merger import MergeStates, MetricMerger
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.roster import Roster
 from cerebro_hydra.hopper.run_config import hop_config, trial_config
+from cerebro_hydra.hopper.run_writer import RunWriter
 from cerebro_hydra.hopper.trial_specs import TrialSpecs
 from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.observe.records import (
     AgentStarted,
-    NotSaved,
     OutputLine,
     Progress,
     RunEnded,
@@ -41,13 +40,11 @@ from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import (
     Event,
-    ForkFailed,
     RunResumed,
     TrialAdded,
     TrialForked,
     WorkerLost,
 )
-from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import (
     Cancel,
@@ -158,9 +155,7 @@ class Coordinator:
         self._resumed = resumed
         self._scheduler = Scheduler(self._search.config, resumed.state if resumed else None)
         self._state = self._scheduler.state
-        self._collector = Collector(folder)
-        self._remade: RemadeStates = RemadeStates({}, ())
-        self._refused: StoreError | None = None
+        self._remade = RemadeStates({}, ())
         self._untidy = resumed is not None  # files may be left that no trial names
         self._roster = Roster(launcher.num_workers)
         self._numeric = resumed.document(NUMERIC_FILE) if resumed else {}
@@ -184,10 +179,11 @@ class Coordinator:
         credentials = new_credentials(self._launcher.tls)
         if self._resumed is None:
             self._observers.on_record(RunStarted(self._document))
-            self._journal = Journal.begin(self._folder, self._search.config)
+            journal = Journal.begin(self._folder, self._search.config)
         else:
             self._observers.on_record(RunStarted(self._document, self._resumed.records))
-            self._journal = self._resumed.journal()
+            journal = self._resumed.journal()
+        self._writer = RunWriter(self._folder, journal, self._observers.on_record)
         self._control = ControlServer(
             self._launcher.host, credentials, self._on_hello, self._on_message, self._on_closed
         )
@@ -206,22 +202,10 @@ class Coordinator:
             self._dismiss()
             self._launcher.stop(STOP_SECONDS if self._state.finished else INTERRUPT_SECONDS)
             self._control.close()  # until here, agents that come late are told that it is over
-            self._journal.close()
-            self._collector.close()
+            self._writer.close()
             self._observers.on_record(RunEnded(time.monotonic() - begun))
-        self._sweep()
+        self._writer.finish(self._state, self._untidy)
         return self._state
-
-    def _sweep(self) -> None:
-        """Delete what losses, refused writes and earlier drivers left, which no trial names."""
-        if self._journal.error is not None:
-            raise StoreError(f"the end of the journal is not written: {self._journal.error}")
-        if self._untidy or not self._collector.complete:
-            kept: dict[int, set[int]] = {number: set() for number in self._state.trials}
-            for trial, visit in self._state.holders.states_at(STORE):
-                kept[trial].add(visit)
-            with suppress(StoreError):  # it is tidier without, and no less true
-                self._folder.sweep(kept)
 
     def _dismiss(self) -> None:
         """Tell every agent to stop, and refuse those that come from now on."""
@@ -266,7 +250,7 @@ class Coordinator:
 
     def _decide(self, events: Iterable[Event]) -> None:
         decided = [each for event in events for each in self._scheduler.handle(event)]
-        for decision in self._journal.append(time.time(), decided):
+        for decision in self._writer.append(decided):
             if isinstance(decision.event, TrialAdded | TrialForked):
                 spec = self._specs[decision.event.config.trial]
                 self._observers.on_record(TrialAdmitted(spec))
@@ -274,16 +258,6 @@ class Coordinator:
             self._observers.on_record(decision)
             for difference in self._remade.compare(decision.event, decision.instructions):
                 self._inbox.put(difference)
-        self._look_after_store()
-
-    def _look_after_store(self) -> None:
-        """Delete what the journal says, as soon as it does; tell once if it can't be written."""
-        error = self._journal.error
-        if error is None:
-            self._collector.release()
-        elif self._refused is None:
-            self._observers.on_record(NotSaved("the journal", str(error)))
-        self._refused = error
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""
@@ -293,11 +267,10 @@ class Coordinator:
         return [event for item in items if (event := self._event_of(item)) is not None]
 
     def _next_item(self) -> _Item:
-        while self._journal.waiting:
+        while self._writer.waiting:
             with suppress(queue.Empty):
                 return self._inbox.get(timeout=JOURNAL_SECONDS)
-            self._journal.write()
-            self._look_after_store()
+            self._writer.write()
         try:
             return self._inbox.get(timeout=self._join_timeout if self._roster.missing else None)
         except queue.Empty:
@@ -323,11 +296,8 @@ class Coordinator:
         worker = str(agent.worker)
         self._numeric[worker] = agent.numeric
         self._workers[worker] = {"host": agent.host, "pid": agent.pid, "gpus": list(agent.gpus)}
-        for name, found in ((NUMERIC_FILE, self._numeric), (WORKERS_FILE, self._workers)):
-            try:
-                self._folder.write_json(name, found)
-            except StoreError as error:  # the next agent writes it anew
-                self._observers.on_record(NotSaved(name, str(error)))
+        self._writer.write_document(NUMERIC_FILE, self._numeric)
+        self._writer.write_document(WORKERS_FILE, self._workers)
         self._observers.on_record(
             AgentStarted(
                 agent.worker, agent.incarnation, agent.host, agent.pid, agent.gpus, agent.numeric
@@ -396,8 +366,7 @@ class Coordinator:
                     self._control.send(instruction.incarnation, message)
                 case Cancel() | Checkpoint() | Drop():
                     if isinstance(instruction, Checkpoint):
-                        state = (instruction.trial, instruction.visit)
-                        self._collector.spare(*state, self._state.holders.segments(*state))
+                        self._writer.prepare(instruction, self._state)
                     message = {"do": to_json(instruction), "uri": None, "spec": None}
                     self._control.send(instruction.incarnation, message)
                 case FinishTrial(trial):
@@ -407,12 +376,10 @@ class Coordinator:
                     names = self._state.trials[trial].config.custom_metrics
                     self._inbox.put(self._merger.merged(instruction, names))
                 case Collect():
-                    self._collector.hold(instruction)
-                case ForkState(trial, parent, visit):
-                    try:
-                        self._folder.fork_state(trial, parent, visit)
-                    except StoreError as error:
-                        self._inbox.put(ForkFailed(trial, str(error)))
+                    self._writer.collect(instruction)
+                case ForkState():
+                    if failed := self._writer.fork(instruction):
+                        self._inbox.put(failed)
 
 
 def closed_search(document: RunDocument, trials: Sequence[TrialSpec]) -> ClosedSearch:

@@ -163,6 +163,15 @@ Record = (
 )
 
 
+def unfolded(record: Record) -> Iterator[Record]:
+    """Yield a record, and after the start of a run that goes on what was told of it before."""
+    if isinstance(record, RunStarted):
+        yield RunStarted(record.document)
+        yield from record.past()
+    else:
+        yield record
+
+
 def records_of(folder: RunFolder) -> Iterator[Record]:
     """Yield the start, trials, every decision, and the end, whose seconds are the journal's.
 

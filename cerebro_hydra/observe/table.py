@@ -11,30 +11,27 @@ from rich.table import Table
 from rich.text import Text
 
 from cerebro_hydra.observe.records import (
-    Decision,
     OutputLine,
     Record,
     RunEnded,
     RunStarted,
-    SlowBatch,
     TrialAdmitted,
 )
 from cerebro_hydra.observe.text import (
     add_parameter_columns,
     duration,
-    failed_audit,
     final_table,
     metric_heading,
     metric_title,
+    not_saved,
     number,
     parameters,
     prefixed,
-    slowness,
     status_text,
     summary,
+    troubles,
 )
 from cerebro_hydra.observe.view import RunView, TrialView
-from cerebro_hydra.plan.instructions import TrainUncut
 
 _SECONDS_BETWEEN_FRAMES = 0.1
 _WIDTH_FOR_PARAMETERS = 100
@@ -64,18 +61,15 @@ class LiveTable:
             case TrialAdmitted(spec):
                 if self._console.width < _WIDTH_FOR_PARAMETERS:
                     self._console.print(Text(f"{spec.trial_id}: {parameters(spec.params)}"))
-            case Decision():
-                for instruction in record.instructions:
-                    if isinstance(instruction, TrainUncut):
-                        self._console.print(Text(failed_audit(instruction)))
             case OutputLine():
                 self._console.print(Text(prefixed(record)))
-            case SlowBatch():
-                self._console.print(Text(slowness(record)))
             case RunEnded():
                 self.close()
                 self._console.print(final_table(self.view))
-                self._console.print(summary(self.view), highlight=False)
+                lines = [summary(self.view), *not_saved(self.view)]
+                self._console.print("\n".join(lines), highlight=False, markup=False)
+        for trouble in troubles(record):
+            self._console.print(Text(trouble))
         now = time.monotonic()
         if self._live is not None and now - self._drawn >= _SECONDS_BETWEEN_FRAMES:
             self._drawn = now

@@ -220,11 +220,6 @@ class RunView:
             case events.RunResumed():
                 for incarnation in list(self.workers.values()):
                     self._lose(incarnation)
-            case events.BudgetExtended():
-                trial = self.trials[event.trial]
-                early = trial.stopped_early or event.budget <= len(trial.epochs)
-                if trial.status == "finished" and not early:
-                    trial.status, trial.result_visit = "waiting", None
             case events.CheckpointFailed():
                 self.not_saved[event.trial] = event.error
             case events.Checkpointed():
@@ -260,6 +255,9 @@ class RunView:
                 trial.status, trial.reason = instruction.status, instruction.reason
                 trial.result_visit = instruction.visit
                 trial.worker = trial.partition = trial.attempt = None
+            case instructions.ReopenTrial():
+                trial = self.trials[instruction.trial]
+                trial.status, trial.result_visit = "waiting", None
 
     def _lose(self, incarnation: str) -> None:
         """Forget a lost agent and its tasks."""

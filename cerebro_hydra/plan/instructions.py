@@ -185,8 +185,15 @@ class FinishTrial:
 
 
 @dataclass(frozen=True, slots=True)
+class ReopenTrial:
+    """Let a finished trial go on, because its budget was extended; its result is void."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRun:
-    """End the run, because every trial is over; it comes once."""
+    """End the run, because every trial is over; it comes again if the search was reopened."""
 
 
 Instruction = (
@@ -204,5 +211,6 @@ Instruction = (
     | TrainUncut
     | EndEpoch
     | FinishTrial
+    | ReopenTrial
     | FinishRun
 )

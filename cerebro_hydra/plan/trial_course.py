@@ -15,6 +15,7 @@ from cerebro_hydra.plan.instructions import (
     ForkState,
     MergeMetrics,
     Redo,
+    ReopenTrial,
     TrainUncut,
 )
 from cerebro_hydra.plan.progress import Attempt, TrialProgress, TrialStatus
@@ -96,6 +97,7 @@ class TrialCourse:
         self._tables.set_status(index, "waiting")
         trial.result = None
         self._tables.log(index, "goes on after its end")
+        self._tables.instructions.append(ReopenTrial(index))
         if not self._retention.intact(index, trial):
             visit = self._retention.fallback(index, trial)
             self._roll_back(index, trial, visit, "its newest state was not kept")

@@ -97,7 +97,7 @@ def run_in_process(
         )  # fmt: skip
 
     search = closed_search(document, [spec])
-    scheduler, journal = Scheduler(search.config), Journal(folder, search.config)
+    scheduler, journal = Scheduler(search.config), Journal.begin(folder, search.config)
     events: deque[Event] = deque(search.events())
     events.extend(WorkerJoined(n, f"agent-{n}", (n,)) for n in range(PARTITIONS))
     while not scheduler.state.finished:

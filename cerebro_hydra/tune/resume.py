@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, StoreError
-from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import closed_search
 from cerebro_hydra.hopper.launcher import Factory
 from cerebro_hydra.hopper.resumed_run import ResumedRun
-from cerebro_hydra.observe import Observer
 from cerebro_hydra.recipe import Columns, Metric, build_recipe, exclusive_generator, merge_metrics
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import REFUSED_FILE, RUN_FILE, RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import read_document, read_refused
 from cerebro_hydra.tune.admission import Admitted
-from cerebro_hydra.tune.interrupts import sigterm_interrupts
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.running import Surroundings, run_trials
 
@@ -121,8 +118,15 @@ class RunToResume:
         self.document = replace(self.document, num_epochs=num_epochs)
         self.folder.write_json(RUN_FILE, self.document.to_json())
 
+    def find_factory(self, given: Factory | str | None, trust: bool) -> Factory:
+        """Return the run's `estimator_gen_fn`; raises as `estimator_factories.find` does."""
+        return estimator_factories.find(self.folder.path, self.document.factory, given, trust)
+
     def go_on(self, around: Surroundings) -> SearchResult:
-        """Train until every trial is over; what `run_trials` raises is raised here too."""
+        """Train until every trial is over, on as many workers as the backend has.
+
+        What `run_trials` raises is raised here too.
+        """
         resumed = ResumedRun(self.folder) if self.folder.journal_end()[1] else None
         search = closed_search(self.document, self.specs)
         if resumed and resumed.state.finished and not search.events_after(resumed.state):
@@ -156,33 +160,3 @@ class RebuiltMetrics:
                 recipe = build_recipe(self._factory, self._params[trial], seed, columns)
             self._metrics[trial] = recipe.state_metrics
         return merge_metrics(self._metrics[trial], states)
-
-
-def resume(
-    run_path: str,
-    backend: Backend,
-    factory: Callable[[Any], Any] | str | None = None,
-    trust: bool = False,
-    verbose: int = 1,
-    observers: Sequence[Observer] = (),
-) -> SearchResult:
-    """Go on with a run until every trial is over, on as many workers as the backend has.
-
-    Args:
-        run_path: `<store>/runs/<run id>`.
-        backend: where it runs.
-        factory: the run's `estimator_gen_fn`, or its "module:name".
-        trust: whether the name that the run records may be imported.
-        verbose: 0 prints nothing, 1 shows progress.
-        observers: are given every record of the run.
-
-    Raises:
-        StoreError: there is no run to resume, or a file of it is damaged.
-        JournalError: its journal is damaged, or of another version.
-        ConfigurationError: the factory is known only by the name that the run records.
-        and whatever `Search.fit` raises.
-    """
-    run = RunToResume(RunFolder.open(run_path))
-    found = estimator_factories.find(run.folder.path, run.document.factory, factory, trust)
-    with sigterm_interrupts():
-        return run.go_on(Surroundings(backend, found, verbose, observers))
