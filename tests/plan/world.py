@@ -387,6 +387,7 @@ class World:
     ) -> None:
         """Take the place of a driver that was killed when this was its journal and its store."""
         self.journal = json.loads(json.dumps(journal))
+        self.snapshots = self.snapshots[: len(journal)]
         self.store, self.objects = dict(store), set(objects)
         told = [from_json(each) for entry in journal for each in entry["instructions"]]
         self.instructions = told
@@ -400,6 +401,11 @@ class World:
             agent.outbox.clear()
         self.scheduler = Scheduler(self.config, fold(self.config, self.journal))
         self.state = self.scheduler.state
+        stored = self.state.holders.states_at("store")
+        for each in told:  # of a fork that was journalled, and not carried out
+            if isinstance(each, ins.ForkState) and (each.trial, each.visit) in stored:
+                forked = self.store.get((each.parent, each.visit), ())
+                self.store.setdefault((each.trial, each.visit), forked)
         self.handle(ev.RunResumed())
         if isinstance(self.search, ClosedSearch):
             for event in self.search.events_after(self.state):
