@@ -15,7 +15,7 @@ from cerebro_hydra.observe import Decision
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from tests.end_to_end import models
 
-SPACE = {"lr": hp_choice([0.01, 0.003, 0.001]), "dropout": hp_choice([0.2])}
+RATES = [0.01, 0.003, 0.001]
 
 
 class Ticker:
@@ -33,17 +33,24 @@ def rows() -> Arrays:
     return Arrays({"features": x.astype(np.float32), "label": y})
 
 
+def space(*rates: float) -> dict[str, Any]:
+    return {"lr": hp_choice(list(rates)), "dropout": hp_choice([0.2])}
+
+
 def search(folder: str, workers: int, **options: Any) -> GridSearch:
-    return GridSearch(
-        backend=LocalBackend(workers),
-        store=LocalStore(folder),
-        estimator_gen_fn=models.feed_forward,
-        search_space=SPACE,
-        **{"num_epochs": 3, "order": "seeded", "verbose": 0, "observers": [Ticker()], **options},
-    )
+    settings = {
+        "store": LocalStore(folder),
+        "estimator_gen_fn": models.feed_forward,
+        "search_space": space(*RATES),
+        "num_epochs": 3,
+        "order": "seeded",
+        "verbose": 0,
+        "observers": [Ticker()],
+    }
+    return GridSearch(backend=LocalBackend(workers), **{**settings, **options})
 
 
 if __name__ == "__main__":
     place, count, *run = sys.argv[1:]
-    cadence = {"checkpoint": "sub-epoch"} if "sub-epoch" in place else {}
-    search(place, int(count), **cadence).fit(rows(), resume=run[0] if run else None)
+    cadence = "sub-epoch" if place.endswith("sub-epoch") else "epoch"
+    search(place, int(count), checkpoint=cadence).fit(rows(), resume=run[0] if run else None)
