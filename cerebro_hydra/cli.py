@@ -1,4 +1,4 @@
-"""The command line: `demo`, `replay`, `verify`, `report`, `runs`, `clean` and `doctor`."""
+"""The command line: `demo`, `resume`, `replay`, `verify`, `report`, `runs`, `clean`, `doctor`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.command(arguments)
     except CerebroHydraError as error:
-        print(f"cerebro-hydra: {error}", file=sys.stderr)
+        notes: list[str] = getattr(error, "__notes__", [])
+        print(f"cerebro-hydra: {error}", *notes, sep="\n", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("cerebro-hydra: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"cerebro-hydra: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130
     return status
 
@@ -41,16 +42,20 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--keep", metavar="PATH", help="store to keep; default: a removed folder")
     demo.set_defaults(command=_demo)
 
+    resume = commands.add_parser("resume", help="go on with a run whose driver ended")
+    resume.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
+    _add_factory(resume)
+    _add_spark(resume)
+    workers = "default: one for each partition of the run's data"
+    resume.add_argument("--workers", type=_count, help=workers)
+    resume.set_defaults(command=_resume)
+
     replay = commands.add_parser(
         "replay", help="train trials again in plain PyTorch and compare every bit"
     )
     replay.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
     replay.add_argument("--trial", metavar="ID", help="for example trial-000; default: all")
-    factory = replay.add_mutually_exclusive_group()
-    factory.add_argument("--factory", metavar="MODULE:NAME", help="the run's estimator_gen_fn")
-    factory.add_argument(
-        "--trust", action="store_true", help="import the estimator_gen_fn that the run records"
-    )
+    _add_factory(replay)
     replay.set_defaults(command=_replay)
 
     verify = commands.add_parser(
@@ -62,15 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.set_defaults(command=_verify)
 
     doctor = commands.add_parser("doctor", help="check a Spark and its network; say what to change")
-    doctor.add_argument("--master", metavar="URL", help="default: Spark on this machine")
-    doctor.add_argument(
-        "--conf",
-        metavar="KEY=VALUE",
-        type=_setting,
-        action="append",
-        default=[],
-        help="a Spark setting; may come several times",
-    )
+    _add_spark(doctor)
     doctor.add_argument("--workers", type=_count, default=2, help="default: 2")
     doctor.add_argument(
         "--store", metavar="PATH", help="a folder that all machines share, or hdfs://..."
@@ -109,6 +106,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_factory(parser: argparse.ArgumentParser) -> None:
+    factory = parser.add_mutually_exclusive_group()
+    factory.add_argument("--factory", metavar="MODULE:NAME", help="the run's estimator_gen_fn")
+    factory.add_argument(
+        "--trust", action="store_true", help="import the estimator_gen_fn that the run records"
+    )
+
+
+def _add_spark(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--master", metavar="URL", help="default: Spark on this machine")
+    parser.add_argument(
+        "--conf",
+        metavar="KEY=VALUE",
+        type=_setting,
+        action="append",
+        default=[],
+        help="a Spark setting; may come several times",
+    )
+
+
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -127,6 +144,28 @@ def _demo(arguments: argparse.Namespace) -> int:
     from cerebro_hydra.demo import run
 
     return run(epochs=arguments.epochs, workers=arguments.workers, keep=arguments.keep)
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from cerebro_hydra.spark import SparkBackend
+    from cerebro_hydra.spark.session import new_session
+    from cerebro_hydra.storage import RunFolder
+    from cerebro_hydra.tune.interrupts import sigterm_interrupts
+    from cerebro_hydra.tune.resume import RunToResume
+    from cerebro_hydra.tune.running import Surroundings
+
+    if arguments.factory or arguments.trust:
+        sys.path.append(os.getcwd())  # where the factory may lie, as for a replay
+    run = RunToResume(RunFolder.open(arguments.run))
+    factory = run.find_factory(arguments.factory, arguments.trust)
+    workers = arguments.workers or run.document.num_partitions
+    spark = new_session(arguments.master, dict(arguments.conf), workers)
+    try:
+        with sigterm_interrupts():
+            print(run.go_on(Surroundings(SparkBackend(spark, workers), factory)))
+    finally:
+        spark.stop()
+    return 0
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from cerebro_hydra.agent import watchdog
 from cerebro_hydra.agent.buffer_pool import BufferPool
-from cerebro_hydra.agent.checkpoint import write_checkpoint
+from cerebro_hydra.agent.checkpoint import CheckpointWriter
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.segment_store import SegmentStore, budget_of
@@ -105,7 +105,7 @@ class _Agent:
         self._folder = spec.open_folder()
         self._shard_store = ShardStore(SegmentStore(budget_of(0), start.scratch, BufferPool()))
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._decoding = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._stopping = threading.Event()
         self._ready = threading.Event()
         host = start.host or own_host(spec.control)
@@ -171,6 +171,9 @@ class _Agent:
             self._watch,
             spec.document.audit_share,
         )
+        self._checkpoints = CheckpointWriter(
+            self._incarnation, self._folder, self._shard_store, self._report
+        )
         self._report(events.WorkerJoined(start.worker, self._incarnation, tuple(own)))
         self._ready.set()
 
@@ -184,7 +187,8 @@ class _Agent:
         finally:
             self._watch.close()
             self._fetch_manager.close()  # the interpreter would wait for its threads
-        self._io.shutdown(cancel_futures=True)
+        self._decoding.shutdown(cancel_futures=True)
+        self._checkpoints.close()
         self._control.close()
         self._server.close()
 
@@ -264,9 +268,9 @@ class _Agent:
             case Drop():
                 self._fetch_manager.drop(instruction.trial, instruction.visit)
             case AdoptPartitions():
-                self._io.submit(self._adopt, instruction.partitions)
+                self._decoding.submit(self._adopt, instruction.partitions)
             case Checkpoint():
-                self._io.submit(self._checkpoint, instruction.trial, instruction.visit)
+                self._checkpoints.write(instruction.trial, instruction.visit)
 
     def _adopt(self, partitions: Sequence[int]) -> None:
         """Decode partitions of a worker that did not come back, unless they are here already."""
@@ -277,13 +281,3 @@ class _Agent:
             self._fail(error)
         else:
             self._report(events.PartitionsAdopted(self._incarnation, tuple(partitions)))
-
-    def _checkpoint(self, trial: int, visit: int) -> None:
-        try:
-            # Not asked of the builder: a fork may need a state of a trial that is over.
-            shards = self._shard_store.num_shards(trial, visit)
-            write_checkpoint(self._folder, self._shard_store, trial, visit, shards)
-        except Exception as error:
-            self._report_fatal(error, f"checkpoint of trial {trial}: {error}")
-        else:
-            self._report(events.Checkpointed(trial, visit, self._incarnation))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -15,7 +14,6 @@ from typing import Any
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import (
     CerebroHydraError,
-    ConfigurationError,
     DataError,
     JobStopped,
     SetupError,
@@ -25,8 +23,11 @@ from cerebro_hydra.hopper.absences import Absences
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.launcher import Factory, Launcher
+from cerebro_hydra.hopper.metric_merger import MetricMerger
+from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.roster import Roster
 from cerebro_hydra.hopper.run_config import hop_config
+from cerebro_hydra.hopper.run_writer import RunWriter
 from cerebro_hydra.hopper.trial_source import News, NewTrial, TrialSource
 from cerebro_hydra.hopper.trial_specs import TrialSpecs
 from cerebro_hydra.observe.observer import Observer, Observers
@@ -42,8 +43,7 @@ from cerebro_hydra.observe.records import (
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.events import (
     Event,
-    MetricsMerged,
-    MetricsMergeFailed,
+    RunResumed,
     TrialAdded,
     TrialForked,
     WorkerLost,
@@ -53,14 +53,17 @@ from cerebro_hydra.plan.instructions import (
     AdoptPartitions,
     Cancel,
     Checkpoint,
+    Collect,
     Drop,
     Evaluate,
     FetchShards,
     FinishTrial,
+    ForkState,
     Instruction,
     MergeMetrics,
     StartSubEpoch,
 )
+from cerebro_hydra.plan.remade import RemadeStates
 from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -106,13 +109,14 @@ class Coordinator:
     is journalled before it is carried out.
 
     Args:
-        folder: the run's files; its journal must not exist yet.
+        folder: the run's files; its journal must not exist yet, unless the run is resumed.
         document: the run.
         trials: where trials come from, also while the run goes on.
         launcher: starts the agents and replaces dead ones.
         factory: the user's `estimator_gen_fn`; travels once, inside the launcher's closure.
         manifest: the run's data.
         observers: are given every record, in order.
+        resumed: what the run was, if it goes on; its workers may be more or fewer now.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class Coordinator:
         *,
         manifest: Manifest,
         observers: Sequence[Observer] = (),
+        resumed: ResumedRun | None = None,
     ) -> None:
         self._folder = folder
         self._document = document
@@ -134,10 +139,15 @@ class Coordinator:
         self._observers = Observers(observers)
         self._trials = trials
         self._specs = TrialSpecs()
-        self._scheduler = Scheduler(hop_config(document))
+        self._merger = MetricMerger(trials.merge_metrics)
+        self._resumed = resumed
+        config = hop_config(document)
+        self._scheduler = Scheduler(config, resumed.state if resumed else None)
         self._state = self._scheduler.state
+        self._remade = RemadeStates({}, ())
+        self._untidy = resumed is not None  # files may be left that no trial names
         self._roster = Roster(launcher.num_workers)
-        self._numeric: dict[str, Any] = {}
+        self._numeric = resumed.document(NUMERIC_FILE) if resumed else {}
         self._workers: dict[str, Any] = {}
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._door = threading.Lock()
@@ -150,13 +160,19 @@ class Coordinator:
         Raises:
             SetupError: no worker comes, all are lost again and again, or no more can be started.
             DataError: an agent can't read its rows as they were prepared.
-            StoreError: an agent can't write to the run folder.
+            StoreError: the end of the journal can't be written, so that the run must be resumed.
+            JournalError: another program has resumed the same run.
             and whatever the source of the trials tells.
         """
         begun = time.monotonic()
         credentials = new_credentials(self._launcher.tls)
-        self._observers.on_record(RunStarted(self._document))
-        self._journal = Journal(self._folder, self._state.config)
+        if self._resumed is None:
+            self._observers.on_record(RunStarted(self._document))
+            journal = Journal.begin(self._folder, self._state.config)
+        else:
+            self._observers.on_record(RunStarted(self._document, self._resumed.records))
+            journal = self._resumed.journal()
+        self._writer = RunWriter(self._folder, journal, self._observers.on_record)
         limits = self._launcher.limits
         self._control = ControlServer(
             self._launcher.host,
@@ -185,17 +201,10 @@ class Coordinator:
             self._trials.close()
             self._launcher.stop(STOP_SECONDS if self._state.finished else INTERRUPT_SECONDS)
             self._control.close()  # until here, agents that come late are told that it is over
-            self._journal.close()
+            self._writer.close()
             self._observers.on_record(RunEnded(time.monotonic() - begun))
-        self._sweep()
+        self._writer.finish(self._state, self._untidy)
         return self._state
-
-    def _sweep(self) -> None:
-        """Delete every state that was a trial's best until a better one came."""
-        trials = self._state.trials.items()
-        results = {n: {0, t.result} for n, t in trials if t.config.keep == "best" and t.result}
-        if results:
-            self._folder.sweep(results)
 
     def _dismiss(self) -> None:
         """Tell every agent to stop, and refuse those that come from now on."""
@@ -229,6 +238,10 @@ class Coordinator:
     # ------------------------------------------------------------------ the loop
 
     def _decide_until_over(self) -> None:
+        if self._resumed is not None:
+            self._resumed.write_forks()
+            self._decide([RunResumed()])
+            self._remade = self._resumed.remade()
         self._decide(self._events_of(self._trials.start(self._inbox.put)))
         while not self._state.finished:
             self._decide(self._next_events())
@@ -240,12 +253,14 @@ class Coordinator:
             for event, instructions in self._scheduler.handle(waiting.popleft()):
                 decided.append((event, instructions))
                 waiting += self._trials.follow(event, instructions)
-        for decision in self._journal.append(time.time(), decided):
+        for decision in self._writer.append(decided):
             if isinstance(decision.event, TrialAdded | TrialForked):
                 spec = self._specs[decision.event.config.trial]
                 self._observers.on_record(TrialAdmitted(spec))
             self._carry_out(decision.instructions)
             self._observers.on_record(decision)
+            for difference in self._remade.compare(decision.event, decision.instructions):
+                self._inbox.put(difference)
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""
@@ -259,10 +274,10 @@ class Coordinator:
 
     def _next_item(self) -> _Item | None:
         """Return what comes next; None if missing workers are to be seen to before."""
-        if self._journal.waiting:
+        while self._writer.waiting:
             with suppress(queue.Empty):
                 return self._inbox.get(timeout=JOURNAL_SECONDS)
-            self._journal.write()
+            self._writer.write()
         with suppress(queue.Empty):
             return self._inbox.get(timeout=self._absences.seconds)
         return None
@@ -291,9 +306,9 @@ class Coordinator:
         self._roster.admit(agent)
         worker = str(agent.worker)
         self._numeric[worker] = agent.numeric
-        self._folder.write_json(NUMERIC_FILE, self._numeric)
         self._workers[worker] = {"host": agent.host, "pid": agent.pid, "gpus": list(agent.gpus)}
-        self._folder.write_json(WORKERS_FILE, self._workers)
+        self._writer.write_document(NUMERIC_FILE, self._numeric)
+        self._writer.write_document(WORKERS_FILE, self._workers)
         self._observers.on_record(
             AgentStarted(
                 agent.worker, agent.incarnation, agent.host, agent.pid, agent.gpus, agent.numeric
@@ -326,6 +341,7 @@ class Coordinator:
         Raises:
             SetupError: every worker has lost too many in a row.
         """
+        self._untidy = True
         agent = self._roster.leave(lost.incarnation)
         if (losses := self._roster.losses(agent.worker)) >= self._launcher.limits.max_failures:
             self._inbox.put(self._absences.refuse(agent, losses, lost.reason))
@@ -354,24 +370,18 @@ class Coordinator:
                     message = {"do": to_json(instruction), "uri": uri, "spec": spec}
                     self._control.send(instruction.incarnation, message)
                 case Cancel() | Checkpoint() | Drop() | AdoptPartitions():
+                    if isinstance(instruction, Checkpoint):
+                        self._writer.prepare(instruction, self._state)
                     message = {"do": to_json(instruction), "uri": None, "spec": None}
                     self._control.send(instruction.incarnation, message)
                 case FinishTrial(trial):
                     for incarnation in self._specs.end(trial):
                         self._control.send(incarnation, {"do": "forget", "trial": trial})
-                case MergeMetrics():
-                    self._inbox.put(self._merged_metrics(instruction))
-
-    def _merged_metrics(self, task: MergeMetrics) -> MetricsMerged | MetricsMergeFailed:
-        named = (task.attempt, task.trial, task.epoch)
-        names = self._state.trials[task.trial].config.custom_metrics
-        try:
-            values = self._trials.merge_metrics(task.trial, list(task.states))
-            if values.keys() != set(names):
-                raise ConfigurationError(
-                    f"the custom metrics are {list(names)}, but {sorted(values)} were measured; "
-                    "return one value for each"
-                )
-            return MetricsMerged(*named, {name: float(values[name]) for name in names})
-        except Exception:
-            return MetricsMergeFailed(*named, traceback.format_exc())
+                case MergeMetrics(trial=trial):
+                    names = self._state.trials[trial].config.custom_metrics
+                    self._inbox.put(self._merger.merged(instruction, names))
+                case Collect():
+                    self._writer.collect(instruction)
+                case ForkState():
+                    if failed := self._writer.fork(instruction):
+                        self._inbox.put(failed)

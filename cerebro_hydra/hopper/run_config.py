@@ -15,6 +15,7 @@ def hop_config(document: RunDocument) -> HopConfig:
         evaluate=document.validated,
         metric=("val_" if document.validated else "train_") + document.evaluation_metric,
         direction=document.metrics[document.evaluation_metric],
+        checkpoint=document.checkpoint,
     )
 
 

@@ -12,48 +12,37 @@ from cerebro_hydra.observe.records import (
     Record,
     RunEnded,
     RunStarted,
-    SlowBatch,
     TrialAdmitted,
-    WorkersMissing,
 )
 from cerebro_hydra.observe.text import (
-    absence,
     duration,
-    failed_audit,
     final_table,
+    not_saved,
     numbers,
     parameters,
     prefixed,
-    slowness,
     summary,
     taken_over,
+    troubles,
     winner_line,
 )
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import Event, SearchClosed, WorkerGivenUp, WorkerLost
-from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo, TrainUncut
+from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
 from cerebro_hydra.storage.run_document import RunDocument
 
 _LOGGER = logging.getLogger("cerebro_hydra.trials")
 
 
 class LogLines:
-    """Sends what user code prints or logs, slow batches and failed audits to Python's logging."""
+    """Sends what user code prints or logs, and troubles, to Python's logging."""
 
     def on_record(self, record: Record) -> None:
         """Log one line under `cerebro_hydra.trials`."""
         if isinstance(record, OutputLine):
             _LOGGER.info("%s", prefixed(record))
-        elif isinstance(record, SlowBatch):
-            _LOGGER.warning("%s", slowness(record))
-        elif isinstance(record, WorkersMissing):
-            _LOGGER.warning("%s", absence(record))
-        elif isinstance(record, Decision):
-            if isinstance(record.event, WorkerGivenUp):
-                _LOGGER.warning("%s", taken_over(record.event))
-            for instruction in record.instructions:
-                if isinstance(instruction, TrainUncut):
-                    _LOGGER.warning("%s", failed_audit(instruction))
+        for trouble in troubles(record):
+            _LOGGER.warning("%s", trouble)
 
     def close(self) -> None:
         """Do nothing: plain lines hold no screen."""
@@ -84,15 +73,14 @@ class PlainLines:
                     self._tell(instruction)
             case OutputLine():
                 self._print(prefixed(record))
-            case SlowBatch():
-                self._print(slowness(record))
-            case WorkersMissing():
-                self._print(absence(record))
             case RunEnded():
                 # A pipe or file has no width of its own, and files are read in wide windows.
                 self._console.print(final_table(self.view), width=max(self._console.width, 120))
-                self._print(summary(self.view))
-                self._print(winner_line(self.view))
+                self._print(
+                    "\n".join([summary(self.view), winner_line(self.view), *not_saved(self.view)])
+                )
+        for trouble in troubles(record):
+            self._print(trouble)
 
     def close(self) -> None:
         """Do nothing: plain lines hold no screen."""
@@ -121,8 +109,6 @@ class PlainLines:
                     self._print(f"{trial.trial_id} {trial.reason}")
                 elif trial.status != "finished":
                     self._print(f"{trial.trial_id} {trial.status}: {trial.reason.rstrip()}")
-            case TrainUncut():
-                self._print(failed_audit(instruction))
             case Redo(index, reason=reason):
                 trial = self.view.trials[index]
                 self._print(f"{trial.trial_id} repeats sub-epochs: {reason}")

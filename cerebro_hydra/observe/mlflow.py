@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted, TrialAdmitted
+from cerebro_hydra.observe.records import (
+    Decision,
+    Record,
+    RunEnded,
+    RunStarted,
+    TrialAdmitted,
+    unfolded,
+)
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
@@ -59,6 +66,10 @@ class MLflowTracker:
 
     def on_record(self, record: Record) -> None:
         """Log the epochs and ends that a record tells of; another search may follow."""
+        for each in unfolded(record):
+            self._take(each)
+
+    def _take(self, record: Record) -> None:
         if isinstance(record, RunStarted):
             self._view = RunView()
         self._view.apply(record)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, TypedDict
 
@@ -21,9 +21,13 @@ ENDS = ("finished", "failed", "stopped")
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The run begins; comes first."""
+    """The run begins or goes on; comes first.
+
+    `past` reads what was told of a run that goes on: its trials and decisions, in order.
+    """
 
     document: RunDocument
+    past: Callable[[], Iterable[TrialAdmitted | Decision]] = tuple
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,17 @@ class WorkersMissing:
 
 
 @dataclass(frozen=True)
+class NotSaved:
+    """The store refuses a file of the run, which goes on and tries again.
+
+    What can't be written of a trial's states is told by the decision on `CheckpointFailed`.
+    """
+
+    what: str
+    error: str
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """The run is over, however it ended; comes last."""
 
@@ -157,8 +172,18 @@ Record = (
     | OutputLine
     | SlowBatch
     | WorkersMissing
+    | NotSaved
     | RunEnded
 )
+
+
+def unfolded(record: Record) -> Iterator[Record]:
+    """Yield a record, and after the start of a run that goes on what was told of it before."""
+    if isinstance(record, RunStarted):
+        yield RunStarted(record.document)
+        yield from record.past()
+    else:
+        yield record
 
 
 def records_of(folder: RunFolder) -> Iterator[Record]:

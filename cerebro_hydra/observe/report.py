@@ -15,7 +15,7 @@ from cerebro_hydra import __version__
 from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.observe.records import Record, RunEnded
-from cerebro_hydra.observe.text import duration, metric_title, number, utf8
+from cerebro_hydra.observe.text import differing, duration, metric_title, not_saved, number, utf8
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.observe.view import RunView, TrialView
@@ -86,6 +86,7 @@ def _content(view: RunView, timeline: Timeline) -> dict[str, Any]:
         "measured": list(view.measured()),
         "metric_title": metric_title(view),
         "winner": winner,
+        "troubles": [*not_saved(view), *map(differing, view.differences)],
         "winner_params": _texts(winner.params) if winner else {},
         "begun": begun,
         "busy": sum(bar.seconds for bar in timeline.tasks) / span,

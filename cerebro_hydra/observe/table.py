@@ -11,35 +11,28 @@ from rich.table import Table
 from rich.text import Text
 
 from cerebro_hydra.observe.records import (
-    Decision,
     OutputLine,
     Record,
     RunEnded,
     RunStarted,
-    SlowBatch,
     TrialAdmitted,
-    WorkersMissing,
 )
 from cerebro_hydra.observe.text import (
-    absence,
     add_parameter_columns,
     duration,
-    failed_audit,
     final_table,
     metric_heading,
     metric_title,
+    not_saved,
     number,
     parameters,
     prefixed,
-    slowness,
     status_text,
     summary,
-    taken_over,
+    troubles,
     winner_line,
 )
 from cerebro_hydra.observe.view import RunView, TrialView
-from cerebro_hydra.plan.events import WorkerGivenUp
-from cerebro_hydra.plan.instructions import TrainUncut
 
 _SECONDS_BETWEEN_FRAMES = 0.1
 _WIDTH_FOR_PARAMETERS = 100
@@ -69,23 +62,15 @@ class LiveTable:
             case TrialAdmitted(spec):
                 if self._console.width < _WIDTH_FOR_PARAMETERS:
                     self._console.print(Text(f"{spec.trial_id}: {parameters(spec.params)}"))
-            case Decision():
-                if isinstance(record.event, WorkerGivenUp):
-                    self._console.print(Text(taken_over(record.event)))
-                for instruction in record.instructions:
-                    if isinstance(instruction, TrainUncut):
-                        self._console.print(Text(failed_audit(instruction)))
             case OutputLine():
                 self._console.print(Text(prefixed(record)))
-            case SlowBatch():
-                self._console.print(Text(slowness(record)))
-            case WorkersMissing():
-                self._console.print(Text(absence(record)))
             case RunEnded():
                 self.close()
                 self._console.print(final_table(self.view))
-                self._console.print(summary(self.view), highlight=False)
-                self._console.print(Text(winner_line(self.view)))
+                lines = [summary(self.view), winner_line(self.view), *not_saved(self.view)]
+                self._console.print("\n".join(lines), highlight=False, markup=False)
+        for trouble in troubles(record):
+            self._console.print(Text(trouble))
         now = time.monotonic()
         if self._live is not None and now - self._drawn >= _SECONDS_BETWEEN_FRAMES:
             self._drawn = now

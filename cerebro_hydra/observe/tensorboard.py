@@ -7,7 +7,14 @@ import time
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.observe.records import Decision, Record, RunEnded, RunStarted, TrialAdmitted
+from cerebro_hydra.observe.records import (
+    Decision,
+    Record,
+    RunEnded,
+    RunStarted,
+    TrialAdmitted,
+    unfolded,
+)
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.plan.events import TrialRefused
@@ -39,6 +46,10 @@ class TensorBoardTracker:
 
         Another search may follow.
         """
+        for each in unfolded(record):
+            self._take(each)
+
+    def _take(self, record: Record) -> None:
         if isinstance(record, RunStarted):
             self._view, self._writers = RunView(), dict[int, Any]()
         self._view.apply(record)

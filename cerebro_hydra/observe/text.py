@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.records import OutputLine, SlowBatch, WorkersMissing
+from cerebro_hydra.observe.records import (
+    Decision,
+    NotSaved,
+    OutputLine,
+    Record,
+    SlowBatch,
+    WorkersMissing,
+)
 from cerebro_hydra.observe.view import RunView, TrialView
-from cerebro_hydra.plan.events import WorkerGivenUp
+from cerebro_hydra.plan.events import CheckpointFailed, StateDiffers, WorkerGivenUp
 from cerebro_hydra.plan.instructions import TrainUncut
+from cerebro_hydra.storage.names import trial_name
 
 STYLES = {
     "waiting": "dim",
@@ -65,6 +73,43 @@ def failed_audit(uncut: TrainUncut) -> str:
         f"trial-{uncut.trial:03d} is trained again from its first state, in one piece, because its "
         f"training in shards differs from the uncut model: {uncut.difference}"
     )
+
+
+def troubles(record: Record) -> Iterator[str]:
+    """Yield a line for each thing in a record that harms no result, and that people should know."""
+    match record:
+        case SlowBatch():
+            yield slowness(record)
+        case WorkersMissing():
+            yield absence(record)
+        case Decision(event=WorkerGivenUp() as given_up):
+            yield taken_over(given_up)
+        case NotSaved(what, error):
+            yield f"{what} can't be written, which is tried again: {error}"
+        case Decision(event=CheckpointFailed(trial, visit, _, error)):
+            yield f"{trial_name(trial)}: the state after visit {visit} is not saved: {error}"
+        case Decision(event=StateDiffers() as made):
+            yield differing(made)
+    if isinstance(record, Decision):
+        for instruction in record.instructions:
+            if isinstance(instruction, TrainUncut):
+                yield failed_audit(instruction)
+
+
+def differing(made: StateDiffers) -> str:
+    """Return which state did not come out as before."""
+    return (
+        f"{trial_name(made.trial)}: the state after visit {made.visit} was made again, and shards "
+        f"{list(made.shards)} have other bytes than before the run was resumed"
+    )
+
+
+def not_saved(view: RunView) -> list[str]:
+    """Return a line for each trial whose latest state is not in the run's folder."""
+    return [
+        f"not saved: {trial_name(trial)} ({error})"
+        for trial, error in sorted(view.not_saved.items())
+    ]
 
 
 def utf8(text: str) -> str:

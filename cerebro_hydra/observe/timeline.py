@@ -108,6 +108,11 @@ class Timeline:
                 self._join(event, now)
             case events.WorkerLost():
                 self._lose(event.incarnation, event.reason, now)
+            case events.RunResumed():
+                for incarnation in list(self._live.values()):
+                    self._lose(incarnation, "the run was resumed", now)
+            case events.SearchReopened():
+                self.finished = False
             case events.StateReceived():
                 self._received[event.trial, event.visit, event.incarnation] = now
             case events.SubEpochDone():

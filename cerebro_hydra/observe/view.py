@@ -112,6 +112,10 @@ class RunView:
         self.audits: int = 0
         """How many steps of training were also taken by the uncut model, with the same bits."""
         self.audit_seconds: float = 0.0
+        self.not_saved: dict[int, str] = {}
+        """Why the latest state of a trial that was to be written is not in the run's folder."""
+        self.differences: list[events.StateDiffers] = []
+        """States that were made again after a resume, with other bytes than before."""
         self.seconds: float | None = None
         """Wall-clock seconds of the whole run, or of its journal if it was read from a folder."""
         self._tasks: dict[int, Task] = {}
@@ -129,6 +133,8 @@ class RunView:
         match record:
             case RunStarted():
                 self.document = record.document
+                for each in record.past():
+                    self.apply(each)
             case TrialAdmitted():
                 self._admit(record.spec)
             case Decision():
@@ -212,6 +218,15 @@ class RunView:
                 self.workers[event.worker] = event.incarnation
             case events.WorkerLost():
                 self._lose(event.incarnation)
+            case events.RunResumed():
+                for incarnation in list(self.workers.values()):
+                    self._lose(incarnation)
+            case events.CheckpointFailed():
+                self.not_saved[event.trial] = event.error
+            case events.Checkpointed():
+                self.not_saved.pop(event.trial, None)
+            case events.StateDiffers():
+                self.differences.append(event)
             case events.SubEpochDone() | events.EvaluationDone():
                 self._done(event)
 
@@ -241,6 +256,9 @@ class RunView:
                 trial.status, trial.reason = instruction.status, instruction.reason
                 trial.result_visit = instruction.visit
                 trial.worker = trial.partition = trial.attempt = None
+            case instructions.ReopenTrial():
+                trial = self.trials[instruction.trial]
+                trial.status, trial.result_visit = "waiting", None
 
     def _lose(self, incarnation: str) -> None:
         """Forget a lost agent and its tasks."""

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.events import Event, SearchClosed, TrialAdded
+from cerebro_hydra.plan.events import (
+    BudgetExtended,
+    Event,
+    SearchClosed,
+    SearchReopened,
+    TrialAdded,
+)
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.hop_state import HopState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +40,16 @@ class ClosedSearch:
     def events(self) -> list[Event]:
         """Return the events that begin the run: every trial with its whole budget, then the end."""
         return [*(TrialAdded(trial, self.epochs) for trial in self.trials), SearchClosed()]
+
+    def events_after(self, state: HopState) -> list[Event]:
+        """Return the events that make a run one of this search: new trials, and larger budgets."""
+        news: list[Event] = []
+        for trial in self.trials:
+            known = state.trials.get(trial.trial)
+            if known is None:
+                news.append(TrialAdded(trial, self.epochs))
+            elif known.budget < self.epochs:
+                news.append(BudgetExtended(trial.trial, self.epochs))
+        if not state.tables.search_closed:
+            return [*news, SearchClosed()]
+        return [SearchReopened(), *news, SearchClosed()] if news else []

@@ -198,6 +198,38 @@ class Checkpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """The state after ``visit`` could not be written to the store, in spite of several tries."""
+
+    trial: int
+    visit: int
+    incarnation: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForkFailed:
+    """The state of a fork could not be named in the store, so the fork fails."""
+
+    trial: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateDiffers:
+    """A state that was made again after a resume has other bytes than before, in these shards."""
+
+    trial: int
+    visit: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResumed:
+    """The run goes on in a new process: every agent is lost, and all that was under way."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrialProposed:
     """The search proposes a candidate, which may train up to the epoch ``budget``.
 
@@ -279,6 +311,11 @@ class SearchClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class SearchReopened:
+    """The search proposes more after it was closed; a larger budget lets finished trials go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """Gives the trial's open task on a partition to the worker that holds the partition."""
 
@@ -304,6 +341,7 @@ SearchEvent = (
     | TrialResumed
     | TrialStopped
     | SearchClosed
+    | SearchReopened
 )
 
 AttemptEvent = (
@@ -320,6 +358,10 @@ Event = (
     | MetricsMerged
     | MetricsMergeFailed
     | Checkpointed
+    | CheckpointFailed
+    | ForkFailed
+    | StateDiffers
+    | RunResumed
     | SearchEvent
     | Assigned
 )

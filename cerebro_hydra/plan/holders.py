@@ -43,6 +43,8 @@ class Holders:
         # By place and segment, how many states that are whole there name the segment.
         self._at: dict[str, dict[str, int]] = {}
         self._whole: dict[str, dict[State, None]] = {}  # the states that are whole, by place
+        self._written: dict[str, int] = {}  # how many states being written name a segment
+        self._writers: dict[str, int] = {}  # how many states a place writes to the store now
 
     def __iter__(self) -> Iterator[Holder]:
         """Iterate over all rows, sorted by place and digest."""
@@ -76,17 +78,43 @@ class Holders:
         for segment in state.segments:
             there[segment] = there.get(segment, 0) + 1
 
-    def drop(self, trial: int, visit: int, where: str) -> None:
-        """Take the state away from this place, which holds it whole.
+    def drop(self, trial: int, visit: int, where: str) -> tuple[str, ...]:
+        """Take the state away from this place, which holds it whole; return the segments that go.
 
-        Its frozen segments stay, and so do segments that other states there share.
+        Its frozen segments stay, and so do segments that other states there share, or that are
+        being written there.
         """
         state, there = self._known[trial][visit], self._at[where]
         del state.places[where], self._whole[where][trial, visit]
+        gone = []
         for segment in state.segments:
             there[segment] -= 1
             if not there[segment] and segment not in self._frozen:
                 del there[segment]
+                if where != STORE or segment not in self._written:
+                    gone.append(segment)
+        return tuple(gone[1:])  # without the cursor, which no other state has
+
+    def begin_write(self, trial: int, visit: int, where: str) -> None:
+        """Note that this place writes the state to the store, whose segments must stay there."""
+        self._writers[where] = self._writers.get(where, 0) + 1
+        for segment in self._known[trial][visit].segments:
+            self._written[segment] = self._written.get(segment, 0) + 1
+
+    def end_write(self, trial: int, visit: int, where: str) -> None:
+        """Note that the state is written, or can't be."""
+        _uncount(self._writers, where)
+        for segment in self._known[trial][visit].segments:
+            _uncount(self._written, segment)
+
+    def least_busy_writer(self, trial: int, visit: int) -> str:
+        """Return a place that holds the state whole, of those that write the fewest states now."""
+        return min(self._known[trial][visit].places, key=lambda each: self._writers.get(each, 0))
+
+    def segments(self, trial: int, visit: int) -> tuple[str, ...]:
+        """Return the digests of the state's segments; none if it is not known any more."""
+        state = self._known.get(trial, {}).get(visit)
+        return () if state is None else state.segments[1:]
 
     def forget_worker(self, incarnation: str) -> None:
         """Remove everything that this incarnation held."""
@@ -121,8 +149,19 @@ class Holders:
         there = self._at.get(where, {})
         return sum(map(there.__contains__, segments)) / len(segments)
 
-    def check(self) -> None:
-        """Raise AssertionError if an index is not what the places of the known states give."""
+    def check(self, written: Iterable[tuple[int, int, str]]) -> None:
+        """Raise AssertionError if an index is not what the places of the known states give.
+
+        ``written`` has (trial, visit, place) of each state that is being written to the store.
+        """
+        segments: dict[str, int] = {}
+        writers: dict[str, int] = {}
+        for trial, visit, place in written:
+            writers[place] = writers.get(place, 0) + 1
+            for segment in self._known[trial][visit].segments:
+                segments[segment] = segments.get(segment, 0) + 1
+        assert self._written == segments, f"{self._written} are written, and not {segments}"
+        assert self._writers == writers, f"{self._writers} write, and not {writers}"
         whole: dict[str, set[State]] = {}
         counts: dict[str, dict[str, int]] = {}
         for trial, known in self._known.items():
@@ -139,3 +178,9 @@ class Holders:
             assert named == counts.get(place, {}), f"{place} counts {named} for its segments"
             left = there.keys() - named.keys()
             assert left <= self._frozen, f"{place} keeps {left}, which no state there names"
+
+
+def _uncount(counts: dict[str, int], key: str) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

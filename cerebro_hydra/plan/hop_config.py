@@ -10,6 +10,7 @@ from cerebro_hydra.errors import ConfigurationError
 ORDERS = ("dynamic", "seeded")
 DIRECTIONS = ("min", "max")
 KEEPS = ("best", "last")
+CHECKPOINTS = ("epoch", "sub-epoch", "end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,9 @@ class HopConfig:
     """Holds what is the same for all trials of a run.
 
     ``metric`` is a name in the metrics of an epoch, such as "val_loss", and ``direction`` is "min"
-    or "max"; together they define which epoch of a trial is its best.
+    or "max"; together they define which epoch of a trial is its best. ``checkpoint``
+    says after what the newest state of a trial is written to the store: "epoch", "sub-epoch", or
+    only the "end" of the trial.
 
     Raises:
         ConfigurationError: a number or a name can't be used.
@@ -78,6 +81,7 @@ class HopConfig:
     evaluate: bool = True
     metric: str = "train_loss"
     direction: str = "min"
+    checkpoint: str = "epoch"
 
     def __post_init__(self) -> None:
         """Refuse a configuration that no run can start with."""
@@ -86,6 +90,10 @@ class HopConfig:
         if self.direction not in DIRECTIONS:
             raise ConfigurationError(
                 f"direction={self.direction!r} is unknown; choose one of {DIRECTIONS}"
+            )
+        if self.checkpoint not in CHECKPOINTS:
+            raise ConfigurationError(
+                f"checkpoint={self.checkpoint!r} is unknown; choose one of {CHECKPOINTS}"
             )
         if self.partitions < 1:
             raise ConfigurationError(f"partitions={self.partitions} must be at least 1")

@@ -31,17 +31,22 @@ from collections.abc import Iterable
 from cerebro_hydra.plan import invariants
 from cerebro_hydra.plan.adoptions import Adoptions
 from cerebro_hydra.plan.attempts import Attempts
+from cerebro_hydra.plan.checkpoints import Checkpoints
 from cerebro_hydra.plan.events import (
     Assigned,
     AttemptEvent,
     AuditFailed,
     Checkpointed,
+    CheckpointFailed,
     EvaluationDone,
     Event,
+    ForkFailed,
     MetricsMerged,
     MetricsMergeFailed,
     PartitionsAdopted,
+    RunResumed,
     SearchEvent,
+    StateDiffers,
     StateReceived,
     SubEpochDone,
     SubEpochEnding,
@@ -79,7 +84,8 @@ class HopState:
         self.adoptions = Adoptions(self.tables)
         self.finished = False
         self._attempts = Attempts(self.tables)
-        self._course = TrialCourse(self.tables, self._attempts, self.retention)
+        self._checkpoints = Checkpoints(self.tables, self.retention)
+        self._course = TrialCourse(self.tables, self._attempts, self.retention, self._checkpoints)
         self._fenced: set[str] = set()  # lost incarnations, which may not join again
         self._search = SearchEvents(self.tables, self._attempts, self._course)
 
@@ -110,7 +116,9 @@ class HopState:
     def _apply(self, event: Event) -> Iterable[int]:
         """Do what the event means; return the trials whose epochs and copies it may change."""
         if isinstance(event, SearchEvent):
-            return self._search.apply(event)
+            concerned = self._search.apply(event)
+            self.finished = self.finished and self.tables.search_closed
+            return concerned
         if isinstance(event, AttemptEvent):
             attempt = self._attempts.running(event.attempt, event.incarnation)
             if attempt is None:
@@ -131,10 +139,21 @@ class HopState:
             case PartitionsAdopted():
                 self.adoptions.adopt(event)
                 return ()
+            case RunResumed():
+                return self._resume()
             case StateReceived():
                 self._state_received(event)
             case Checkpointed():
-                self._course.checkpointed(event)
+                self._checkpoints.written(event)
+            case CheckpointFailed():
+                self._checkpoints.failed(event)
+            case ForkFailed():
+                if not self.trials[event.trial].over:
+                    self._course.end(event.trial, "failed", event.error)
+            case StateDiffers():
+                where = f"visit {event.visit} in shards {list(event.shards)}"
+                self.tables.log(event.trial, f"was made again with other bytes: {where}")
+                return ()
             case MetricsMerged():
                 if self._is_merging(event):
                     self._course.end_epoch(event.trial, event.values)
@@ -196,21 +215,42 @@ class HopState:
         if agent is None:
             return ()
         ran = None if lost.attempt is None else self._attempts.running(lost.attempt, incarnation)
-        concerned = {trial for trial, _ in self.holders.states_at(incarnation)}
-        self.workers.remove(agent)
-        for attempt in [*agent.reserved, *agent.started]:
-            concerned.add(attempt.trial)
-            self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
-            self._attempts.abandon(attempt)
-        self.holders.forget_worker(incarnation)
-        self.adoptions.lose(incarnation)
-        for index in sorted(concerned):
-            self._course.recover(index, self.trials[index], incarnation, reason)
+        concerned = self._recover(self._remove(agent, reason), {incarnation}, reason)
         if ran is not None:
             trial = self.trials[ran.trial]
             trial.note_lost_agent(ran, lost, self.tables.next_attempt)
             if len(trial.lost_agents) >= MOST_LOST_AGENTS:
                 self._course.end(ran.trial, "failed", story(ran.trial, trial.lost_agents))
+        return concerned
+
+    def _resume(self) -> Iterable[int]:
+        """Go on from the store alone; metrics whose merge has no answer are merged again."""
+        reason = "the run was resumed"
+        self.adoptions = Adoptions(self.tables)
+        lost = {agent.incarnation for agent in self.workers}
+        concerned = {n for n, trial in self.trials.items() if trial.merge_attempt is not None}
+        for number in concerned:
+            self.trials[number].merge_attempt = None
+        for agent in list(self.workers):
+            self._fenced.add(agent.incarnation)
+            concerned |= self._remove(agent, reason)
+        return self._recover(concerned, lost, reason)
+
+    def _remove(self, agent: LiveAgent, reason: str) -> set[int]:
+        """Forget an agent with its tasks and states; return the trials that it worked for."""
+        concerned = {trial for trial, _ in self.holders.states_at(agent.incarnation)}
+        self.workers.remove(agent)
+        for attempt in [*agent.reserved, *agent.started]:
+            concerned.add(attempt.trial)
+            self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
+            self._attempts.abandon(attempt)
+        self.holders.forget_worker(agent.incarnation)
+        self.adoptions.lose(agent.incarnation)
+        return concerned
+
+    def _recover(self, concerned: set[int], lost: set[str], reason: str) -> list[int]:
+        for index in sorted(concerned):
+            self._course.recover(index, self.trials[index], lost, reason)
         return sorted(concerned)
 
     # ------------------------------------------------------------------ tasks

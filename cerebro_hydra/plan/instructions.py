@@ -94,11 +94,23 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Write the state after ``visit``, which this incarnation holds whole, to the store."""
+    """Write the state after ``visit``, which this incarnation holds whole, to the store.
+
+    The answer is ``Checkpointed`` or ``CheckpointFailed``.
+    """
 
     trial: int
     visit: int
     incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Delete this state from the store, with these segments, which no other state there names."""
+
+    trial: int
+    visit: int
+    objects: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +184,8 @@ class FinishTrial:
 
     Its result is in the store and is the state after ``visit``. If the trial keeps
     its best state and any epoch was finite, it is that one; otherwise it is the newest. A failed
-    trial has no result, and its ``visit`` is 0.
+    trial has no result, and its ``visit`` is 0. A trial can end more than once, if its budget is
+    extended after its end.
     """
 
     trial: int
@@ -182,8 +195,15 @@ class FinishTrial:
 
 
 @dataclass(frozen=True, slots=True)
+class ReopenTrial:
+    """Let a finished trial go on, because its budget was extended; its result is void."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRun:
-    """End the run, because every trial is over; it comes once."""
+    """End the run, because every trial is over; it comes again if the search was reopened."""
 
 
 Instruction = (
@@ -194,6 +214,7 @@ Instruction = (
     | MergeMetrics
     | Cancel
     | Checkpoint
+    | Collect
     | ForkState
     | Drop
     | Commit
@@ -201,5 +222,6 @@ Instruction = (
     | TrainUncut
     | EndEpoch
     | FinishTrial
+    | ReopenTrial
     | FinishRun
 )

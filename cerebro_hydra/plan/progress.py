@@ -47,6 +47,15 @@ class Attempt:
     started_at: float = 0.0  # seconds by the clock of the estimates
 
 
+@dataclass(frozen=True, slots=True)
+class FailedWrite:
+    """Notes that a state could not be written to the store, how often in a row, and why."""
+
+    visit: int
+    times: int
+    error: str
+
+
 @dataclass(slots=True)
 class TrialProgress:
     """Records one trial's committed visits, its ended epochs, and the tasks that are under way."""
@@ -74,6 +83,7 @@ class TrialProgress:
     arrived: set[tuple[int, str]] = field(default_factory=set)
     abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
     saving: tuple[int, str] | None = None  # (visit, incarnation) of the checkpoint under way
+    failed_write: FailedWrite | None = None  # the latest of a state, until one is written
     uncut: bool = False  # an audit has failed, so it is trained in one piece
     restarting: bool = False  # it goes back to state 0 as soon as no checkpoint is under way
     stop_reason: str | None = None  # None until the trial is stopped

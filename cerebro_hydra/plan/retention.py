@@ -42,6 +42,13 @@ class Retention:
                 return visit
         raise AssertionError(f"trial {index} has no state left, not even its first")
 
+    def stored_fallback(self, trial: TrialProgress, stored: list[int]) -> set[int]:
+        """Return the stored states to go on from if every worker were gone."""
+        for visit in reversed(stored):
+            if (kept := self._with_best(trial, visit)).issubset(stored):
+                return kept
+        raise AssertionError(f"of the stored states {stored} none can be gone on from")
+
     def copies_to_keep(self, index: int, trial: TrialProgress) -> set[StateCopy]:
         """Return the copies that must not be dropped."""
         copies: set[StateCopy] = set() if trial.saving is None else {trial.saving}

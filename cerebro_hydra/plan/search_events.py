@@ -18,6 +18,7 @@ from cerebro_hydra.plan.events import (
     BudgetExtended,
     SearchClosed,
     SearchEvent,
+    SearchReopened,
     TrialAdded,
     TrialForked,
     TrialPaused,
@@ -30,6 +31,7 @@ from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.instructions import FinishTrial
 from cerebro_hydra.plan.tables import RunTables
 from cerebro_hydra.plan.trial_course import TrialCourse
+from cerebro_hydra.plan.trial_end import outcome
 
 PAUSED_AT_THE_END = "the search ended while the trial was paused"
 
@@ -51,6 +53,9 @@ class SearchEvents:
                 return self._add(event) if isinstance(event, TrialAdded) else self._fork(event)
             case TrialStopped():
                 return self._stop(event)
+            case SearchReopened():
+                self._tables.search_closed = False
+                return self._at_their_budget()
         if self._tables.search_closed:
             return ()
         match event:
@@ -60,6 +65,8 @@ class SearchEvents:
                 return ()
             case SearchClosed():
                 return self._close()
+            case BudgetExtended() if self._tables.trials[event.trial].status == "finished":
+                self._reopen(event)
         trial = self._tables.trials[event.trial]
         if trial.over or trial.stop_reason is not None:
             return ()
@@ -120,16 +127,28 @@ class SearchEvents:
         self._course.stop(event.trial, event.reason)
         return (event.trial,)
 
+    def _reopen(self, event: BudgetExtended) -> None:
+        """Let a finished trial go on, unless it ended for another reason than its budget."""
+        trial = self._tables.trials[event.trial]
+        if event.budget > trial.budget and outcome(self._tables.config, trial, False) is None:
+            self._course.reopen(event.trial, trial)
+
     def _close(self) -> Iterable[int]:
         """Let trials end that rest or have used their budget; nothing changes for the others."""
         self._tables.search_closed = True
         concerned = []
         for number, trial in self._tables.trials.items():
-            paused = trial.status == "paused"
-            if paused:
+            if trial.status == "paused":
                 self._course.stop(number, PAUSED_AT_THE_END)
                 if trial.stop_reason is None:  # it is at its end, and made again if that is lost
                     self._tables.set_status(number, "waiting")
-            if paused or (not trial.over and len(trial.history) >= trial.budget):
-                concerned.append(number)
-        return concerned
+                    concerned.append(number)
+        return sorted({*concerned, *self._at_their_budget()})
+
+    def _at_their_budget(self) -> list[int]:
+        """Return the trials that are not over, and train no further while the search is closed."""
+        return [
+            number
+            for number, trial in self._tables.trials.items()
+            if not trial.over and (trial.stop_reason or len(trial.history) >= trial.budget)
+        ]

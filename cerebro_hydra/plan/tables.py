@@ -177,7 +177,8 @@ class RunTables:
     def check_indexes(self) -> None:
         """Raise AssertionError if an index is not what it is recomputed as."""
         self.workers.check()
-        self.holders.check()
+        saving = ((n, *trial.saving) for n, trial in self.trials.items() if trial.saving)
+        self.holders.check(saving)
         self.open_tasks.check({n: (self.open_partitions(n), self.turn(n)) for n in self.trials})
         for status, mask in self._statuses.items():
             there = {n for n, trial in self.trials.items() if trial.status == status}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from cerebro_hydra.plan.attempts import Attempts
+from cerebro_hydra.plan.checkpoints import Checkpoints
 from cerebro_hydra.plan.evaluation import epoch_metrics
-from cerebro_hydra.plan.events import Checkpointed
 from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.instructions import (
-    Checkpoint,
     Drop,
     EndEpoch,
     FinishTrial,
     ForkState,
     MergeMetrics,
     Redo,
+    ReopenTrial,
     TrainUncut,
 )
 from cerebro_hydra.plan.progress import (
@@ -24,12 +26,17 @@ from cerebro_hydra.plan.progress import (
 )
 from cerebro_hydra.plan.retention import Retention
 from cerebro_hydra.plan.tables import RunTables
-from cerebro_hydra.plan.trial_end import Outcome, best_visit, outcome, result_visit
+from cerebro_hydra.plan.trial_end import Outcome, outcome, result_visit
 
 NOT_REPRODUCIBLE = (
     "an audit found that a step of training differs from the same step of a model that was built "
     "anew: {}. Look for state outside of parameters and buffers, such as counters, and for random "
     "numbers that are not torch's"
+)
+
+NOT_SAVED = (
+    "its result, the state after visit {}, could not be written to the run's folder: {}\n"
+    "Its metrics are complete. Make room or mend the store before the next run"
 )
 
 
@@ -42,21 +49,27 @@ UNREADABLE = (
 class TrialCourse:
     """Ends epochs and trials, and keeps or drops their states; a part of the state machine."""
 
-    def __init__(self, tables: RunTables, attempts: Attempts, retention: Retention) -> None:
+    def __init__(
+        self,
+        tables: RunTables,
+        attempts: Attempts,
+        retention: Retention,
+        checkpoints: Checkpoints,
+    ) -> None:
         self._config = tables.config
         self._tables, self._attempts, self._retention = tables, attempts, retention
+        self._checkpoints = checkpoints
 
-    def recover(self, index: int, trial: TrialProgress, lost: str, reason: str) -> None:
+    def recover(self, index: int, trial: TrialProgress, lost: Collection[str], reason: str) -> None:
         """Roll back if a state that the trial needs is gone, and abandon fetches from ``lost``."""
-        if trial.saving is not None and trial.saving[1] == lost:
-            trial.saving = None
-        trial.arrived = {(visit, place) for visit, place in trial.arrived if place != lost}
+        self._checkpoints.forget_writers(index, trial, lost)
+        trial.arrived = {(visit, place) for visit, place in trial.arrived if place not in lost}
         if trial.over:
             return
         if not self._retention.intact(index, trial):
             self._roll_back(index, trial, self._retention.fallback(index, trial), reason)
         for attempt in trial.attempts:
-            if attempt.source.incarnation == lost and not self._attempts.has_source(attempt):
+            if attempt.source.incarnation in lost and not self._attempts.has_source(attempt):
                 self._attempts.abandon(attempt)
 
     def _roll_back(self, index: int, trial: TrialProgress, visit: int, reason: str) -> None:
@@ -89,6 +102,16 @@ class TrialCourse:
             trial.restarting = False
             if trial.newest > trial.base:
                 self._roll_back(index, trial, trial.base, "it is trained again in one piece")
+
+    def reopen(self, index: int, trial: TrialProgress) -> None:
+        """Let a finished trial go on from its newest state, or from an older one that was kept."""
+        self._tables.set_status(index, "waiting")
+        trial.result = None
+        self._tables.log(index, "goes on after its end")
+        self._tables.instructions.append(ReopenTrial(index))
+        if not self._retention.intact(index, trial):
+            visit = self._retention.fallback(index, trial)
+            self._roll_back(index, trial, visit, "its newest state was not kept")
 
     def transfer_failed(self, attempt: Attempt, error: str) -> None:
         """Take another source of the state the next time; go back where there is none left.
@@ -123,17 +146,6 @@ class TrialCourse:
         for place in list(self._tables.holders.where(index, visit)):
             self._drop(index, visit, place)
         self._roll_back(index, trial, self._retention.fallback(index, trial), reason)
-
-    def checkpointed(self, event: Checkpointed) -> None:
-        """Note that a state is in the store."""
-        trial = self._tables.trials[event.trial]
-        if self._tables.workers.get(event.incarnation) is None:
-            return
-        if trial.saving == (event.visit, event.incarnation):
-            trial.saving = None
-        if self._tables.holders.holds(event.trial, event.visit, event.incarnation):
-            self._tables.holders.add(event.trial, event.visit, STORE)
-            self._tables.log(event.trial, f"state {event.visit} is in the store")
 
     def stop(self, number: int, reason: str) -> None:
         """Let the trial end as soon as its result is in the store."""
@@ -183,15 +195,19 @@ class TrialCourse:
             return
         if over := self._outcome(trial):
             self._attempts.abandon_all(trial)
-            if self._ensure_saved(index, trial, result_visit(self._config, trial)):
+            result = result_visit(self._config, trial)
+            if (error := self._checkpoints.gave_up(trial, result)) is not None:
+                self.end(index, "failed", NOT_SAVED.format(result, error))
+            elif self._checkpoints.ensure(index, trial, result):
                 self.end(index, *over)
             return
-        if (best := best_visit(self._config, trial, trial.newest)) is not None:
-            self._ensure_saved(index, trial, best)
-        if trial.status == "paused" or not (
-            trial.pending_visits or any(self._tables.sources(trial))
-        ):
-            self._ensure_saved(index, trial, trial.newest)
+        self._checkpoints.write_at_cadence(index, trial)
+        unreachable = not (trial.pending_visits or any(self._tables.sources(trial)))
+        if unreachable and (error := self._checkpoints.gave_up(trial, trial.newest)) is not None:
+            reason = f"nobody can fetch state {trial.newest}, or write it to the store: {error}"
+            self._void_state(index, trial, trial.newest, reason)
+        elif unreachable or trial.status == "paused":
+            self._checkpoints.ensure(index, trial, trial.newest)
 
     def _settle_forks(self, index: int, trial: TrialProgress) -> None:
         """Let forks begin whose state is in the store, and have those of the others written."""
@@ -203,7 +219,12 @@ class TrialCourse:
                 self._tables.log(number, f"state {fork.base} is lost; it goes on from {kept}")
                 fork.roll_back(kept, self._config.partitions)
                 fork.base = kept
-            if self._ensure_saved(index, trial, fork.base):
+            if (error := self._checkpoints.gave_up(trial, fork.base)) is not None:
+                fork.awaits = None
+                forked = f"state {fork.base} of trial {index}"
+                self.end(number, "failed", f"{forked} can't be forked: {error}")
+                self._tables.refresh(number)
+            elif self._checkpoints.ensure(index, trial, fork.base):
                 fork.awaits, fork.uncut = None, trial.uncut
                 holders.fork(index, fork.base, number)
                 holders.add(number, fork.base, STORE)
@@ -232,18 +253,9 @@ class TrialCourse:
             )
             self.end(index, "failed", reason)
 
-    def _ensure_saved(self, index: int, trial: TrialProgress, visit: int) -> bool:
-        """Return whether the state is in the store; start to write it if no other is written."""
-        places = self._tables.holders.where(index, visit)
-        if STORE in places:
-            return True
-        if trial.saving is None:
-            trial.saving = (visit, next(iter(places)))
-            self._tables.instructions.append(Checkpoint(index, *trial.saving))
-        return False
-
     def drop_unneeded(self, index: int, trial: TrialProgress) -> None:
         """Drop every copy that the trial need not keep."""
+        self._checkpoints.collect(index, trial)
         needed = self._retention.copies_to_keep(index, trial)
         for visit in self._tables.holders.visits(index):
             for place in list(self._tables.holders.where(index, visit)):
@@ -258,6 +270,8 @@ class TrialCourse:
         )
 
     def _drop(self, index: int, visit: int, place: str) -> None:
-        self._tables.holders.drop(index, visit, place)
-        if place != STORE:  # what lies there is not deleted, but written anew
+        if place == STORE:
+            self._checkpoints.delete(index, visit)
+        else:
+            self._tables.holders.drop(index, visit, place)
             self._tables.instructions.append(Drop(index, visit, place))

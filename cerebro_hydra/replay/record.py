@@ -71,6 +71,8 @@ def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
         case "FinishTrial":
             record.status = _value(instruction, "status", str)
             record.result_visit = _value(instruction, "visit", Count)
+        case "ReopenTrial":
+            record.status, record.result_visit = TrialRecord.status, TrialRecord.result_visit
 
 
 def _value(entry: dict[str, Any], name: str, hint: Any, default: Any = None) -> Any:

@@ -105,14 +105,13 @@ def doctor_of_new_session(
     Raises:
         SetupError: there is no Java that this Spark runs on.
     """
-    given = {"spark.master": master or "", "spark.ui.showConsoleProgress": "false"}
-    base = {**(given if master else session.defaults(num_workers)), **settings}
     try:
-        spark = session.started(base)
+        spark = session.new_session(master, settings, num_workers)
     except SetupError:
         raise
     except Exception as error:
-        problem = f"no session starts on {base['spark.master']}: {_why(error)}"
+        place = master or settings.get("spark.master", "this machine")
+        problem = f"no session starts on {place}: {_why(error)}"
         remedy = "check the master's URL and its log, and the settings given with --conf"
         return DoctorReport([Check("session", None, [Finding("spark.master", problem, remedy)])])
     try:

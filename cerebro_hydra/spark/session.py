@@ -71,6 +71,18 @@ def local_spark(workers: int = 2, **settings: object) -> SparkSession:
     return started(defaults(workers) | asked)
 
 
+def new_session(master: str | None, settings: Mapping[str, str], num_workers: int) -> SparkSession:
+    """Start a session at a master's URL, with further settings, which win.
+
+    Without a master it is like `local_spark`'s.
+
+    Raises:
+        SetupError: there is no Java that this Spark runs on.
+    """
+    given = {"spark.master": master or "", "spark.ui.showConsoleProgress": "false"}
+    return started({**(given if master else defaults(num_workers)), **settings})
+
+
 def started(settings: Mapping[str, str]) -> SparkSession:
     """Start a session with these settings, a Java that suits and a quiet log.
 

@@ -91,7 +91,9 @@ class RunDocument:
     with their results as state 0. Its `first_epoch` says how many epochs they have had, because
     the order of rows depends on the number of the epoch. A trial fails whose batch takes longer
     than `batch_seconds`, or whose task takes longer than `sub_epoch_seconds`; None is no limit.
-    Audits may take `audit_share` of an agent's training time.
+    Audits may take `audit_share` of an agent's training time. `checkpoint` says after what the
+    newest state of a trial is written to the store. `keep` and `admission_seconds` hold for
+    candidates that are still to be admitted.
     """
 
     run_id: Name
@@ -114,6 +116,9 @@ class RunDocument:
     batch_seconds: float | None = None
     sub_epoch_seconds: float | None = None
     audit_share: Annotated[float, within(0, 1)] = 0.0
+    checkpoint: Annotated[str, one_of("epoch", "sub-epoch", "end")] = "epoch"
+    keep: Annotated[str | None, one_of("best", "last", None)] = None
+    admission_seconds: float | None = None
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

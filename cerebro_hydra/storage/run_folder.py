@@ -132,6 +132,31 @@ class RunFolder:
         """
         self._create_segment(SegmentRange(number, number), lines)
 
+    def holds_segment(self, number: int, lines: Sequence[Mapping[str, Any]]) -> bool:
+        """Say whether a segment is there with just these lines.
+
+        Raises:
+            JournalError: it is there with others.
+        """
+        path = self._segment(SegmentRange(number, number))
+        if not self.store.exists(path):
+            return False
+        if self.store.read(path) != encode_lines(lines):
+            raise JournalError(
+                f"{path!r} was written by another program, which runs or resumes the same run; "
+                "let only one of them go on"
+            )
+        return True
+
+    def journal_end(self) -> tuple[int, int]:
+        """Return the first of the last segments that are not merged, and the next free number."""
+        merged = end = 0
+        for segment in self._segments():
+            end = max(end, segment.last + 1)
+            if segment.first != segment.last:
+                merged = max(merged, segment.last + 1)
+        return merged, end
+
     def merge_segments(self, first: int, last: int) -> None:
         """Put the segments from `first` to `last` into one file and delete those that held one.
 
@@ -257,6 +282,19 @@ class RunFolder:
         for line in islice(chain.from_iterable(self.read_segments()), 1):
             _check_run(line, f"{self.path}/journal", document.run_id)
 
+    def fork_state(self, trial: int, parent: int, visit: int) -> None:
+        """Name another trial's state after a visit as this trial's own; no segment is copied."""
+        state = self.read_state(parent, visit, self.run_id)
+        self.write_state(trial, visit, {"visit": visit, "shards": state["shards"], "trial": trial})
+
+    def delete_state(self, trial: int, visit: int) -> None:
+        """Delete the document of a trial's state, whose segments stay."""
+        self.store.delete(self._state(trial, visit))
+
+    def delete_object(self, digest: str) -> None:
+        """Delete a segment that no state names."""
+        self.store.delete(self._object(digest))
+
     def states(self, trial: int) -> list[int]:
         """Return the sorted visits after which the trial's state is in this run."""
         matches = map(_STATE.fullmatch, self.store.list(f"{self.path}/trials/{trial_name(trial)}"))
@@ -273,7 +311,7 @@ class RunFolder:
         for trial, visits in kept.items():
             for visit in self.states(trial):
                 if visit not in visits:
-                    self.store.delete(self._state(trial, visit))
+                    self.delete_state(trial, visit)
         named: set[str] = set()
         for trial in self._trial_folders():
             for visit in self.states(trial):

@@ -105,7 +105,7 @@ def run_in_process(
         )  # fmt: skip
 
     config = hop_config(document)
-    scheduler, journal = Scheduler(config), Journal(folder, config)
+    scheduler, journal = Scheduler(config), Journal.begin(folder, config)
     added = TrialAdded(trial_config(spec), document.num_epochs)
     events: deque[Event] = deque([added, SearchClosed()])
     events.extend(WorkerJoined(n, f"agent-{n}", (n,)) for n in range(PARTITIONS))

@@ -7,6 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +17,23 @@ from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
-from cerebro_hydra.errors import ConfigurationError, Interrupted, StoreError
+from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, Interrupted, StoreError
 from cerebro_hydra.hopper.backend import Backend
-from cerebro_hydra.hopper.coordinator import Coordinator
-from cerebro_hydra.observe import Observer, ReportWriter, console_observer
-from cerebro_hydra.plan.hop_config import KEEPS, ORDERS
+from cerebro_hydra.observe import Observer
+from cerebro_hydra.plan.hop_config import CHECKPOINTS, KEEPS, ORDERS
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, loading_exporter
-from cerebro_hydra.tune.all_failed import all_failed
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.interrupts import sigterm_interrupts
 from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.resume import RunToResume
 from cerebro_hydra.tune.run_claim import run_claim
+from cerebro_hydra.tune.running import Surroundings, run_trials
 from cerebro_hydra.tune.search_course import SearchCourse
 from cerebro_hydra.tune.search_trials import SearchTrials
 from cerebro_hydra.tune.searcher import Searcher
-from cerebro_hydra.tune.winner_archive import WinnerArchive
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -70,6 +70,9 @@ class Search(ABC):
         admission_seconds: how long the admission of a candidate may take, in which its model is
             built, cut and tried on a few batches; None allows any time. One that takes longer
             fails alone, and the others go on.
+        checkpoint: after what the newest state of every trial is written to the store, in the
+            background: "epoch", "sub-epoch", or only at the "end" of the trial. A run that is
+            resumed goes on from there.
         audit_share: how much of the training time may go into audits, which take single steps also
             with the uncut model and compare every bit; 0 makes none. A trial that differs is
             trained again as one piece, or fails if it is one already.
@@ -102,6 +105,7 @@ class Search(ABC):
         batch_seconds: float | None = None,
         sub_epoch_seconds: float | None = None,
         admission_seconds: float | None = None,
+        checkpoint: str = "epoch",
         audit_share: float = 0.01,
         keep: str | None = None,
         verbose: int = 1,
@@ -131,6 +135,9 @@ class Search(ABC):
         if order not in ORDERS:
             raise ConfigurationError(f"order is {order!r}; it is one of {ORDERS}")
         self.order = order
+        if checkpoint not in CHECKPOINTS:
+            raise ConfigurationError(f"checkpoint is {checkpoint!r}; it is one of {CHECKPOINTS}")
+        self.checkpoint = checkpoint
         self.batch_seconds = _seconds("batch_seconds", batch_seconds)
         self.sub_epoch_seconds = _seconds("sub_epoch_seconds", sub_epoch_seconds)
         self.admission_seconds = _seconds("admission_seconds", admission_seconds)
@@ -154,7 +161,7 @@ class Search(ABC):
     def searcher(self) -> Searcher:
         """Return a new searcher, which proposes the trials of one run."""
 
-    def fit(self, df: DataFrame) -> SearchResult:
+    def fit(self, df: DataFrame, resume: str | None = None) -> SearchResult:
         """Train every candidate on `df`.
 
         The first trials train while later ones are still built and tried. A trial whose model can't
@@ -165,8 +172,18 @@ class Search(ABC):
         stop button and SIGTERM end the run and its agents within ten seconds; what was reached is
         in `result` of the error, and of this search.
 
+        A run that was killed, interrupted or ended by an error goes on from its checkpoints, on as
+        many workers as there are now. A run that is over is extended: finished trials go on if
+        `num_epochs` is larger, and candidates that it does not have are added. A trial that had
+        stopped early stays as it is; one that keeps its best state goes on from its last one where
+        that was written, else from its best one.
+
+        Args:
+            df: the rows; those that the run was begun with.
+            resume: the folder of a run to go on with, `<store>/runs/<run id>`; None begins one.
+
         Raises:
-            ConfigurationError: the data or the metric does not fit the arguments.
+            ConfigurationError: the data, the metric or the run does not fit the arguments.
             SetupError: Spark can't run the agents.
             DataError: rows can't be used.
             StoreError: the store can't be read or written; says what to do.
@@ -179,10 +196,13 @@ class Search(ABC):
                 raise ConfigurationError(
                     f"the DataFrame has no column {name!r}; its columns are {df.columns}"
                 )
+        folder = RunFolder(self.store, _new_run_id()) if resume is None else self._folder_of(resume)
         with sigterm_interrupts():
+            if RunToResume.begun(folder):
+                return self._resume(folder)
             with loading_exporter():
                 manifest = self.backend.prepare(self.store, df, self.data_spec)
-            return self._fit(manifest)
+            return self._fit(manifest, folder)
 
     def fit_on_prepared_data(self, prepared: Manifest | str | None = None) -> SearchResult:
         """Train every candidate on data that is there already.
@@ -218,34 +238,57 @@ class Search(ABC):
         with sigterm_interrupts():
             return self._fit(choose_prepared(self.store, workers, self.data_spec, prepared))
 
-    def _fit(self, manifest: Manifest) -> SearchResult:
-        folder = RunFolder(self.store, _new_run_id())
+    def _folder_of(self, run_path: str) -> RunFolder:
+        folder = RunFolder.open(run_path)
+        if folder.store.prefix != self.store.prefix:
+            raise ConfigurationError(
+                f"resume is {run_path!r}, which is not in the store {self.store.prefix!r}; give "
+                "the search the store of the run"
+            )
+        return RunFolder(self.store, folder.run_id)
+
+    def _resume(self, folder: RunFolder) -> SearchResult:
+        run = RunToResume(folder)
+        run.require_same(
+            seed=self.seed,
+            order=self.order,
+            evaluation_metric=self.evaluation_metric,
+            feature_columns=self.data_spec.feature_columns,
+            label_columns=self.data_spec.label_columns,
+            sample_weight_column=self.data_spec.sample_weight_column,
+            checkpoint=self.checkpoint,
+        )
+        go_on = partial(run.go_on, self._surroundings, self.searcher(), self.num_epochs)
+        return self._watched(folder, go_on)
+
+    def _fit(self, manifest: Manifest, folder: RunFolder | None = None) -> SearchResult:
+        folder = folder or RunFolder(self.store, _new_run_id())
         with _removed_on_error(folder), run_claim(folder):
             admission = self._admission(folder, manifest)
             course = SearchCourse(self.searcher(), self.num_epochs, manifest.num_partitions)
-            trials = SearchTrials(course, admission, folder, self.admission_seconds, self._report)
+            report = self._surroundings.report
+            trials = SearchTrials(course, admission, folder, self.admission_seconds, report)
             trials.admit_first()
             document = self._document(folder, manifest, admission.metrics)
             folder.write_json(RUN_FILE, document.to_json())
-        estimator_factories.remember(folder.path, self.estimator_gen_fn)
-        try:
-            with run_claim(folder):
-                self._run(folder, document, manifest, trials)
-        except KeyboardInterrupt:
-            result = self.result = SearchResult.open(folder.path)
-            raise Interrupted(
-                f"the run was interrupted; {result!r} is in search.result, and "
-                f"cerebro_hydra.SearchResult.open({folder.path!r}) opens it again",
-                result,
-            ) from None
-        result = self.result = SearchResult.open(folder.path)
-        if all(trial.status == "failed" for trial in result.trials):
-            raise all_failed([trial.error or "" for trial in result.trials], folder.path)
-        return result
+        parts = (folder, document, trials, manifest)
+        return self._watched(folder, partial(run_trials, self._surroundings, *parts))
 
-    def _report(self, line: str) -> None:
-        if self.verbose:
-            print(line)
+    def _watched(self, folder: RunFolder, run: Callable[[], SearchResult]) -> SearchResult:
+        """Run it, and keep its result, also that of a run that is interrupted or has none left."""
+        try:
+            self.result = run()
+        except Interrupted as interrupted:
+            self.result = interrupted.result
+            raise
+        except AllTrialsFailed:
+            self.result = SearchResult.open(folder.path)
+            raise
+        return self.result
+
+    @property
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(self.backend, self.estimator_gen_fn, self.verbose, self.observers)
 
     def _admission(self, folder: RunFolder, manifest: Manifest) -> Admission:
         columns = Columns.of(self.data_spec)
@@ -256,7 +299,7 @@ class Search(ABC):
             folder,
             self.seed,
             self.evaluation_metric,
-            self._report,
+            self._surroundings.report,
             self.keep,
         )
 
@@ -283,31 +326,10 @@ class Search(ABC):
             batch_seconds=self.batch_seconds,
             sub_epoch_seconds=self.sub_epoch_seconds,
             audit_share=self.audit_share,
+            checkpoint=self.checkpoint,
+            keep=self.keep,
+            admission_seconds=self.admission_seconds,
         )
-
-    def _run(
-        self, folder: RunFolder, document: RunDocument, manifest: Manifest, trials: SearchTrials
-    ) -> None:
-        observer, report = console_observer(self.verbose), ReportWriter(folder)
-        archive = WinnerArchive(folder, self._report)
-        coordinator = Coordinator(
-            folder,
-            document,
-            trials,
-            self.backend.launcher(),
-            self.estimator_gen_fn,
-            manifest=manifest,
-            # Trackers come after the report and the best model, which they may keep as artifacts.
-            observers=[observer, report, archive, *self.observers],
-        )
-        try:
-            coordinator.run()
-        finally:
-            observer.close()
-            if self.verbose and report.path:
-                print(f"report: {report.path}")
-            if self.verbose:
-                print(f"open it again: cerebro_hydra.SearchResult.open({folder.path!r})")
 
 
 @contextmanager

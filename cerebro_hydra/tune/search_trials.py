@@ -106,6 +106,10 @@ class SearchTrials:
             self._candidates.put(candidate)
         self._progress.trials = len(left)
 
+    def extend(self, events: Sequence[Event]) -> None:
+        """Let the run go on with these events, after what `resume` found."""
+        self._begun += events
+
     def _proposed(self, events: list[Event]) -> list[TrialProposed]:
         self._begun += events
         proposed = [event for event in events if isinstance(event, TrialProposed)]

@@ -16,5 +16,5 @@ from tests.agent.standins import empty_store
 def test_a_state_that_is_not_here_is_an_error(tmp_path: Path) -> None:
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
     with pytest.raises(TransferError, match="state 3 of trial 0"):
-        write_checkpoint(folder, empty_store(), 0, 3, shards=1)
+        write_checkpoint(folder, empty_store(), 0, 3)
     assert folder.states(0) == []

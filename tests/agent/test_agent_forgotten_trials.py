@@ -105,7 +105,7 @@ def test_a_state_that_a_fork_needs_can_be_written_after_its_trial_is_over(tmp_pa
         store.put(store.expect(trial, 0, 1), 0, shard(f"own-{trial}", f"t-{trial}"))
         store.forget(trial)
     assert 0 not in store._frozen
-    write_checkpoint(folder, store, 0, 3, store.num_shards(0, 3))
+    write_checkpoint(folder, store, 0, 3)
     assert folder.states(0) == [3]
     store.withdraw(0, 3)
     with pytest.raises(TransferError, match="state 3 of trial 0 is not here"):

@@ -207,7 +207,7 @@ class Cluster:
                 agent.fetch_manager.drop(instruction.trial, instruction.visit)
             case Checkpoint():
                 name = instruction.trial, instruction.visit
-                write_checkpoint(self.folder, agent.store, *name, shards=1)
+                write_checkpoint(self.folder, agent.store, *name)
                 self.events.put(events.Checkpointed(*name, agent.name))
             case FinishTrial():
                 self.results[instruction.trial] = instruction

@@ -185,7 +185,7 @@ def test_only_decisions_to_carry_out_make_a_segment_and_the_others_wait_for_it(
     tmp_path: Any,
 ) -> None:
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    log = Journal(folder, hop_config(document(1, 1)))
+    log = Journal.begin(folder, hop_config(document(1, 1)))
     quiet, start = events.StateReceived(0, 0, "a"), Cancel(0, "a")
     log.append(1.0, [(quiet, [])])
     assert log.waiting

@@ -37,7 +37,7 @@ def test_a_difference_in_the_first_sub_epoch_begins_it_again_in_one_piece() -> N
 
 
 def test_a_difference_takes_back_whatever_was_committed_and_every_metric() -> None:
-    run = AuditedDriver(epochs=4)
+    run = AuditedDriver(epochs=4, checkpoint="end")
     for _ in range(2):
         run.train(run.running["a"], "a")
     given = run.fail_audit()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.hop_config import CHECKPOINTS, HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.plan.progress import TrialProgress, visit_order
@@ -21,7 +21,7 @@ from tests.examples import examples
 from tests.plan.world import World, score, val_loss
 
 METRICS = ("train_loss", "val_plain", "val_score")
-FAULTS = ("kill", "duplicate", "task", "transfer", "audit", "stop", "merge")
+FAULTS = ("kill", "duplicate", "task", "transfer", "audit", "stop", "merge", "store", "driver")
 
 
 def places(workers: int):
@@ -60,10 +60,12 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
         evaluate=evaluate,
         metric=metric,
         direction=draw(st.sampled_from(["min", "max"])),
+        checkpoint=draw(st.sampled_from(CHECKPOINTS)),
     )
     limits = {
         "kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "audit": 2, "stop": 1, "merge": 1,
         "reset": 15, "vanish": 4, "come back": 3,
+        "store": 3, "driver": 3,
     }  # fmt: skip
     budget = Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults})
     search = ClosedSearch(config, trials, epochs)
@@ -173,7 +175,7 @@ def test_every_run_ends_with_one_surviving_commit_per_sub_epoch(world, script) -
 
 
 @settings(max_examples=examples(100))
-@given(worlds(faults=("kill", "duplicate")), scripts)
+@given(worlds(faults=("kill", "duplicate", "store", "driver")), scripts)
 def test_without_faults_of_its_own_every_trial_finishes(world, script) -> None:
     world.run(script)
     check_outcome(world)
@@ -192,7 +194,7 @@ def check_undisturbed(world: World) -> None:
 
 
 @settings(max_examples=examples(60))
-@given(worlds(faults=("kill", "duplicate"), order="seeded"), scripts)
+@given(worlds(faults=("kill", "duplicate", "store", "driver"), order="seeded"), scripts)
 def test_seeded_runs_with_losses_have_the_histories_of_the_undisturbed_run(world, script) -> None:
     world.run(script)
     check_undisturbed(world)

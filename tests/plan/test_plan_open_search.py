@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.hop_config import CHECKPOINTS, HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.plan.progress import visit_order
@@ -37,7 +37,9 @@ class OpenDriver:
     """A search that is open, with workers "a", "b", ... on partitions 0, 1, ..."""
 
     def __init__(self, partitions: int = 2, **more) -> None:
-        self.scheduler = Scheduler(HopConfig(partitions, **{"evaluate": False, **more}))
+        self.scheduler = Scheduler(
+            HopConfig(partitions, **{"evaluate": False, "checkpoint": "end", **more})
+        )
         self.state = self.scheduler.state
         for worker in range(partitions):
             self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
@@ -303,8 +305,11 @@ def proposals(draw) -> list[Proposal]:
     return [*found, said(ev.SearchClosed()), *admitted]
 
 
+FAULTS = ("kill", "duplicate", "task", "audit", "merge", "store", "driver")
+
+
 @st.composite
-def open_worlds(draw, faults: tuple[str, ...] = ("kill", "duplicate", "task", "audit", "merge")):
+def open_worlds(draw, faults: tuple[str, ...] = FAULTS):
     partitions = draw(st.integers(1, 3))
     cut = draw(st.integers(1, partitions))
     config = HopConfig(
@@ -312,8 +317,11 @@ def open_worlds(draw, faults: tuple[str, ...] = ("kill", "duplicate", "task", "a
         order=draw(st.sampled_from(["dynamic", "seeded"])),
         seed=draw(st.integers(0, 2**16)),
         evaluate=draw(st.booleans()),
+        checkpoint=draw(st.sampled_from(CHECKPOINTS)),
     )
-    limits = {"kill": 6, "duplicate": 9, "task": 1, "audit": 2, "merge": 1}
+    limits = {
+        "kill": 6, "duplicate": 9, "task": 1, "audit": 2, "merge": 1, "store": 3, "driver": 3,
+    }  # fmt: skip
     return World(
         config,
         [tuple(range(partitions))[i::cut] for i in range(cut)],
@@ -377,7 +385,7 @@ def test_every_open_run_ends_with_one_surviving_commit_per_sub_epoch(world, scri
 
 
 @settings(max_examples=examples(100))
-@given(open_worlds(faults=("kill", "duplicate")), scripts)
+@given(open_worlds(faults=("kill", "duplicate", "store", "driver")), scripts)
 def test_without_faults_of_its_own_no_trial_of_an_open_run_fails(world, script) -> None:
     world.run(script)
     check_outcome(world)

@@ -6,6 +6,7 @@ content is the visit log that made it, so a wrong state is seen as a wrong log.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.journal_fold import record
+from cerebro_hydra.plan.journal_fold import fold, record
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
 from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.plan.seeds import seed_of
@@ -56,6 +57,7 @@ class FakeAgent:
     saves: deque[tuple[int, int]] = field(default_factory=deque)
     began: int | None = None  # the attempt that it has begun or computed last
     residents: int = 1
+    half_saved: set[tuple[int, int]] = field(default_factory=set)  # objects are there, no document
 
 
 class World:
@@ -76,7 +78,11 @@ class World:
         self.proposals = deque(proposals)  # of an open search, each made at any time, in order
         self.scheduler = Scheduler(self.config)
         self.state = self.scheduler.state
-        self.store: dict[tuple[int, int], Content] = {}
+        self.store: dict[tuple[int, int], Content] = {}  # the documents of states
+        self.objects: set[str] = set()  # the segments that they name
+        self.deletions: deque[ins.Collect] = deque()  # made in the background
+        self.broken_writes = 0  # how many of the next writes of states fail
+        self.snapshots: list[tuple[dict, set]] = []  # the store at every length of the journal
         self.agents: list[FakeAgent] = []
         self.news: deque[ev.Event] = deque()  # from the shell itself
         self.instructions: list[ins.Instruction] = []
@@ -109,11 +115,13 @@ class World:
         given: list[ins.Instruction] = []
         if isinstance(event, ev.TrialAdded):
             self.store[event.config.trial, 0] = ()
+            self.objects.update(each for pair in event.config.initial_digests for each in pair)
         ran = self.state.attempts.get(getattr(event, "attempt", None))
         if isinstance(event, ev.WorkerLost) and ran is not None:
             self.killers.append(ran.trial)
         for decided, instructions in self.scheduler.handle(event):
             self.journal.append(record(len(self.journal), decided, instructions))
+            self.snapshots.append((dict(self.store), set(self.objects)))
             given += instructions
         self.state.validate()
         if not self.state.attempts:
@@ -127,6 +135,10 @@ class World:
                 self.uncut.add(instruction.trial)
             if isinstance(instruction, ins.StartSubEpoch | ins.Evaluate):
                 assert instruction.uncut == (instruction.trial in self.uncut)
+            if isinstance(instruction, ins.Checkpoint):
+                self.spare(instruction)
+            if isinstance(instruction, ins.Collect):
+                self.deletions.append(instruction)
             if isinstance(instruction, ins.ForkState):
                 forked = self.store[instruction.parent, instruction.visit]
                 self.store[instruction.trial, instruction.visit] = forked
@@ -134,6 +146,27 @@ class World:
                     self.uncut.add(instruction.trial)
             if isinstance(instruction, ins.MergeMetrics):
                 self.news.append(self.merge_metrics(instruction))
+        self.check_store()
+
+    def spare(self, checkpoint: ins.Checkpoint) -> None:
+        """Delete nothing that is about to be written again."""
+        key = (checkpoint.trial, checkpoint.visit)
+        segments = set(self.state.holders.segments(*key))
+        for each in list(self.deletions):
+            if (each.trial, each.visit) == key or segments & set(each.objects):
+                self.deletions.remove(each)
+
+    def delete(self) -> None:
+        collect = self.deletions.popleft()
+        self.store.pop((collect.trial, collect.visit), None)
+        self.objects -= set(collect.objects)
+
+    def check_store(self) -> None:
+        """Check that what counts as stored is there, whole, and what the visits have made."""
+        for trial, visit in self.state.holders.states_at("store"):
+            log = tuple((each.epoch, each.partition) for each in self.state.trials[trial].visits)
+            assert self.store[trial, visit] == log[:visit], f"state {visit} of {trial} is another"
+            assert self.objects.issuperset(self.state.holders.segments(trial, visit))
 
     def merge_metrics(self, task: ins.MergeMetrics) -> ev.Event:
         """Act as the user's code: fail if told to, else return the sum of what evaluations saw."""
@@ -159,6 +192,8 @@ class World:
             found.append(lambda: self.handle(self.news.popleft()))
         if self.proposals:
             found.append(self.propose)
+        if self.deletions:
+            found.append(self.delete)
         for agent in self.agents:
             if agent.outbox:
                 found.append(lambda a=agent: self.handle(a.outbox.popleft()))
@@ -167,7 +202,7 @@ class World:
             if agent.inbox:
                 found.append(lambda a=agent: self.obey(a, a.inbox.popleft()))
             if agent.saves:
-                saves.append(lambda a=agent: self.save(a, a.saves.popleft()))
+                saves.append(lambda a=agent: self.save(a, a.saves[0]))
             for key, source in agent.fetches.items():
                 if step := self.fetching(agent, key, source):
                     found.append(step)
@@ -202,8 +237,18 @@ class World:
                 agent.saves.append((instruction.trial, instruction.visit))
 
     def save(self, agent: FakeAgent, key: tuple[int, int]) -> None:
-        self.store[key] = agent.held[key]  # a state is never dropped while it is being saved
-        agent.outbox.append(ev.Checkpointed(*key, agent.incarnation))
+        """Write the objects of a state, or then its document, or fail."""
+        if self.broken_writes:
+            self.broken_writes -= 1
+            agent.half_saved.discard(agent.saves.popleft())
+            agent.outbox.append(ev.CheckpointFailed(*key, agent.incarnation, "injected"))
+        elif key not in agent.half_saved:
+            self.objects.update(self.state.holders.segments(*key))
+            agent.half_saved.add(key)
+        else:
+            agent.half_saved.discard(agent.saves.popleft())
+            self.store[key] = agent.held[key]  # a state is never dropped while it is being saved
+            agent.outbox.append(ev.Checkpointed(*key, agent.incarnation))
 
     def want(self, agent: FakeAgent, trial: int, source: ins.StateSource) -> None:
         if (trial, source.visit) not in agent.held:
@@ -260,7 +305,7 @@ class World:
             key = (task.trial, task.visit)
             agent.held[key] = (*content, (task.epoch, task.partition))
             agent.made_by[key] = attempt
-            digests = ((f"frozen/{task.trial}", f"{task.trial}/{hash(agent.held[key])}"),)
+            digests = ((f"frozen/{task.trial}", f"some equal {hash(agent.held[key]) % 7}"),)
             loss = 2 * score(task.trial, task.epoch, self.config.seed)
             agent.outbox.append(
                 ev.SubEpochDone(attempt, me, 2, loss, digests, 9, 1.0, ev.Hop(9, 0, 0.5))
@@ -321,8 +366,9 @@ class World:
             self.join(worker)
         elif kind == "duplicate" and self.journal:
             event = from_json(self.journal[-random.randint(1, 30) :][0]["event"])
-            # A stream keeps its order, and choices are not sent.
-            if not isinstance(event, ev.StateReceived | ev.Assigned):
+            # A stream keeps its order, writes have no number, and choices are not sent.
+            once = ev.StateReceived | ev.CheckpointFailed | ev.Assigned | ev.RunResumed
+            if not isinstance(event, once):
                 self.handle(event)
         elif kind in ("task", "transfer", "reset"):
             tasks = [
@@ -350,10 +396,64 @@ class World:
                 agent, task = random.choice(audited)
                 del agent.tasks[task.attempt]
                 agent.outbox.append(ev.AuditFailed(task.attempt, agent.incarnation, "injected"))
+        elif kind == "store":
+            self.broken_writes += 1
+        elif kind == "driver":
+            self.resume(random)
         elif kind == "merge":
             self.broken_merge = random.choice([*self.state.trials, 0])
         elif kind == "stop" and self.state.trials:
             self.news.append(ev.TrialStopped(random.choice([*self.state.trials]), "pruned"))
+
+    def resume(self, random: Random) -> None:
+        """Kill the driver with everybody, and go on from the journal on some number of workers."""
+        end = len(self.journal)
+        while end and not self.journal[end - 1]["instructions"] and random.random() < 0.5:
+            end -= 1  # what led to nothing may not be written yet
+        if self.journal:
+            self.go_on_from(self.journal[:end], self.store, self.objects, random.randint(1, 4))
+
+    def go_on_from(
+        self,
+        journal: list[dict],
+        store: dict[tuple[int, int], Content],
+        objects: set[str],
+        workers: int,
+    ) -> None:
+        """Take the place of a driver that was killed when this was its journal and its store."""
+        self.journal = json.loads(json.dumps(journal))
+        self.snapshots = self.snapshots[: len(journal)]
+        self.store, self.objects = dict(store), set(objects)
+        told = [from_json(each) for entry in journal for each in entry["instructions"]]
+        self.instructions = told
+        self.uncut = {each.trial for each in told if isinstance(each, ins.TrainUncut)}
+        for each in told:
+            if isinstance(each, ins.ForkState) and each.parent in self.uncut:
+                self.uncut.add(each.trial)
+        self.news, self.deletions = deque(), deque()
+        for agent in self.agents:
+            agent.alive = False
+            agent.outbox.clear()
+        self.scheduler = Scheduler(self.config, fold(self.config, self.journal))
+        self.state = self.scheduler.state
+        stored = self.state.holders.states_at("store")
+        for each in told:  # of a fork that was journalled, and not carried out
+            if isinstance(each, ins.ForkState) and (each.trial, each.visit) in stored:
+                forked = self.store.get((each.parent, each.visit), ())
+                self.store.setdefault((each.trial, each.visit), forked)
+        self.handle(ev.RunResumed())
+        if isinstance(self.search, ClosedSearch):
+            for event in self.search.events_after(self.state):
+                self.handle(event)
+        everything = range(self.config.partitions)
+        self.workers = [tuple(everything)[worker::workers] for worker in range(workers)]
+        for worker in range(workers):
+            self.join(worker)
+
+    def stories(self) -> str:
+        """Return what happened last to the trials that are not over."""
+        left = {n: trial for n, trial in self.state.trials.items() if not trial.over}
+        return "\n".join(f"{n} {each.status}\n{self.state.story(n)}" for n, each in left.items())
 
     def run(self, script: list[int]) -> None:
         """Follow the script, then go on in some order until the run is over."""
@@ -367,6 +467,6 @@ class World:
                 self.fault(Random(number))
                 continue
             steps = self.steps()
-            assert steps, f"nothing can happen, and the run is not over: {self.state.attempts}"
+            assert steps, f"nothing can happen: {self.stories()}"
             steps[(random.getrandbits(20) if number is None else number) % len(steps)]()
         raise AssertionError("the run does not end")

@@ -1,0 +1,86 @@
+"""Reads what a run was when its driver ended, so that another one can go on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from cerebro_hydra.errors import JournalError, StoreError
+from cerebro_hydra.hopper.journal import Journal
+from cerebro_hydra.observe.records import Decision, TrialAdmitted, records_of
+from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.instructions import ForkState
+from cerebro_hydra.plan.journal_fold import fold
+from cerebro_hydra.plan.remade import RemadeStates
+from cerebro_hydra.storage.run_folder import RunFolder
+
+
+class ResumedRun:
+    """The state that the journal of a run folds to, and the way to go on from there.
+
+    Args:
+        folder: the run's files.
+
+    Raises:
+        JournalError: the journal is absent or damaged, or another version has written it.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        config = next((line for lines in folder.read_segments() for line in lines), None)
+        if config is None:
+            raise JournalError(
+                f"the run {folder.path!r} has no journal, because it was killed before its first "
+                "decision; start it anew"
+            )
+        self.config: HopConfig = from_json(config.get("config"))
+        self._records = 0
+        self.state: HopState = fold(self.config, self._counted())
+
+    def decisions(self) -> Iterator[Decision]:
+        """Read the decisions that were made before."""
+        for line in self._folder.read_records():
+            if line["seq"] == self._records:
+                return
+            yield Decision.from_json(line)
+
+    def records(self) -> Iterator[TrialAdmitted | Decision]:
+        """Read all that was told of the run before."""
+        for record in records_of(self._folder):
+            if isinstance(record, TrialAdmitted | Decision):
+                yield record
+
+    def journal(self) -> Journal:
+        """Go on with the journal."""
+        return Journal(self._folder, self._records, *self._folder.journal_end())
+
+    def document(self, name: str) -> dict[str, Any]:
+        """Return a document that the run has written, or an empty one."""
+        with suppress(StoreError):
+            return self._folder.read_json(name)
+        return {}
+
+    def write_forks(self) -> None:
+        """Carry out every `ForkState` that was journalled and not carried out."""
+        for decision in self.decisions():
+            for each in decision.instructions:
+                if isinstance(each, ForkState) and self._lacks(each):
+                    self._folder.fork_state(each.trial, each.parent, each.visit)
+
+    def _lacks(self, fork: ForkState) -> bool:
+        stored = self.state.holders.states_at("store")
+        at = (fork.trial, fork.visit)
+        return at in stored and fork.visit not in self._folder.states(fork.trial)
+
+    def remade(self) -> RemadeStates:
+        """Return what compares states that are made again, once the workers are lost."""
+        newest = {number: trial.newest for number, trial in self.state.trials.items()}
+        return RemadeStates(newest, ((each.event, each.instructions) for each in self.decisions()))
+
+    def _counted(self) -> Iterator[dict[str, Any]]:
+        for line in self._folder.read_records():
+            self._records += 1
+            yield line

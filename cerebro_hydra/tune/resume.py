@@ -1,0 +1,193 @@
+"""Goes on with a run whose driver ended, from its folder alone or with a search that extends it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.hopper.launcher import Factory
+from cerebro_hydra.hopper.resumed_run import ResumedRun
+from cerebro_hydra.plan.events import (
+    BudgetExtended,
+    Event,
+    SearchClosed,
+    SearchReopened,
+    TrialProposed,
+)
+from cerebro_hydra.plan.hop_state import HopState
+from cerebro_hydra.plan.instructions import Instruction
+from cerebro_hydra.recipe import Columns
+from cerebro_hydra.storage import RunFolder, estimator_factories
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.tune.admission import Admission
+from cerebro_hydra.tune.example_batches import ExampleBatches
+from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.running import Surroundings, run_trials
+from cerebro_hydra.tune.search_course import SearchCourse
+from cerebro_hydra.tune.search_trials import SearchTrials
+from cerebro_hydra.tune.searcher import Searcher
+
+
+class RunToResume:
+    """A run as its folder has it, which a search may extend.
+
+    Args:
+        folder: the run's files; they may have been moved.
+
+    Raises:
+        StoreError: there is no run, it was never begun, or its data is gone.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        if not self.begun(self.folder):
+            raise StoreError(
+                f"the run {self.folder.path!r} ended before its trials were admitted, so there is "
+                "nothing to go on from; start it anew, or give it to search.fit(df, resume=...)"
+            )
+        document = read_document(self.folder)
+        place = {"prefix_path": self.folder.store.prefix}
+        self.document: RunDocument = replace(document, store={**document.store, **place})
+        manifest = find_prepared(self.folder.store, document.fingerprint)
+        if manifest is None:
+            raise StoreError(
+                f"the prepared data {document.fingerprint} of run {self.folder.path!r} is gone "
+                "from its store; restore it from a copy"
+            )
+        self.manifest: Manifest = manifest
+
+    @staticmethod
+    def begun(folder: RunFolder) -> bool:
+        """Say whether the trials of a run were admitted before its driver ended."""
+        return folder.store.exists(f"{folder.path}/{RUN_FILE}")
+
+    def require_same(self, **given: Any) -> None:
+        """Refuse arguments that would make another run of it.
+
+        Raises:
+            ConfigurationError: one differs; the message names it, its value and the run's.
+        """
+        for name, value in given.items():
+            if (there := getattr(self.document, name)) != value:
+                raise ConfigurationError(
+                    f"{name} is {value!r}, and the run {self.folder.path!r} has {there!r}; give "
+                    "the search what the run was begun with"
+                )
+
+    def find_factory(self, given: Factory | str | None, trust: bool) -> Factory:
+        """Return the run's `estimator_gen_fn`; raises as `estimator_factories.find` does."""
+        return estimator_factories.find(self.folder.path, self.document.factory, given, trust)
+
+    def go_on(
+        self,
+        around: Surroundings,
+        searcher: Searcher | None = None,
+        num_epochs: int | None = None,
+    ) -> SearchResult:
+        """Train until every trial is over, on as many workers as the backend has.
+
+        Args:
+            around: where, and by whose code.
+            searcher: a new one, as the run was begun with; it may propose more candidates. Without
+                one the run ends with those that it has.
+            num_epochs: as the run has, or more.
+
+        Raises:
+            ConfigurationError: the run has more epochs, or its search was not over and there is no
+                searcher.
+            and whatever `run_trials` raises.
+        """
+        resumed = ResumedRun(self.folder) if self.folder.journal_end()[1] else None
+        if searcher is None and (resumed is None or not resumed.state.tables.search_closed):
+            raise ConfigurationError(
+                f"the search of run {self.folder.path!r} still proposed trials when its driver "
+                "ended; give the run to the search: search.fit(df, resume=...)"
+            )
+        document = self._with_epochs(num_epochs or self.document.num_epochs)
+        admission = self._admission(around)
+        seconds, partitions = document.admission_seconds, self.manifest.num_partitions
+
+        def trials_of(course: SearchCourse | None) -> SearchTrials:
+            return SearchTrials(course, admission, self.folder, seconds, around.report)
+
+        parts = (around, self.folder, document)
+        if resumed is None:
+            assert searcher is not None
+            trials = trials_of(SearchCourse(searcher, document.num_epochs, partitions))
+            trials.admit_first()
+            return run_trials(*parts, trials, self.manifest)
+        records = [(each.event, each.instructions) for each in resumed.decisions()]
+        if resumed.state.tables.search_closed:
+            trials = trials_of(None)
+            trials.resume(records)
+            extension = self._extension(resumed.state, records, searcher, document.num_epochs)
+            if resumed.state.finished and not extension:
+                return SearchResult.open(self.folder.path, around.factory)
+            trials.extend(extension)
+        else:
+            assert searcher is not None
+            trials = trials_of(SearchCourse(searcher, self.document.num_epochs, partitions))
+            trials.resume(records)
+        self.folder.write_json(RUN_FILE, document.to_json())
+        return run_trials(*parts, trials, self.manifest, resumed)
+
+    def _with_epochs(self, num_epochs: int) -> RunDocument:
+        if num_epochs < self.document.num_epochs:
+            raise ConfigurationError(
+                f"num_epochs is {num_epochs}, and the run {self.folder.path!r} has "
+                f"{self.document.num_epochs}; give as many, or more to extend it"
+            )
+        return replace(self.document, num_epochs=num_epochs)
+
+    def _admission(self, around: Surroundings) -> Admission:
+        columns = Columns.of(self.document)
+        admission = Admission(
+            around.factory,
+            columns,
+            ExampleBatches(self.manifest, self.folder.store, columns),
+            self.folder,
+            self.document.seed,
+            self.document.evaluation_metric,
+            around.report,
+            self.document.keep,
+        )
+        admission.metrics = dict(self.document.metrics)
+        return admission
+
+    def _extension(
+        self,
+        state: HopState,
+        records: Sequence[tuple[Event, Sequence[Instruction]]],
+        searcher: Searcher | None,
+        num_epochs: int,
+    ) -> list[Event]:
+        """Return the events that extend a run whose search is closed; there may be none.
+
+        Trials that may train as far as any other go on, and candidates that the run lacks are
+        proposed.
+        """
+        proposed = [event for event, _ in records if isinstance(event, TrialProposed)]
+        budgets = {number: trial.budget for number, trial in state.trials.items()}
+        most = max(budgets.values(), default=num_epochs)
+        of_a_list = len({event.budget for event in proposed}) == 1
+        news: list[Event] = []
+        if most < num_epochs and (of_a_list or num_epochs > self.document.num_epochs):
+            news += [
+                BudgetExtended(n, num_epochs) for n, budget in budgets.items() if budget == most
+            ]
+        known = [event.params for event in proposed]
+        numbers = itertools.count(1 + max((event.trial for event in proposed), default=-1))
+        while searcher is not None and (params := searcher.ask()) is not None:
+            plain = json.loads(json.dumps(params))
+            if plain in known:
+                known.remove(plain)
+            else:
+                news.append(TrialProposed(next(numbers), plain, num_epochs))
+        return [SearchReopened(), *news, SearchClosed()] if news else []

@@ -1,0 +1,93 @@
+"""Runs the trials of a run to their end, first or again, with what is shown of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.errors import CerebroHydraError, Interrupted
+from cerebro_hydra.hopper.backend import Backend
+from cerebro_hydra.hopper.coordinator import Coordinator
+from cerebro_hydra.hopper.launcher import Factory
+from cerebro_hydra.hopper.resumed_run import ResumedRun
+from cerebro_hydra.observe import Observer, ReportWriter, console_observer
+from cerebro_hydra.storage import RunFolder, estimator_factories
+from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.tune.all_failed import all_failed
+from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.run_claim import run_claim
+from cerebro_hydra.tune.search_trials import SearchTrials
+from cerebro_hydra.tune.winner_archive import WinnerArchive
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Holds where a run runs, by whose code, and who watches it."""
+
+    backend: Backend
+    factory: Factory
+    verbose: int = 1
+    observers: Sequence[Observer] = ()
+
+    def report(self, line: str) -> None:
+        """Print a line, unless nothing is to be shown."""
+        if self.verbose:
+            print(line)
+
+
+def run_trials(
+    around: Surroundings,
+    folder: RunFolder,
+    document: RunDocument,
+    trials: SearchTrials,
+    manifest: Manifest,
+    resumed: ResumedRun | None = None,
+) -> SearchResult:
+    """Train until every trial is over; return the result.
+
+    Raises:
+        AllTrialsFailed: no trial was left; the message holds every reason.
+        Interrupted: a KeyboardInterrupt; `result` holds what was reached.
+        CerebroHydraError: the run ended before its trials; a note says how to resume it.
+    """
+    estimator_factories.remember(folder.path, around.factory)
+    observer, report = console_observer(around.verbose), ReportWriter(folder)
+    archive = WinnerArchive(folder, around.report)
+    coordinator = Coordinator(
+        folder,
+        document,
+        trials,
+        around.backend.launcher(),
+        around.factory,
+        manifest=manifest,
+        # Trackers come after the report and the best model, which they may keep as artifacts.
+        observers=[observer, report, archive, *around.observers],
+        resumed=resumed,
+    )
+    try:
+        with run_claim(folder):
+            coordinator.run()
+    except KeyboardInterrupt:
+        result = SearchResult.open(folder.path)
+        said = f"the run was interrupted; {result!r} is in search.result\n{how_to_resume(folder)}"
+        raise Interrupted(said, result) from None
+    except CerebroHydraError as error:
+        error.add_note(how_to_resume(folder))
+        raise
+    finally:
+        observer.close()
+        if report.path:
+            around.report(f"report: {report.path}")
+        around.report(f"open it again: cerebro_hydra.SearchResult.open({folder.path!r})")
+    result = SearchResult.open(folder.path)
+    if all(trial.status == "failed" for trial in result.trials):
+        raise all_failed([trial.error or "" for trial in result.trials], folder.path)
+    return result
+
+
+def how_to_resume(folder: RunFolder) -> str:
+    """Return the lines that say how to go on with a run."""
+    return (
+        f"resume it: cerebro-hydra resume {folder.path}\nor: search.fit(df, resume={folder.path!r})"
+    )
