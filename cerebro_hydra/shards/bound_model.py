@@ -94,6 +94,20 @@ class BoundModel:
             self._put({name: self._own[name]})
             del self._lent[name]
 
+    def check_here(self, module: nn.Module, unit: str) -> None:
+        """Check that the parameters of a module are there, which runs with another shard.
+
+        Raises:
+            ConfigurationError: the shard that has them is away.
+        """
+        mine = set(map(id, module.parameters()))
+        for name, parameter in self._params.items():
+            if id(parameter) in mine and parameter.numel() and 0 in parameter.stride():
+                raise ConfigurationError(
+                    f"the forward enters {unit!r} while another shard runs, and parameter {name!r} "
+                    "has left the device; set recompute=False, or cut elsewhere"
+                )
+
     def _point(self, name: str, value: Tensor) -> None:
         self._params[name].data = value
         if name in self._bound:

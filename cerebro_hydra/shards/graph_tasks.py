@@ -93,7 +93,7 @@ class GraphTasks:
             if isinstance(value, Tensor):
                 if value.requires_grad:
                     going.needs_grad.add(name)
-                value = value.detach()
+                value = value.detach() if keep else self._apart(k, value)
             going.values[name] = value
         if graph.loss is not None:
             going.batch.finish_forward(graph.loss)
@@ -130,6 +130,15 @@ class GraphTasks:
                 going.values.pop(name, None)
         going.grads |= {n: v.grad for n, v in graph.received.items() if v.grad is not None}
         going.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
+
+    def _apart(self, k: int, value: Tensor) -> Tensor:
+        """Return a value that stays good when shard k leaves its memory, in the same strides."""
+        storage = value.untyped_storage()
+        inside = {v.untyped_storage().data_ptr() for v in self._states[k].values.values()}
+        if storage.data_ptr() not in inside:
+            return value.detach()
+        copy = torch.empty(0, dtype=value.dtype, device=value.device)
+        return copy.set_(storage.clone(), value.storage_offset(), value.shape, value.stride())
 
     def _graph(self, k: int, going: GraphPass) -> ShardGraph:
         return self._graphs.of(going.batch.inputs).train[k]

@@ -83,6 +83,9 @@ class ModuleTasks:
 
     def _entered(self, unit: str) -> None:
         self._unit = unit
+        name = module_of(unit)
+        if self._shard_of.get(name, self._forward_at) != self._forward_at:
+            self._bound.check_here(self._modules[name], unit)
         self._batch.key.reseed(unit)
 
     def _cross(self, shard: int, arguments: Iterable[Any]) -> None:

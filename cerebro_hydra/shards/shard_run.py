@@ -119,8 +119,20 @@ class ShardRun:
 
     # ------------------------------------------------------------------ tasks
 
-    def perform(self, task: Action) -> None:
+    @property
+    def norms(self) -> dict[int, dict[str, float]]:
+        """Return the norms of the gradients of each shard that was unloaded since its last update.
+
+        The shard's last backward of a window makes them final.
+        """
+        return self._sub_epoch.norms
+
+    def perform(self, task: Action, norms: Mapping[int, Mapping[str, float]] | None = None) -> None:
         """Do F, B or U of a shard that is loaded.
+
+        Args:
+            norms: for U where gradients are clipped by their norm, the `norms` of shards whose last
+                backward was done in the process of another device.
 
         Raises:
             ValueError: the task can't come now, or its shard is not loaded.
@@ -134,6 +146,7 @@ class ShardRun:
         self._go_to_step(self._start_step + window)
         self._sub_epoch.check_step(k)
         if task.kind is ActionKind.U:
+            self._sub_epoch.add_norms(norms or {})
             self._sub_epoch.update(k)
             if self._at is not None and self._at[0] == window and self._at[1][1]:
                 self._updated_last.add(k)

@@ -224,8 +224,23 @@ class SubEpoch:
         if needed:
             check_released(memory)
 
+    @property
+    def norms(self) -> dict[int, dict[str, float]]:
+        """Return the norms of the gradients of each shard that was released in this window."""
+        return {k: {n: float(norm) for n, norm in each.items()} for k, each in self._norms.items()}
+
+    def add_norms(self, norms: Mapping[int, Mapping[str, float]]) -> None:
+        """Take the norms of gradients of shards whose last backward was in another process."""
+        kinds = {p.name: p.dtype.to_real() for p in self._cut_model.params}
+        for k, each in norms.items():
+            self._norms[k] = {n: torch.tensor(norm, dtype=kinds[n]) for n, norm in each.items()}
+
     def update(self, k: int) -> None:
-        """Take the optimizer step of a shard."""
+        """Take the optimizer step of a shard.
+
+        Raises:
+            ValueError: the norms of a shard's gradients are not known, by which they are clipped.
+        """
         state = self._states[k]
         if self._held is not None:
             self._end_hold(state)
@@ -233,6 +248,8 @@ class SubEpoch:
         if limit is not None:
             if self._coefficient is None:  # the first update after the barrier
                 self._norms |= {k: grad_norms(s.params) for k, s in self._states.items()}
+                if missing := set(range(self._cut_model.num_shards)) - self._norms.keys():
+                    raise ValueError(f"the norms of the gradients of shards {missing} are unknown")
                 norms: dict[str, Tensor] = {}
                 for each in self._norms.values():
                     norms |= each

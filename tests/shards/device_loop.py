@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.plan.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.plan.memory_check import MemoryCheck
@@ -41,11 +42,12 @@ class Slot:
     gradients: Bytes
 
     @classmethod
-    def of(cls, trial: Trial, k: int) -> Slot:
+    def of(cls, trial: Trial, k: int, pool: BufferPool | None = None) -> Slot:
         layout = trial.layout.shards[k]
         sizes = [layout.frozen.nbytes, layout.trainable.nbytes, GradientLayout.of(layout).nbytes]
         starts = np.cumsum([0, *(n + -n % 64 for n in sizes)])
-        memory = aligned(int(starts[-1]), zeroed=True)
+        nbytes = int(starts[-1])
+        memory = aligned(nbytes, zeroed=True) if pool is None else pool.lease(nbytes)
         frozen, trainable, gradients = (
             memory[start : start + n] for start, n in zip(starts[:-1], sizes, strict=True)
         )
@@ -108,6 +110,7 @@ class DeviceLoop:
         )  # fmt: skip
         self._state = WorkerState([budget] * devices, host, rule)
         self._choice = random.Random(seed)
+        self._pool = BufferPool()
         self._lanes: dict[tuple[int, str], deque[Action]] = {}
         self.tasks: list[Action] = []
 
@@ -165,7 +168,7 @@ class DeviceLoop:
                 resident.disk[k] = resident.home[k].memory.tobytes()
                 resident.home.pop(k).memory.fill(POISON)
             case ActionKind.LOAD:
-                slot = resident.device[k] = Slot.of(resident.trial, k)
+                slot = resident.device[k] = Slot.of(resident.trial, k, self._pool)
                 slot.memory[:] = resident.home[k].memory
                 if isinstance(resident.run, ShardRun):
                     cursor = json.loads(resident.cursors[k])
@@ -176,7 +179,7 @@ class DeviceLoop:
                 resident.run.unload(k)
                 slot = resident.device.pop(k)
                 resident.home[k].memory[:] = slot.memory
-                slot.memory.fill(POISON)
+                self._free(slot)
             case ActionKind.SEND:
                 slot = resident.home[k] if k in resident.home else self._from_disk(resident, k)
                 resident.trial.publish(k, slot.segments, json.loads(resident.cursors[k]))
@@ -199,4 +202,11 @@ class DeviceLoop:
         resident.run.unload(k)
         slot = resident.device.pop(k)
         assert np.array_equal(slot.memory, resident.home[k].memory), f"{action} loses changes"
+        self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
+        """Poison a device's memory, and check that nothing of the run refers to it any more."""
+        leased = self._pool.leased - slot.memory.nbytes
         slot.memory.fill(POISON)
+        del slot.memory, slot.segments, slot.gradients
+        assert self._pool.leased == leased
