@@ -15,7 +15,7 @@ from cerebro_hydra.shards.layout import Bytes, Segments, TrialLayout
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
 from cerebro_hydra.shards.paused_run import PausedRun
-from cerebro_hydra.shards.sub_epoch import Cursor, SubEpoch
+from cerebro_hydra.shards.sub_epoch import Cursor, Norms, SubEpoch
 
 
 class ShardRun:
@@ -65,6 +65,7 @@ class ShardRun:
         self._paused = PausedRun()
         self._stack = ExitStack()
         self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
+        self._step = -1  # whose window was begun
         self._number = -1  # of the microbatch under way
         self._next: tuple[str, int] | None = None  # its next task
         self._updated_last: set[int] = set()  # shards whose last window is over
@@ -95,8 +96,12 @@ class ShardRun:
             raise ValueError(f"shard {k} is loaded already; unload it before")
         self._sub_epoch.receive(k, segments, cursor, gradients)
 
-    def unload(self, k: int) -> None:
+    def unload(self, k: int) -> Norms | None:
         """Refer to shard k's memory no more; what the run has changed is in it.
+
+        Returns:
+            The norms of the shard's gradients if they are clipped by their norm and it has not been
+            updated with them; those after its last backward of a window count.
 
         Raises:
             ConfigurationError: the forward keeps a view of a parameter, or wrote to a tensor to
@@ -105,7 +110,7 @@ class ShardRun:
         needed = self._will_return_to(k)
         if needed and not self._recompute:
             raise ValueError(f"shard {k} is unloaded before its backward, without recomputation")
-        self._sub_epoch.release(k, needed=needed, last=k in self._updated_last)
+        return self._sub_epoch.release(k, needed=needed, last=k in self._updated_last)
 
     def cursor(self, k: int) -> Cursor:
         """Return the cursor of a shard that was loaded, with its last update."""
@@ -119,20 +124,12 @@ class ShardRun:
 
     # ------------------------------------------------------------------ tasks
 
-    @property
-    def norms(self) -> dict[int, dict[str, float]]:
-        """Return the norms of the gradients of each shard that was unloaded since its last update.
-
-        The shard's last backward of a window makes them final.
-        """
-        return self._sub_epoch.norms
-
-    def perform(self, task: Action, norms: Mapping[int, Mapping[str, float]] | None = None) -> None:
+    def perform(self, task: Action, norms: Mapping[int, Norms] | None = None) -> None:
         """Do F, B or U of a shard that is loaded.
 
         Args:
-            norms: for U where gradients are clipped by their norm, the `norms` of shards whose last
-                backward was done in the process of another device.
+            norms: for U where gradients are clipped by their norm, what `unload` has returned for
+                shards whose last backward was done in the process of another device.
 
         Raises:
             ValueError: the task can't come now, or its shard is not loaded.
@@ -160,13 +157,16 @@ class ShardRun:
             self._sub_epoch.end_microbatch()
 
     def _go_to_step(self, step: int) -> None:
-        if step != self._sub_epoch.step or self._number < 0:
+        if step != self._step:
+            self._step = step
             self._sub_epoch.end_window()
             self._sub_epoch.begin_window(step)
 
     def _begin(self, number: int, window: int, place: int) -> None:
         while self._at is None or self._at[0] < window:
-            self._at = next(self._windows)
+            self._at = next(self._windows, None)
+            if self._at is None:
+                raise ValueError(f"the sub-epoch has no microbatch {number}")
         batches, _ = self._at[1]
         batch = self._maker.make(batches, place, self._sub_epoch.step)
         self._sub_epoch.begin_microbatch()

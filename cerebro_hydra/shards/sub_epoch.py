@@ -25,6 +25,8 @@ from cerebro_hydra.shards.parameter_values import absent_value
 from cerebro_hydra.shards.state import ShardState
 
 Cursor = dict[str, Any]
+Norms = Mapping[str, float]
+"""The 2-norm of each gradient of a shard, by parameter."""
 
 
 class SubEpoch:
@@ -60,6 +62,7 @@ class SubEpoch:
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
         self._steps: dict[int, int] = {}  # that each shard has done
         self._gradients: dict[int, Bytes | None] = {}  # memory for those of each shard
+        self._updated: set[int] = set()  # in this window
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._coefficient: Tensor | None = None
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
@@ -102,14 +105,17 @@ class SubEpoch:
         Raises:
             StepDiffers: one did, so the uncut model takes this step otherwise.
         """
-        for params in self._params.values():
-            for name, parameter in params.items():
-                if parameter.grad is not None:
-                    raise StepDiffers(
-                        f"in step {self.step}, parameter {name!r} got a gradient after the "
-                        "update of its shard; the forward uses it in another shard too, or takes "
-                        "gradients itself"
-                    )
+        for k in self._updated:
+            self._check_no_late_gradient(k)
+        self._updated.clear()
+
+    def _check_no_late_gradient(self, k: int) -> None:
+        for name, parameter in self._params[k].items():
+            if parameter.grad is not None:
+                raise StepDiffers(
+                    f"in step {self.step}, parameter {name!r} got a gradient after the update of "
+                    "its shard; the forward uses it in another shard too, or takes gradients itself"
+                )
 
     def begin_microbatch(self) -> None:
         """Hold copies, from now on, of what is read while its shard is away."""
@@ -157,6 +163,9 @@ class SubEpoch:
         gradients: Bytes | None = None,
     ) -> None:
         """Bind a shard to memory, in which it is trained until it is released."""
+        if k in self._updated:
+            self._check_no_late_gradient(k)
+            self._updated.remove(k)
         shard = self._layout.shards[k]
         if self._bound is None:
             state = ShardState(shard, segments, self._params.get(k))
@@ -195,8 +204,8 @@ class SubEpoch:
         if self._steps[k] != self.step:
             raise ValueError(f"shard {k} is at step {self._steps[k]}, training at step {self.step}")
 
-    def release(self, k: int, *, needed: bool, last: bool) -> None:
-        """Refer to a shard's memory no more.
+    def release(self, k: int, *, needed: bool, last: bool) -> Norms | None:
+        """Refer to a shard's memory no more; return the norms of its gradients, if they count.
 
         Args:
             needed: whether the present microbatch has yet to come back to the shard.
@@ -207,9 +216,13 @@ class SubEpoch:
         """
         state = self._states[k]
         assert self._held is not None
+        if k in self._updated:
+            self._check_no_late_gradient(k)
         self._write_back(state)
-        if self._recipe.clip_grad_norm is not None:
+        norms: Norms | None = None
+        if self._recipe.clip_grad_norm is not None and k not in self._updated:
             self._norms[k] = grad_norms(state.params)
+            norms = {name: float(norm) for name, norm in self._norms[k].items()}
         GradientLayout.of(self._layout.shards[k]).store(self._gradients.pop(k), state.params)
         if self._bound is not None:
             if last:
@@ -223,13 +236,9 @@ class SubEpoch:
         del self._states[k], state
         if needed:
             check_released(memory)
+        return norms
 
-    @property
-    def norms(self) -> dict[int, dict[str, float]]:
-        """Return the norms of the gradients of each shard that was released in this window."""
-        return {k: {n: float(norm) for n, norm in each.items()} for k, each in self._norms.items()}
-
-    def add_norms(self, norms: Mapping[int, Mapping[str, float]]) -> None:
+    def add_norms(self, norms: Mapping[int, Norms]) -> None:
         """Take the norms of gradients of shards whose last backward was in another process."""
         kinds = {p.name: p.dtype.to_real() for p in self._cut_model.params}
         for k, each in norms.items():
@@ -266,6 +275,7 @@ class SubEpoch:
         for parameter in state.params.values():
             parameter.grad = None
         self._steps[k] = self.step + 1
+        self._updated.add(k)
 
     def segments(self, k: int) -> Segments:
         """Return the segments of a shard that is here, as they are now."""
