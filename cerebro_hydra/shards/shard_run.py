@@ -11,7 +11,7 @@ from cerebro_hydra.recipe import Recipe, Window
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.engine import TrainTotals, with_last
 from cerebro_hydra.shards.held_tensors import HeldTensors
-from cerebro_hydra.shards.layout import Bytes, Segments, TrialLayout
+from cerebro_hydra.shards.layout import ALIGNMENT, Bytes, Segments, TrialLayout
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
 from cerebro_hydra.shards.paused_run import PausedRun
@@ -94,6 +94,10 @@ class ShardRun:
         """
         if k in self._sub_epoch:
             raise ValueError(f"shard {k} is loaded already; unload it before")
+        if segments["trainable"].ctypes.data % ALIGNMENT:
+            raise ValueError(
+                f"the memory of shard {k} is not aligned to {ALIGNMENT} bytes; align it"
+            )
         self._sub_epoch.receive(k, segments, cursor, gradients)
 
     def unload(self, k: int) -> Norms | None:

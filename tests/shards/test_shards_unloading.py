@@ -18,6 +18,7 @@ from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.fast_path import without_fast_path
 from cerebro_hydra.shards.held_tensors import HeldTensors
+from cerebro_hydra.shards.layout import Bytes, aligned
 from cerebro_hydra.shards.shard_profile import profile
 from cerebro_hydra.shards.shard_run import ShardRun
 from tests.shards import plain, zoo
@@ -204,11 +205,23 @@ class RootScale(nn.Module):
 def test_a_run_that_keeps_activations_has_its_shards_throughout():
     trial = start(mlp_recipe(cut="modules")(), WINDOWS[1:])
     run = run_of(trial, WINDOWS[1:], recompute=False)
-    run.load(0, *trial.need(0))
+    load(run, trial, 0)
     run.perform(Action(0, 0, F, 0))
     with pytest.raises(ValueError, match="shard 0 is unloaded before its backward"):
         run.unload(0)
     run.cancel()
+
+
+def in_slot(segment: Bytes) -> Bytes:
+    memory = aligned(segment.nbytes)
+    memory[:] = segment
+    return memory
+
+
+def load(run: ShardRun, trial: Trial, *shards: int) -> None:
+    for k in shards:
+        segments, cursor = trial.need(k)
+        run.load(k, segments | {"trainable": in_slot(segments["trainable"])}, cursor)
 
 
 def test_tasks_out_of_order_and_shards_out_of_place_are_refused():
@@ -216,24 +229,29 @@ def test_tasks_out_of_order_and_shards_out_of_place_are_refused():
     run = run_of(trial, WINDOWS[1:])
     with pytest.raises(ValueError, match="t0s0F0 can't be done; load its shard before"):
         run.perform(Action(0, 0, F, 0))
-    for k in (0, 1):
-        run.load(k, *trial.need(k))
+    load(run, trial, 0, 1)
     with pytest.raises(ValueError, match="shard 1 is loaded already"):
-        run.load(1, *trial.need(1))
+        load(run, trial, 1)
+    segments, cursor = trial.need(2)
+    skewed = aligned(segments["trainable"].nbytes + 64)[8:-56]
+    with pytest.raises(ValueError, match="the memory of shard 2 is not aligned to 64 bytes"):
+        run.load(2, segments | {"trainable": skewed}, cursor)
     run.perform(Action(0, 0, F, 0))
     with pytest.raises(ValueError, match=r"t0s1B0 can't come now; .* before \('F', 1\)"):
         run.perform(Action(0, 1, B, 0))
     run.cancel()
 
 
-def test_a_cancelled_run_ends_its_thread_and_gives_the_model_back():
+@pytest.mark.parametrize("done", [0, 1, 4])
+def test_a_cancelled_run_ends_its_thread_and_gives_the_model_back(done):
     trial = start(mlp_recipe(cut="modules")(), WINDOWS[1:])
     before = {n: p.data_ptr() for n, p in trial.recipe.model.named_parameters()}
     threads = set(threading.enumerate())
     run = run_of(trial, WINDOWS[1:])
-    run.load(0, *trial.need(0))
-    run.perform(Action(0, 0, F, 0))
-    run.unload(0)
+    tasks = [(F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)]
+    load(run, trial, 0, 1, 2)
+    for kind, k in tasks[:done]:
+        run.perform(Action(0, k, kind, 0))
     run.cancel()
     assert set(threading.enumerate()) == threads
     assert {n: p.data_ptr() for n, p in trial.recipe.model.named_parameters()} == before
