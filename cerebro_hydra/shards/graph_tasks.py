@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.shards.cut_model import CutModel
-from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.held_tensors import HeldTensors
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.reseed import random_key
 from cerebro_hydra.shards.shard_graph import ShardGraph
@@ -44,9 +44,9 @@ class GraphPass:
 class GraphTasks:
     """Runs F and B of one trial's shards, whose model is cut as a graph.
 
-    `states[k]` must be bound before the first task of shard k. With `keep`, autograd's graph lives
-    from F to B. Without it, F drops the graph and B computes it again; only the last shard keeps
-    it, because its B follows at once.
+    `states[k]` must be bound before a task of shard k; what `held` has is read there. With `keep`,
+    autograd's graph lives from F to B. Without it, F drops the graph and B computes it again; only
+    the last shard keeps it, because its B follows at once.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class GraphTasks:
         states: Mapping[int, ShardState],
         precision: Callable[[], AbstractContextManager[Any]],
         keep: bool,
+        held: HeldTensors | None = None,
     ) -> None:
         assert cut_model.graphs is not None
         self._graphs = cut_model.graphs
@@ -62,6 +63,7 @@ class GraphTasks:
         self._states = states
         self._precision = precision
         self._keep = keep
+        self._held: Mapping[str, Tensor] = {} if held is None else held.copies
         self._last = cut_model.num_shards - 1
         self._param_owner = {p.name: p.owner for p in cut_model.params}
         self._buffer_owner = {b.name: b.owner for b in cut_model.buffers}
@@ -91,7 +93,7 @@ class GraphTasks:
             if isinstance(value, Tensor):
                 if value.requires_grad:
                     going.needs_grad.add(name)
-                value = value.detach()
+                value = value.detach() if keep else self._apart(k, value)
             going.values[name] = value
         if graph.loss is not None:
             going.batch.finish_forward(graph.loss)
@@ -129,12 +131,25 @@ class GraphTasks:
         going.grads |= {n: v.grad for n, v in graph.received.items() if v.grad is not None}
         going.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
 
+    def _apart(self, k: int, value: Tensor) -> Tensor:
+        """Return a value that stays good when shard k leaves its memory, in the same strides."""
+        storage = value.untyped_storage()
+        inside = {v.untyped_storage().data_ptr() for v in self._states[k].values.values()}
+        if storage.data_ptr() not in inside:
+            return value.detach()
+        copy = torch.empty(0, dtype=value.dtype, device=value.device)
+        return copy.set_(storage.clone(), value.storage_offset(), value.shape, value.stride())
+
     def _graph(self, k: int, going: GraphPass) -> ShardGraph:
         return self._graphs.of(going.batch.inputs).train[k]
 
     def _buffers(self, graph: ShardGraph) -> dict[str, Tensor]:
-        owner = self._buffer_owner
-        return {name: self._states[owner[name]].buffers[name] for name in graph.buffers}
+        found = {}
+        for name in graph.buffers:
+            held = self._held.get(name)
+            owner = self._buffer_owner[name]
+            found[name] = self._states[owner].buffers[name] if held is None else held
+        return found
 
     def _run(self, k: int, going: GraphPass, buffers: Mapping[str, Tensor]) -> AutogradGraph:
         graph = self._graph(k, going)
@@ -142,7 +157,10 @@ class GraphTasks:
         tied: dict[str, Tensor] = {}
         for name in graph.params:
             owner = self._param_owner[name]
-            param: Tensor = self._states[owner].params[name]
+            if owner != k and name in self._held:
+                param = self._held[name]
+            else:
+                param = self._states[owner].params[name]
             if owner != k and param.requires_grad:
                 # A shard that uses the weight but does not own it sends its gradient backwards.
                 param = tied[name] = param.detach().requires_grad_()
@@ -170,39 +188,36 @@ class GraphTasks:
 
 
 class GraphPredictor:
-    """Runs the evaluation graphs of all shards, on copies of buffers that they write to."""
+    """Runs the evaluation graphs of all shards.
+
+    `states[k]` must be bound before F of shard k; what `held` has is read there.
+    """
 
     def __init__(
-        self,
-        cut_model: CutModel,
-        layout: TrialLayout,
-        need: Callable[[int], tuple[Segments, Any]],
+        self, cut_model: CutModel, states: Mapping[int, ShardState], held: HeldTensors
     ) -> None:
         assert cut_model.graphs is not None
         self._graphs = cut_model.graphs
-        self._layout = layout
-        self._need = need
         self._owner = {t.name: t.owner for t in (*cut_model.params, *cut_model.buffers)}
-        self._shards: dict[int, ShardState] = {}
-        self._scratch: dict[str, Tensor] = {}
+        self._states = states
+        self._held: Mapping[str, Tensor] = held.copies
 
-    def __call__(self, inputs: Sequence[Tensor]) -> Any:
-        """Return the model's outputs."""
+    def run(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
+        """Return the model's outputs, after `reach` has allowed F of each shard."""
         graphs = self._graphs.of(inputs)
-        for k, graph in enumerate(graphs.eval):
-            if k not in self._shards:
-                segments, _ = self._need(k)
-                self._shards[k] = ShardState(self._layout.shards[k], segments)
-                for name in graph.mutates:
-                    self._scratch[name] = self._shards[self._owner[name]].buffers[name].clone()
         values: dict[str, Any] = {}
         out: Sequence[Any] = ()
-        for graph in graphs.eval:
-            tensors = [self._shards[self._owner[n]].evaluated[n] for n in graph.params]
-            tensors += [
-                self._scratch.get(n, self._shards[self._owner[n]].buffers[n]) for n in graph.buffers
-            ]
-            live = [values[n] for n in graph.live_in]
-            out = graph.run(*tensors, *live, *(inputs[i] for i in graph.inputs))
+        for k, graph in enumerate(graphs.eval):
+            reach("F", k)
+            out = graph.run(
+                *(self._parameter(name) for name in graph.params),
+                *(self._held[name] for name in graph.buffers),
+                *(values[name] for name in graph.live_in),
+                *(inputs[i] for i in graph.inputs),
+            )
             values = dict(zip(graph.live_out, out, strict=False))
         return graphs.outputs(out, False)
+
+    def _parameter(self, name: str) -> Tensor:
+        held = self._held.get(name)
+        return self._states[self._owner[name]].values[name] if held is None else held

@@ -1,0 +1,88 @@
+"""Watches operations: how many bytes their results hold, and which parameters they read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts, while it is entered, the bytes of results that somebody refers to.
+
+    What an operation takes and gives back inside of itself is not seen.
+
+    Attributes:
+        now: the bytes at present.
+        peak: the most bytes since it was set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for storage in _storages((args, kwargs)):
+            self._count(storage, 0)  # it was there before
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            self._count(storage, storage.nbytes())
+        return result
+
+    def _count(self, storage: UntypedStorage, nbytes: int) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= nbytes
+
+
+class ReadsElsewhere(TorchDispatchMode):
+    """Notes the parameters that operations read while another shard than their owner runs.
+
+    Attributes:
+        found: their names.
+
+    Args:
+        memory: the name of each parameter by where its value lies.
+        owner: the shard of each parameter.
+        shard: returns the shard that runs.
+    """
+
+    def __init__(
+        self, memory: Mapping[int, str], owner: Mapping[str, int], shard: Callable[[], int]
+    ) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._memory = memory
+        self._owner = owner
+        self._shard = shard
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:  # a view reads nothing
+            for storage in _storages((args, kwargs)):
+                name = self._memory.get(storage.data_ptr())
+                if name is not None and self._owner[name] != self._shard():
+                    self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _storages(values: Any) -> Iterator[UntypedStorage]:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield leaf.untyped_storage()
