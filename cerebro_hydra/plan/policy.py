@@ -97,7 +97,7 @@ class Policy:
 
     def choose(self, view: View) -> list[Assignment]:
         """Return the tasks to begin: at most one per worker, and one sub-epoch per trial."""
-        if not view.open_partitions:
+        if not any(view.open_levels):
             return []
         live = view.num_live()
         if live >= FEW_PER_PLACE * view.num_places or live * self._partitions > MOST_PAIRS:

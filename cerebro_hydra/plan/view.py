@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cerebro_hydra.plan.bits import mask_of, members
+from cerebro_hydra.plan.bits import members
 from cerebro_hydra.plan.events import Assignment
 from cerebro_hydra.plan.progress import Attempt, TaskKind, visit_order
 from cerebro_hydra.plan.tables import RunTables
@@ -77,7 +77,7 @@ class View:
     def partitions_beside(self, partition: int) -> int:
         """Return all partitions of the live worker that holds this one, as a mask."""
         agent = self._tables.workers.of_partition(partition)
-        return 0 if agent is None else mask_of(agent.partitions)
+        return 0 if agent is None else agent.mask
 
     def assignment(self, trial: int, partition: int) -> Assignment:
         """Return the assignment of a trial's open task to the worker of its partition."""
