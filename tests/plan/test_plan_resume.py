@@ -212,6 +212,18 @@ def test_a_resumed_run_merges_metrics_again_whose_answer_was_under_way() -> None
     assert again.attempt != merge.attempt and again.states == merge.states
 
 
+def test_a_sub_epoch_that_is_held_back_goes_with_its_worker() -> None:
+    """The state before it is committed later, because its message took longer."""
+    run = Driver(partitions=2, evaluate=False)
+    ((first, attempt),) = run.running.items()
+    run(ev.StateReceived(0, 0, first))
+    run(ev.SubEpochEnding(attempt, first))
+    (second,) = {"a", "b"} - {first}
+    run(done(run.running[second], second))
+    told = run(ev.WorkerLost(second, "killed"))
+    assert run.state.trials[0].attempts == [run.state.attempts[attempt]], told
+
+
 def test_an_unknown_cadence_is_refused() -> None:
     with pytest.raises(ValueError, match="checkpoint='hourly' is unknown"):
         HopConfig(2, checkpoint="hourly")
