@@ -240,10 +240,13 @@ class HopState:
         """Forget an agent with its tasks and states; return the trials that it worked for."""
         concerned = {trial for trial, _ in self.holders.states_at(agent.incarnation)}
         self.workers.remove(agent)
-        for attempt in [*agent.reserved, *agent.started]:
+        # Beside what it runs and what is reserved there may be a sub-epoch that is held back.
+        at = [each for each in self.attempts.values() if each.incarnation == agent.incarnation]
+        for attempt in reversed(at):
             concerned.add(attempt.trial)
-            self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
-            self._attempts.abandon(attempt)
+            if attempt.number in self.attempts:
+                self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
+                self._attempts.abandon(attempt)
         self.holders.forget_worker(agent.incarnation)
         self.adoptions.lose(agent.incarnation)
         return concerned

@@ -1,4 +1,7 @@
-"""A driver that trains for ever and prints the pids of its agents, to be killed by a test."""
+"""A driver that prints the pids of its agents, then a line per decision, to be killed by a test.
+
+`python doomed_driver.py FOLDER [EPOCHS]` trains for ever, or for so many epochs.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ import numpy as np
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
-from cerebro_hydra.observe import AgentStarted
+from cerebro_hydra.observe import AgentStarted, Decision
 from cerebro_hydra.tune import search as search_module
 from tests.end_to_end import models
+
+EPOCHS = int(sys.argv[2]) if sys.argv[2:] else 0
 
 
 class Announcer:
@@ -24,6 +29,8 @@ class Announcer:
             self.pids.append(record.pid)
             if len(self.pids) == 2:
                 print(json.dumps(self.pids), flush=True)
+        elif isinstance(record, Decision) and EPOCHS:
+            print(record.seq, flush=True)
 
     def close(self) -> None:
         pass
@@ -41,6 +48,7 @@ GridSearch(
     store=LocalStore(prefix_path=sys.argv[1]),
     estimator_gen_fn=models.feed_forward,
     search_space={"lr": hp_choice([0.1, 0.01])},
-    num_epochs=100_000,
+    num_epochs=EPOCHS or 100_000,
+    order="seeded",
     verbose=0,
 ).fit(frame)

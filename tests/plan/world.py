@@ -172,7 +172,7 @@ class World:
         """Act as the user's code: fail if told to, else return the sum of what evaluations saw."""
         named = (task.attempt, task.trial, task.epoch)
         assert [state["partition"] for state in task.states] == list(range(self.config.partitions))
-        (content,) = {tuple(state["content"]) for state in task.states}
+        (content,) = {tuple(map(tuple, state["content"])) for state in task.states}
         assert len(content) == (task.epoch + 1) * self.config.partitions
         if self.broken_merge == task.trial:
             return ev.MetricsMergeFailed(*named, "injected")
@@ -408,10 +408,16 @@ class World:
     def resume(self, random: Random) -> None:
         """Kill the driver with everybody, and go on from the journal on some number of workers."""
         end = len(self.journal)
-        while end and not self.journal[end - 1]["instructions"] and random.random() < 0.5:
-            end -= 1  # what led to nothing may not be written yet
+        while end and self.may_be_lost(self.journal[end - 1]) and random.random() < 0.5:
+            end -= 1
         if self.journal:
             self.go_on_from(self.journal[:end], self.store, self.objects, random.randint(1, 4))
+
+    @staticmethod
+    def may_be_lost(entry: dict) -> bool:
+        """Say whether a record may not be written yet: it led to nothing, and is no proposal."""
+        proposal = isinstance(from_json(entry["event"]), ev.SearchEvent)
+        return not entry["instructions"] and not proposal
 
     def go_on_from(
         self,
@@ -426,9 +432,10 @@ class World:
         self.store, self.objects = dict(store), set(objects)
         told = [from_json(each) for entry in journal for each in entry["instructions"]]
         self.instructions = told
-        self.uncut = {each.trial for each in told if isinstance(each, ins.TrainUncut)}
+        self.uncut = set()
         for each in told:
-            if isinstance(each, ins.ForkState) and each.parent in self.uncut:
+            forked = isinstance(each, ins.ForkState) and each.parent in self.uncut
+            if forked or isinstance(each, ins.TrainUncut):
                 self.uncut.add(each.trial)
         self.news, self.deletions = deque(), deque()
         for agent in self.agents:
