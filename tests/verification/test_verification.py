@@ -224,6 +224,6 @@ def test_the_command_says_each_part_and_its_status(
     assert cli.main(["verify", copied.path]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("DAMAGED  run") and str(path) in lines[3]
-    assert lines[-1] == "1 of 10 parts are damaged."
+    assert lines[-1] == "1 of 11 parts are damaged."
     assert cli.main(["verify", str(path.parent)]) == 1
     assert "holds neither runs nor data" in capsys.readouterr().err
