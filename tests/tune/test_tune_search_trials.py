@@ -119,6 +119,7 @@ def test_a_users_searcher_pauses_resumes_and_stops_trials_and_can_be_brought_to_
 def test_make_searcher_must_be_a_function(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"make_searcher is .*; give a function"):
         CustomSearch(make_searcher=Rungs(), **arguments(tmp_path, Tape()))  # type: ignore[arg-type]
+    assert CustomSearch(make_searcher=Rungs, **arguments(tmp_path, Tape())).searcher().epochs == 1
 
 
 @pytest.fixture
