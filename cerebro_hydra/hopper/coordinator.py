@@ -141,6 +141,8 @@ class Coordinator:
         self._specs = TrialSpecs()
         self._merger = MetricMerger(trials.merge_metrics)
         self._resumed = resumed
+        for spec in resumed.specs() if resumed else ():
+            self._specs.add(spec)
         config = hop_config(document)
         self._scheduler = Scheduler(config, resumed.state if resumed else None)
         self._state = self._scheduler.state

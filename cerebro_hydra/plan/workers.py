@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -33,6 +33,11 @@ class LiveAgent:
 
     def __post_init__(self) -> None:
         """Compute the mask once."""
+        self.hold(self.partitions)
+
+    def hold(self, partitions: Iterable[int]) -> None:
+        """Hold these partitions from now on."""
+        self.partitions = tuple(partitions)
         self.mask = mask_of(self.partitions)
 
     @property
@@ -112,8 +117,9 @@ class Workers:
             )
         for partition in agent.partitions:
             if (other := self._by_partition.get(partition)) and partition in other.adopted:
-                other.partitions = tuple(p for p in other.partitions if p != partition)
+                other.hold(p for p in other.partitions if p != partition)
                 other.adopted.discard(partition)
+                self.refresh(other)
             elif other:
                 shared = sorted(set(other.partitions) & set(agent.partitions))
                 raise ValueError(
@@ -127,7 +133,7 @@ class Workers:
 
     def adopt(self, agent: LiveAgent, partitions: tuple[int, ...]) -> None:
         """Let an agent hold partitions of other workers, which no live agent holds."""
-        agent.partitions += partitions
+        agent.hold((*agent.partitions, *partitions))
         agent.adopted.update(partitions)
         self._by_partition.update(dict.fromkeys(partitions, agent))
         self.refresh(agent)

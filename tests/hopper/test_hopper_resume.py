@@ -15,6 +15,7 @@ from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.run_config import hop_config
+from cerebro_hydra.hopper.trial_source import GivenTrials, NewTrial
 from cerebro_hydra.observe.records import Decision, NotSaved, records_of
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.codec import from_json
@@ -50,14 +51,31 @@ def cut_after(folder: RunFolder, segments: int, place: Path) -> RunFolder:
     return copy
 
 
+class LeftTrials(GivenTrials):
+    """Adds the trials that a run lacked when its driver ended."""
+
+    def __init__(self, specs: Any, epochs: int, resumed: ResumedRun) -> None:
+        super().__init__(specs, epochs)
+        self._state = resumed.state
+
+    def start(self, put: Any) -> Any:
+        for news in super().start(put):
+            if isinstance(news, NewTrial):
+                if news.spec.trial not in self._state.trials:
+                    yield news
+            elif not self._state.tables.search_closed:
+                yield news
+
+
 def go_on(folder: RunFolder, what: Any, workers: int, script: Any = None) -> tuple[Any, Tape]:
     tape = Tape()
     document, specs = what
+    resumed = ResumedRun(folder)
+    left = LeftTrials(specs, document.num_epochs, resumed)
     launcher = ScriptedLauncher(workers, script=script)
     data = manifest(document.num_partitions)
-    resumed = ResumedRun(folder)
     coordinator = Coordinator(
-        folder, document, specs, launcher, None, manifest=data, observers=[tape], resumed=resumed
+        folder, document, left, launcher, None, manifest=data, observers=[tape], resumed=resumed
     )
     return coordinator.run(), tape
 
@@ -166,9 +184,12 @@ def test_a_run_whose_journal_is_refused_trains_on_and_says_so(tmp_path: Path) ->
         if len(begun) == 3:
             store.refused = ("/journal/",)
 
+    for spec in what[1]:
+        folder.write_trial(spec)
     coordinator = Coordinator(
         folder,
-        *what,
+        what[0],
+        GivenTrials(what[1], 2),
         ScriptedLauncher(2, script=script),
         None,
         manifest=manifest(2),

@@ -249,7 +249,7 @@ def test_another_process_is_told_whose_factory_it_may_import(
     again = SearchResult.open(result.run_path)
     assert again.document.factory == name
     assert again.get_best_model_history() == result.get_best_model_history()
-    for use in (again.get_model("trial-000").torch, lambda: again.torch("trial-000")):
+    for use in (again.get_model("trial-002").torch, lambda: again.torch("trial-000")):
         with pytest.raises(ConfigurationError, match=f"{name}.*trust=True.*factory="):
             use()
     for told in ({"factory": name}, {"factory": tune_models.small}, {"trust": True}):
@@ -265,7 +265,7 @@ def test_run_without_a_recorded_factory_says_how_to_give_it(
     folder.write_json("run.json", {**folder.read_json("run.json"), "factory": None})
     for trust in (False, True):
         with pytest.raises(ReplayError, match="give it as factory="):
-            SearchResult.open(folder.path, trust=trust).torch("trial-000")
+            SearchResult.open(folder.path, trust=trust).torch("trial-002")
 
 
 @pytest.mark.slow
