@@ -172,7 +172,6 @@ class TrialBuilder:
         """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
         spec = self._specs[trial]
         part = self._training[partition]
-        epoch += self._document.first_epoch
         order = row_order(part.rows, self._document.seed, epoch, partition)
         stream = self._batches(part, spec.batch_size, order)
         return windows(stream, spec.accumulate)

@@ -385,5 +385,5 @@ class Coordinator:
                 case Collect():
                     self._writer.collect(instruction)
                 case ForkState():
-                    if failed := self._writer.fork(instruction):
+                    if failed := self._writer.fork(instruction, self._document.num_partitions):
                         self._inbox.put(failed)

@@ -74,7 +74,8 @@ class ResumedRun:
         for decision in self.decisions():
             for each in decision.instructions:
                 if isinstance(each, ForkState) and self._lacks(each):
-                    self._folder.fork_state(each.trial, each.parent, each.visit)
+                    at = (each.trial, each.parent, each.visit)
+                    self._folder.fork_state(*at, self.config.partitions)
 
     def _lacks(self, fork: ForkState) -> bool:
         stored = self.state.holders.states_at("store")

@@ -78,12 +78,12 @@ class RunWriter:
         self._collector.hold(instruction)
         self._look_at_journal()
 
-    def fork(self, instruction: ForkState) -> ForkFailed | None:
+    def fork(self, fork: ForkState, partitions: int) -> ForkFailed | None:
         """Name a state as that of a fork too; return the event if that fails."""
         try:
-            self._folder.fork_state(instruction.trial, instruction.parent, instruction.visit)
+            self._folder.fork_state(fork.trial, fork.parent, fork.visit, partitions)
         except StoreError as error:
-            return ForkFailed(instruction.trial, str(error))
+            return ForkFailed(fork.trial, str(error))
         return None
 
     def close(self) -> None:

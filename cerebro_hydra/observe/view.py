@@ -22,7 +22,7 @@ from cerebro_hydra.observe.records import (
 )
 from cerebro_hydra.observe.totals import Totals
 from cerebro_hydra.plan import events, instructions
-from cerebro_hydra.plan.trial_end import best_epoch
+from cerebro_hydra.plan.trial_end import best_epoch, first_epoch
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -52,6 +52,9 @@ class TrialView:
     """The task that it is in; the next one may start before this one is committed."""
     loss: float | None = None
     """Training loss of the latest batch or sub-epoch that an agent reported."""
+    base: int = 0
+    """The visit at which it was forked from another trial, whose sub-epochs and epochs before that
+    are its own too; 0 if it was not."""
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(epoch, partition) of each surviving sub-epoch, by visit."""
     epochs: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -256,6 +259,8 @@ class RunView:
                 trial.status, trial.reason = instruction.status, instruction.reason
                 trial.result_visit = instruction.visit
                 trial.worker = trial.partition = trial.attempt = None
+            case instructions.ForkState(number, parent, visit):
+                self._fork(self.trials[number], self.trials[parent], visit)
             case instructions.ReopenTrial():
                 trial = self.trials[instruction.trial]
                 trial.status, trial.result_visit = "waiting", None
@@ -306,7 +311,17 @@ class RunView:
         trial.epochs = {epoch: m for epoch, m in trial.epochs.items() if epoch < first_void}
         self._find_best(trial)
 
+    def _fork(self, trial: TrialView, parent: TrialView, visit: int) -> None:
+        """Give a fork what its parent has trained and measured until then."""
+        epochs = visit // self.document.num_partitions
+        trial.base = visit
+        trial.visits = {v: where for v, where in parent.visits.items() if v <= visit}
+        trial.epochs = {e: dict(parent.epochs[e]) for e in parent.epochs if e < epochs}
+        self._find_best(trial)
+
     def _find_best(self, trial: TrialView) -> None:
         if trial.keep == "best":
-            values = [trial.epochs[e].get(self.metric, math.nan) for e in sorted(trial.epochs)]
-            trial.best_epoch = best_epoch(values, self.direction)
+            first = first_epoch(trial.base, self.document.num_partitions)
+            own = [trial.epochs[e] for e in sorted(trial.epochs) if e >= first]
+            best = best_epoch((e.get(self.metric, math.nan) for e in own), self.direction)
+            trial.best_epoch = None if best is None else first + best

@@ -27,7 +27,7 @@ def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Out
     if patience is None:
         return None
     best = _best_epoch(config, trial, trial.newest)
-    since = _first_epoch(config, trial) if best is None else best + 1
+    since = first_epoch(trial.base, config.partitions) if best is None else best + 1
     if len(trial.history) - since < patience:
         return None
     epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
@@ -69,15 +69,15 @@ def _best_epoch(config: HopConfig, trial: TrialProgress, visits: int) -> int | N
     Of the epochs that a fork inherits only the last one counts, and only if it goes on from the end
     of that.
     """
-    first = _first_epoch(config, trial)
+    first = first_epoch(trial.base, config.partitions)
     epochs = trial.history[first : visits // config.partitions]
     best = best_epoch((metrics[config.metric] for metrics in epochs), config.direction)
     return None if best is None else first + best
 
 
-def _first_epoch(config: HopConfig, trial: TrialProgress) -> int:
-    """Return the first epoch after which a state was the trial's own."""
-    return max(0, -(-trial.base // config.partitions) - 1)
+def first_epoch(base: int, partitions: int) -> int:
+    """Return the first epoch after which a state was the own one of a trial that began at base."""
+    return max(0, -(-base // partitions) - 1)
 
 
 def result_visit(config: HopConfig, trial: TrialProgress) -> int:

@@ -85,6 +85,19 @@ class LRSchedule:
         elif self._interval == "epoch":
             scheduler.step()
 
+    def advance(self, scheduler: Any | None, steps: int, epochs: int) -> None:
+        """Bring a new scheduler to where training is; one that steps on a metric begins here.
+
+        Args:
+            steps: how many optimizer steps were taken.
+            epochs: how many epochs have begun after the first.
+        """
+        if scheduler is None or _takes_metric(scheduler):
+            return
+        scheduler.optimizer._opt_called = True  # another one stepped; torch would warn
+        for _ in range(steps if self._interval == "step" else epochs):
+            scheduler.step()
+
     def _value(self, metrics: Mapping[str, float]) -> float:
         # Without validation rows there is the training loss alone.
         for name in (f"val_{self._metric}", f"train_{self._metric}"):

@@ -43,10 +43,14 @@ class ReplayReport:
 
 @dataclass(frozen=True)
 class Expected:
-    """Holds what a run recorded of a trial; `visit` made the state that is its result."""
+    """Holds what a run recorded of a trial; `visit` made the state that is its result.
+
+    `ancestors` has the trials that it goes on from, as its record has them.
+    """
 
     trial_id: str
     visit_log: list[tuple[int, int]]
+    ancestors: list[tuple[int, int]]
     visit: int
     problem: str | None
     metrics: Mapping[int, dict[str, float]]
@@ -66,7 +70,8 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
     if problem is None and len(record.visit_log) < visit:
         problem = f"the journal has {len(record.visit_log)} visits, the result is that of {visit}"
     saved = read_saved(run.folder, spec.trial, visit, run.document.run_id)
-    return Expected(spec.trial_id, record.visit_log, visit, problem, record.metrics, saved)
+    seen = (record.visit_log, record.ancestors)
+    return Expected(spec.trial_id, *seen, visit, problem, record.metrics, saved)
 
 
 def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData) -> ReplayReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,13 @@ from cerebro_hydra.storage.run_folder import RunFolder
 
 @dataclass
 class TrialRecord:
-    """Holds a trial in the journal: visits that were not taken back, and the measured epochs."""
+    """Holds a trial in the journal: visits that were not taken back, and the measured epochs.
 
+    A fork begins with those of its parent.
+    """
+
+    ancestors: list[tuple[int, int]] = field(default_factory=list)
+    """The trials that it goes on from, oldest first, each with the visit at which it was forked."""
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Visit → (epoch, partition)."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -40,6 +46,17 @@ class TrialRecord:
                 return f"visit {number + 1} belongs to epoch {epoch + 1}, partition {partition}"
         return None
 
+    def fork(self, number: int, parent: TrialRecord, visit: int) -> None:
+        """Begin with what trial `number` had done after a visit."""
+        begun = 0
+        for ancestor, until in [*parent.ancestors, (number, visit)]:
+            if begun < visit:
+                self.ancestors.append((ancestor, min(until, visit)))
+            begun = until
+        self.visits = {v: where for v, where in parent.visits.items() if v <= visit}
+        open_epochs = {epoch for v, (epoch, _) in parent.visits.items() if v > visit}
+        self.metrics = {e: each for e, each in parent.metrics.items() if e not in open_epochs}
+
 
 def read_trial(folder: RunFolder, trial: int) -> TrialRecord:
     """Read one trial's record from the journal.
@@ -47,12 +64,18 @@ def read_trial(folder: RunFolder, trial: int) -> TrialRecord:
     Raises:
         JournalError: the journal is damaged.
     """
-    record = TrialRecord()
+    records = defaultdict[int, TrialRecord](TrialRecord)
     for line in folder.read_records():
         for instruction in _value(line, "instructions", list[dict[str, Any]], []):
-            if instruction.get("trial") == trial:
+            if "trial" not in instruction:
+                continue
+            record = records[_value(instruction, "trial", Count)]
+            if instruction.get("type") == "ForkState":
+                parent, visit = (_value(instruction, n, Count) for n in ("parent", "visit"))
+                record.fork(parent, records[parent], visit)
+            else:
                 _apply(record, instruction)
-    return record
+    return records[trial]
 
 
 def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:

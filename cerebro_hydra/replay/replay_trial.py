@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
 from cerebro_hydra.replay.run_data import RunData, with_threads
-from cerebro_hydra.replay.states import Replayed, load_model, read_saved
+from cerebro_hydra.replay.states import Replayed, go_on, load_model, read_saved
 from cerebro_hydra.storage.estimator_factories import find
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -41,20 +42,13 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
     Raises:
         ConfigurationError: the factory is known only by the name that the run records, and `trust`
             is False; nothing was imported.
-        ReplayError: the factory, the trial or its final state can't be found, or the run began in
-            the middle of its trials.
+        ReplayError: the factory, the trial or its final state can't be found.
         StoreError: a file of the run is missing or damaged.
         JournalError: the journal is damaged.
         DataError: the rows are not those that were prepared.
     """
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-replay-") as scratch:
         run = RunData.open(run_path, scratch)
-        if run.document.first_epoch:
-            raise ReplayError(
-                f"run {run_path!r} goes on where another one ended, after "
-                f"{run.document.first_epoch} epochs; a replay begins with untrained weights, so "
-                "replay the run that its trials began in"
-            )
         spec = run.trial(trial_id)
         found = find(run.folder.path, run.document.factory, factory, trust)
         run.folder.check_journal(run.document)
@@ -62,12 +56,16 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
         initial = read_saved(run.folder, spec.trial, 0, run.document.run_id)
         replayed = Replayed()
         with exclusive_generator, torch.random.fork_rng(devices=[]):
-            recipe = build_recipe(found, spec.params, run.seed, Columns.of(run.document))
-            load_model(recipe.model, initial.tensors, f"{trial_id} of run {run_path!r}")
+            line = []
+            for number, until in [*expected.ancestors, (spec.trial, len(expected.visit_log))]:
+                each = run.folder.read_trial(number, run.document.run_id)
+                recipe = build_recipe(found, each.params, run.seed, Columns.of(run.document))
+                line.append(Ancestor(each, recipe, until))
+            load_model(line[0].recipe.model, initial.tensors, f"{trial_id} of run {run_path!r}")
             if expected.problem is None:
                 try:
                     with with_threads(run.document.threads):
-                        replayed = train(recipe, run, spec, expected.visit_log, expected.visit)
+                        replayed = train(line, run, expected.visit_log, expected.visit)
                 except CerebroHydraError:
                     raise
                 except Exception as error:
@@ -79,19 +77,45 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
         return compare(recipe, replayed, expected, run)
 
 
+@dataclass(frozen=True)
+class Ancestor:
+    """Trains a trial until it is forked, or is the trial itself and trains it to its end."""
+
+    spec: TrialSpec
+    recipe: Recipe
+    until: int
+    """How many visits were made by then, those before its own included."""
+
+    def trainer(self) -> PlainTrainer:
+        """Return what trains it from the first visit on."""
+        return PlainTrainer(self.recipe, self.spec.seed, self.spec.steps_per_epoch)
+
+    def fork(self, parent: PlainTrainer, epochs: int) -> PlainTrainer:
+        """Return what goes on from another trial's state, with the options of its own recipe."""
+        of_mine = (self.recipe, self.spec.seed, self.spec.steps_per_epoch)
+        trainer = PlainTrainer(*of_mine, first_step=parent.steps)
+        go_on(trainer, parent.tensors(), f"the parent of {self.spec.trial_id}")
+        self.recipe.lr_schedule.advance(trainer.scheduler, parent.steps, epochs)
+        return trainer
+
+
 def train(
-    recipe: Recipe, run: RunData, spec: TrialSpec, visit_log: list[tuple[int, int]], result: int
+    line: list[Ancestor], run: RunData, visit_log: list[tuple[int, int]], result: int
 ) -> Replayed:
     """Train along a visit log, and evaluate at the end of each epoch.
 
     Args:
+        line: the trials that were forked, oldest first, and the trial itself at the end.
         result: the visit after which the trial's state is its result.
     """
-    trainer = PlainTrainer(recipe, spec.seed, spec.steps_per_epoch)
-    replayed = Replayed()
+    (mine, *forks), replayed = line, Replayed()
+    spec, trainer = mine.spec, mine.trainer()
     losses: dict[int, SumOverRows] = {}
     try:
         for visit, (epoch, partition) in enumerate(visit_log, start=1):
+            if visit > mine.until:
+                mine, *forks = forks
+                spec, trainer = mine.spec, mine.fork(trainer, (visit - 2) // len(run.training))
             before = replayed.history[-1] if epoch > 0 and not losses else None
             losses[partition] = trainer.train(run.windows(spec, epoch, partition), before)
             if visit == result:

@@ -40,8 +40,8 @@ def read_saved(folder: RunFolder, trial: int, visit: int, run_id: str | None = N
             where = f"object {digest} of {folder.path!r}"
             with consistent(where):
                 saved.tensors |= _tensors(content, where)
-        if shard["cursor"]:
-            saved.groups.append(shard["cursor"].get("groups", []))
+        if shard["cursor"] and "groups" in shard["cursor"]:  # else a fork has not trained yet
+            saved.groups.append(shard["cursor"]["groups"])
     return saved
 
 
@@ -101,6 +101,22 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
     with torch.no_grad():
         for name, tensor in saved.items():
             targets[name].copy_(tensor)
+
+
+def go_on(trainer: PlainTrainer, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Give the trainer of a fork what its parent has trained; raises as `load_model` does."""
+    model, state = trainer.recipe.model, trainer.recipe.optimizer.state
+    kept = {f"buffer:{name}" for name in model.state_dict()}
+    load_model(model, {n: t for n, t in tensors.items() if n in kept or n[:6] == "param:"}, where)
+    parameters = dict(model.named_parameters())
+    averages = {} if trainer.ema is None else dict(trainer.ema.module.named_parameters())
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(":")
+        if kind == "optim":
+            parameter, _, key = rest.rpartition(":")
+            state[parameters[parameter]][key] = tensor
+        elif kind == "ema":
+            averages[rest].data.copy_(tensor)
 
 
 @dataclass

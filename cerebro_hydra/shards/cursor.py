@@ -1,6 +1,8 @@
 """A cursor is the small JSON that travels with a shard's segments.
 
-It has the step, the options of the param groups and the state of the LR scheduler.
+It has the step, the options of the param groups and the state of the LR scheduler. That of a fork
+has the step and how many epochs lie behind it: its options and its LR schedule are those of its own
+parameters.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.lr_schedule import LRSchedule
 
 _TAG = "!"  # the key that marks a value which JSON lacks
 
@@ -35,9 +38,15 @@ def make_cursor(step: int, optimizer: torch.optim.Optimizer, scheduler: Any | No
 
 
 def restore_cursor(
-    cursor: dict[str, Any], optimizer: torch.optim.Optimizer, scheduler: Any | None
+    cursor: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any | None,
+    schedule: LRSchedule,
 ) -> None:
     """Bring a new optimizer and scheduler to the point at which the cursor was made."""
+    if "groups" not in cursor:
+        schedule.advance(scheduler, cursor["step"], cursor["epochs"])
+        return
     for group, options in zip(optimizer.param_groups, cursor["groups"], strict=True):
         group.update(decode(options))
     if scheduler is not None:

@@ -190,7 +190,7 @@ class SubEpoch:
         scheduler = self._recipe.lr_schedule.make(optimizer, self._steps_per_epoch)
         self._steps[k] = self._start_step if cursor is None else cursor["step"]
         if cursor is not None:
-            restore_cursor(cursor, optimizer, scheduler)
+            restore_cursor(cursor, optimizer, scheduler, self._recipe.lr_schedule)
         if self._epoch_metrics is not None and self._steps[k] == self._start_step:
             self._recipe.lr_schedule.begin_epoch(scheduler, self._epoch_metrics)
         self._optimizers[k] = (optimizer, scheduler)

@@ -53,7 +53,7 @@ def uncut_training(
         states = [bound.bind(*each) for each in zip(layout.shards, shards, strict=True)]
         trainer = PlainTrainer(twin, trial_seed, steps_per_epoch, first_step)
         if cursor is not None:
-            restore_cursor(cursor, twin.optimizer, trainer.scheduler)
+            restore_cursor(cursor, twin.optimizer, trainer.scheduler, recipe.lr_schedule)
         if epoch_metrics is not None:
             recipe.lr_schedule.begin_epoch(trainer.scheduler, epoch_metrics)
         try:

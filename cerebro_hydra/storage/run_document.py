@@ -87,10 +87,8 @@ class RunDocument:
     `factory` is the `module:qualname` of `estimator_gen_fn`, None where a new process can't import
     it; `metrics` maps every measured name to its direction; `sample_weight_column` weighs rows;
     `store` and `fingerprint` find the data again; `threads` is the thread count of every agent, and
-    `reader` names what reads the rows. A run that goes on with the trials of another one begins
-    with their results as state 0. Its `first_epoch` says how many epochs they have had, because
-    the order of rows depends on the number of the epoch. A trial fails whose batch takes longer
-    than `batch_seconds`, or whose task takes longer than `sub_epoch_seconds`; None is no limit.
+    `reader` names what reads the rows. A trial fails whose batch takes longer than
+    `batch_seconds`, or whose task takes longer than `sub_epoch_seconds`; None is no limit.
     Audits may take `audit_share` of an agent's training time. `checkpoint` says after what the
     newest state of a trial is written to the store. `keep` and `admission_seconds` hold for
     candidates that are still to be admitted.
@@ -112,7 +110,6 @@ class RunDocument:
     threads: Annotated[int, within(1, MOST_THREADS)]
     sample_weight_column: str | None = None
     reader: str = ""
-    first_epoch: Count = 0
     batch_seconds: float | None = None
     sub_epoch_seconds: float | None = None
     audit_share: Annotated[float, within(0, 1)] = 0.0
@@ -148,9 +145,13 @@ class RunDocument:
 
 
 class Cursor(TypedDict, total=False):
-    """Has what a shard needs beside its tensors; it is empty before the first step."""
+    """Has what a shard needs beside its tensors; it is empty before the first step.
+
+    Where a trial forks another one, there are the step and the epochs that began after the first.
+    """
 
     step: Count
+    epochs: Count
     groups: list[dict[str, Any]]
     scheduler: Any
 

@@ -282,10 +282,18 @@ class RunFolder:
         for line in islice(chain.from_iterable(self.read_segments()), 1):
             _check_run(line, f"{self.path}/journal", document.run_id)
 
-    def fork_state(self, trial: int, parent: int, visit: int) -> None:
-        """Name another trial's state after a visit as this trial's own; no segment is copied."""
-        state = self.read_state(parent, visit, self.run_id)
-        self.write_state(trial, visit, {"visit": visit, "shards": state["shards"], "trial": trial})
+    def fork_state(self, trial: int, parent: int, visit: int, partitions: int) -> None:
+        """Name another trial's state after a visit as this trial's own; no segment is copied.
+
+        Of its cursors only the place in training is taken over: the options of the optimizer and
+        the LR schedule are those of the fork's own parameters.
+        """
+        shards = self.read_state(parent, visit, self.run_id)["shards"]
+        for shard in shards:
+            if shard["cursor"]:
+                epochs = (visit - 1) // partitions
+                shard["cursor"] = {"step": shard["cursor"]["step"], "epochs": epochs}
+        self.write_state(trial, visit, {"visit": visit, "shards": shards, "trial": trial})
 
     def delete_state(self, trial: int, visit: int) -> None:
         """Delete the document of a trial's state, whose segments stay."""

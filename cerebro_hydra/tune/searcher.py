@@ -35,7 +35,9 @@ class Fork:
     """Propose a candidate that goes on from the state of `parent` after the epoch told last.
 
     Its parameters must give the parent's model and optimizer; values such as a learning rate may
-    differ. It trains until it has ended `epochs` epochs, those of its parent included.
+    differ. It takes over weights and the optimizer's state, and the place in training: its LR
+    schedule goes on where its own parameters would have brought it by then, and one that steps on a
+    metric begins anew. It trains until it has ended `epochs` epochs, those of its parent included.
     """
 
     parent: int

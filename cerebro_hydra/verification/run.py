@@ -151,8 +151,13 @@ class _Verification:
             for told in record["instructions"]:
                 if told["type"] == "Commit":
                     self._made[told["trial"], told["visit"]] = reported[told["attempt"]]
+                elif told["type"] == "ForkState" and told["visit"]:
+                    at = (told["parent"], told["visit"])
+                    self._made[told["trial"], told["visit"]] = self._made[at]
                 elif told["type"] == "FinishTrial" and told["visit"]:
                     self._results[told["trial"]] = told["visit"]
+                elif told["type"] == "ReopenTrial":
+                    self._results.pop(told["trial"], None)
 
     def _trial(self, number: int) -> VerifiedPart:
         """Compare a trial and its states with the journal, and read the objects that they name."""

@@ -19,13 +19,8 @@ from hopping.epochs import Epochs
 from torch import nn
 
 from cerebro_hydra import SparkBackend, SparkEstimator, local_spark, replay
-from cerebro_hydra.errors import ConfigurationError, ReplayError
-from cerebro_hydra.recipe import Columns, build_recipe
-from cerebro_hydra.replay.compare import tensor_difference
-from cerebro_hydra.replay.record import read_trial, result_visit
-from cerebro_hydra.replay.replay_trial import train
-from cerebro_hydra.replay.run_data import RunData, with_threads
-from cerebro_hydra.replay.states import load_model, read_saved
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.replay.record import result_visit
 from cerebro_hydra.storage import RunFolder
 
 WORKERS = 2
@@ -89,11 +84,12 @@ def arguments(backend: HoppingBackend, tmp_path: Path, **others: Any) -> dict[st
 def check_visits(groups: list[Epochs], models: int, epochs: int) -> None:
     """Check by the journals that every model visited every partition once in every epoch."""
     for number, group in enumerate(groups):
-        assert len(group.results) == epochs
-        for result in group.results:
-            assert len(result.trials) == models, f"group {number}"
-            for trial in result.trials:
-                assert sorted(trial.visit_log) == [(0, p) for p in range(WORKERS)]
+        assert group.result is not None
+        assert group.result.document.num_epochs == epochs
+        assert len(group.result.trials) == models, f"group {number}"
+        for trial in group.result.trials:
+            expected = [(e, p) for e in range(epochs) for p in range(WORKERS)]
+            assert sorted(trial.visit_log) == expected
 
 
 def check_result(result: Any, models: int) -> None:
@@ -118,55 +114,18 @@ def test_grid_search_is_one_long_training_bit_for_bit(
     assert len(list((tmp_path / "logs").glob("*/events*"))) >= 4  # event files for TensorBoard
 
     (group,) = backend.groups
-    for number in range(4):
-        history, found = replayed(group, number, str(tmp_path / f"cache-{number}"), EPOCHS)
-        assert history == whole_history(group, number)
-        last = RunFolder.open(group.results[-1].run_path)
-        saved = read_saved(last, number, result_visit(last, number)).tensors
-        assert saved.keys() == found.keys()
-        for name, tensor in saved.items():
-            assert tensor_difference(tensor, found[name]) is None, name
-    history, _ = replayed(
-        group, 0, str(tmp_path / "cache-0"), EPOCHS, every_epoch_is_the_first=True
-    )
-    assert history[0] == whole_history(group, 0)[0]
-    assert history[1] != whole_history(group, 0)[1]
-
-    assert replay(
-        group.results[0].run_path, "trial-000", search.estimator_gen_fn.__wrapped__
-    ).identical
-    with pytest.raises(ReplayError, match="after 1 epochs"):
-        replay(group.results[1].run_path, "trial-000", make_factory())
+    assert group.result is not None
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    for model, trial in zip(result.get_all_models(), group.result.trials, strict=True):
+        assert model.getHistory() == trial.history
+        assert replay(
+            group.result.run_path, trial.trial_id, search.estimator_gen_fn.__wrapped__
+        ).identical
     predicted = result.set_output_columns(["scores"]).transform(df).collect()
     hits = sum(int(np.argmax(row.scores)) == row.label for row in predicted)
     assert len(predicted) == ROWS
     assert hits / ROWS > 0.8
     assert isinstance(result.get_best_model().torch(), nn.Sequential)
-
-
-def replayed(
-    group: Epochs, number: int, scratch: str, epochs: int, every_epoch_is_the_first: bool = False
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Train one model again in plain PyTorch, without a break, along the visits of all its runs."""
-    first = group.results[0]
-    run = RunData.open(first.run_path, scratch)
-    spec = run.folder.read_trial(number, run.document.run_id)
-    visits: list[tuple[int, int]] = []
-    for epoch, result in enumerate(group.results):
-        log = read_trial(RunFolder.open(result.run_path), number).visit_log
-        at = 0 if every_epoch_is_the_first else epoch
-        visits += [(at, partition) for _, partition in log]
-    columns = Columns.of(run.document)
-    recipe = build_recipe(make_factory(), spec.params, run.seed, columns)
-    load_model(recipe.model, read_saved(run.folder, number, 0))
-    with with_threads(run.document.threads):
-        found = train(recipe, run, spec, visits, len(visits))
-    return found.history, found.tensors
-
-
-def whole_history(group: Epochs, number: int) -> list[dict[str, float]]:
-    logs = [read_trial(RunFolder.open(r.run_path), number).metrics for r in group.results]
-    return [metrics[0] for metrics in logs]
 
 
 def test_random_search_trains_as_many_models_as_asked(
@@ -209,21 +168,42 @@ def test_a_model_that_fails_is_never_the_best(
         broken.trained()
 
 
-def test_a_schedule_over_epochs_is_refused(
-    backend: HoppingBackend, df: Any, tmp_path: Path
-) -> None:
-    def plateau(params: dict[str, Any]) -> SparkEstimator:
+def of_odd_estimators(backend: HoppingBackend, tmp_path: Path, **odd: Any) -> GridSearch:
+    def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
         model = nn.Linear(8, 3)
         return SparkEstimator(
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=params["lr"]),
             loss=nn.CrossEntropyLoss(),
-            lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
+            **odd,
         )
 
-    options = arguments(backend, tmp_path, estimator_gen_fn=hopping(plateau))
-    search = GridSearch(search_space={"lr": hp_choice([0.1])}, **options)
-    with pytest.raises(ConfigurationError, match="ReduceLROnPlateau"):
+    options = arguments(backend, tmp_path, estimator_gen_fn=hopping(estimator_gen_fn))
+    return GridSearch(search_space={"lr": hp_choice([0.1])}, **options)
+
+
+def test_a_schedule_may_step_once_an_epoch(
+    backend: HoppingBackend, df: Any, tmp_path: Path
+) -> None:
+    def plateau(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=0.9, factor=0.1
+        )
+
+    search = of_odd_estimators(backend, tmp_path, lr_scheduler=plateau)
+    search.fit(df)
+    (group,) = backend.groups
+    assert group.result is not None
+    assert replay(group.result.run_path, "trial-000", search.estimator_gen_fn.__wrapped__).identical
+    # Without improvement by nine tenths, the second epoch ends with a tenth of the rate.
+    folder = RunFolder.open(group.result.run_path)
+    (shard,) = folder.read_state(0, result_visit(folder, 0))["shards"]
+    assert shard["cursor"]["groups"][0]["lr"] == pytest.approx(0.001)
+
+
+def test_early_stopping_is_refused(backend: HoppingBackend, df: Any, tmp_path: Path) -> None:
+    search = of_odd_estimators(backend, tmp_path, early_stopping=1)
+    with pytest.raises(ConfigurationError, match=r"early_stopping is 1; .*leave it out"):
         search.fit(df)
 
 

@@ -44,7 +44,7 @@ def saved_of(trial: Recipe) -> SavedState:
 def verdict(
     folder: RunFolder, trial: Recipe, saved: SavedState, metrics: dict[int, dict[str, float]]
 ) -> ReplayReport:
-    expected = Expected("trial-000", [(0, 0)], 1, None, metrics, saved)
+    expected = Expected("trial-000", [(0, 0)], [], 1, None, metrics, saved)
     run: Any = SimpleNamespace(folder=folder, document=SimpleNamespace(threads=1))
     replayed = Replayed([METRICS])
     replayed.keep(PlainTrainer(trial, 0, 1))

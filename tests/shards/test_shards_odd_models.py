@@ -297,3 +297,16 @@ def test_a_cache_behind_keywords_is_off_while_the_recipe_computes():
         assert recipe.call(recipe.model, recipe.inputs(*example)).past_key_values is None
     assert recipe.model.language.gpt.config.use_cache is True
     assert len(admit(recipe, [example], 1).report.shards) == 2
+
+
+class Doubled(nn.Linear):
+    """A layer that is the whole model, with a forward of its own."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Doubled, nn.Linear])
+def test_a_model_that_is_one_layer_trains_as_in_plain_pytorch(kind: type[nn.Linear]) -> None:
+    make = mlp_recipe(model=lambda: kind(6, 3), shards=1)
+    assert_equal_to_plain(make, two_sub_epochs(), cut="modules")

@@ -1,28 +1,22 @@
-"""Trials that train one epoch at a time: each epoch is a run of its own."""
+"""Trials that train one epoch at a time: one run, which each epoch extends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from cerebro_hydra import SparkEstimator
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.backend import Backend
-from cerebro_hydra.hopper.coordinator import Coordinator
-from cerebro_hydra.hopper.trial_source import GivenTrials
-from cerebro_hydra.observe import console_observer
-from cerebro_hydra.recipe import Columns, Recipe, build_recipe, merge_metrics
-from cerebro_hydra.replay.record import result_visit
+from cerebro_hydra.recipe import Columns, build_recipe
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.names import trial_name
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec
 from cerebro_hydra.tune.list_search import ListSearch
 from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.resume import RunToResume
+from cerebro_hydra.tune.running import Surroundings
 
 Factory = Callable[[dict[str, Any]], SparkEstimator]
 
@@ -30,13 +24,12 @@ Factory = Callable[[dict[str, Any]], SparkEstimator]
 class Epochs:
     """Trains candidates together, one epoch per call of `train`.
 
-    The first epoch is a search of one epoch. The trials of every further run begin with the state
-    that the run before left: weights, optimizers, LR schedules, step. Together the runs have the
-    bits of one long run that visits partitions in the same order.
+    The first epoch is a search of one epoch. Each further one extends its run, which has the bits
+    of a run that knew all its epochs beforehand.
 
     Args:
         backend: a `cerebro_hydra.SparkBackend`.
-        store: holds the prepared data, and gets the runs' folders.
+        store: holds the prepared data, and gets the run's folder.
         manifest: the prepared data.
         factory: builds a candidate from its parameters.
         candidates: the parameters of each candidate.
@@ -63,8 +56,8 @@ class Epochs:
         self._columns = columns
         self._seed = seed
         self._verbose = verbose
-        self.results: list[SearchResult] = []
-        """The result of each epoch's run, in order."""
+        self.result: SearchResult | None = None
+        """The run after the newest epoch."""
 
     def train(self) -> list[dict[str, float] | None]:
         """Train all candidates for one epoch.
@@ -76,14 +69,13 @@ class Epochs:
             ConfigurationError: a candidate uses a feature that needs to know all epochs beforehand.
             AllTrialsFailed: no candidate is left.
         """
-        if self.results:
-            result = self._go_on()
-        else:
-            result = self._begin()
-        self.results.append(result)
-        finished = {t.trial_id: t for t in result.trials if t.status == "finished"}
-        measured = [finished.get(trial_name(number)) for number in range(len(self._candidates))]
-        return [t and {name: values[-1] for name, values in t.history.items()} for t in measured]
+        self.result = result = self._begin() if self.result is None else self._extend(self.result)
+        return [
+            {name: values[-1] for name, values in trial.history.items()}
+            if trial.status == "finished"
+            else None
+            for trial in result.trials
+        ]
 
     def model(self, candidate: int) -> TrainedModel:
         """Return the model of a candidate after the newest epoch.
@@ -91,29 +83,18 @@ class Epochs:
         Raises:
             ConfigurationError: the candidate has failed; the message says why.
         """
-        name = trial_name(candidate)
-        for model in self.results[-1].get_all_models():
-            if model.trial_id == name:
+        assert self.result is not None
+        for model in self.result.get_all_models():
+            if model.trial_id == trial_name(candidate):
                 return model
         raise ConfigurationError(
             f"the model with {dict(self._candidates[candidate])} has failed, so there is none: "
-            f"{self._error(candidate)}"
+            f"{self.result.trials[candidate].error}"
         )
-
-    def _error(self, candidate: int) -> str:
-        for result in self.results:
-            for trial in result.trials:
-                if trial.error and trial.trial_id == trial_name(candidate):
-                    return trial.error
-        return "see the run folders"
 
     def _begin(self) -> SearchResult:
         for params in self._candidates:
-            try:
-                recipe = self._recipe(params)
-            except Exception:
-                continue  # admission fails on it as well, and refuses this one alone
-            _check(recipe)
+            self._refuse_early_stopping(params)
         search = ListSearch(
             candidates=self._candidates,
             backend=self._backend,
@@ -128,85 +109,18 @@ class Epochs:
         )
         return search.fit_on_prepared_data(self._manifest)
 
-    def _go_on(self) -> SearchResult:
-        before = self.results[-1]
-        finished = [trial.trial_id for trial in before.trials if trial.status == "finished"]
-        first = self.results[0].document.run_id
-        folder = RunFolder(self._store, f"{first}-epoch-{len(self.results)}")
-        document, specs = continued(before, finished, folder, len(self.results))
-        observer = console_observer(self._verbose)
+    def _extend(self, before: SearchResult) -> SearchResult:
+        run = RunToResume(RunFolder(self._store, before.document.run_id))
+        around = Surroundings(self._backend, self._factory, self._verbose)
+        return run.go_on(around, num_epochs=run.document.num_epochs + 1)
+
+    def _refuse_early_stopping(self, params: Mapping[str, Any]) -> None:
         try:
-            Coordinator(
-                folder,
-                document,
-                GivenTrials(
-                    list(specs.values()),
-                    document.num_epochs,
-                    lambda trial, states: merge_metrics(
-                        self._recipe(specs[trial].params).state_metrics, states
-                    ),
-                ),
-                self._backend.launcher(),
-                self._factory,
-                manifest=self._manifest,
-                observers=[observer],
-            ).run()
-        finally:
-            observer.close()
-        result = SearchResult.open(folder.path, self._factory)
-        if all(trial.status == "failed" for trial in result.trials):
-            raise AllTrialsFailed(
-                f"all trials that were left failed in epoch {len(self.results)}; the run folder is "
-                f"{folder.path}\n\n" + "\n\n".join(trial.error or "" for trial in result.trials)
+            recipe = build_recipe(self._factory, params, self._seed, self._columns)
+        except Exception:
+            return  # admission fails on it as well, and refuses this one alone
+        if recipe.early_stopping is not None:
+            raise ConfigurationError(
+                f"early_stopping is {recipe.early_stopping}; Cerebro's searches train every epoch, "
+                "so leave it out"
             )
-        return result
-
-    def _recipe(self, params: Mapping[str, Any]) -> Recipe:
-        return build_recipe(self._factory, params, self._seed, self._columns)
-
-
-def continued(
-    before: SearchResult, finished: Sequence[str], folder: RunFolder, first_epoch: int
-) -> tuple[RunDocument, dict[int, TrialSpec]]:
-    """Write the results of some trials as state 0 of a run of one more epoch.
-
-    Args:
-        before: the result of the run to go on from.
-        finished: the trials of that run to go on with, which keep their numbers.
-        folder: the folder of the new run.
-        first_epoch: the number of epochs that the trials have had.
-    """
-    source = RunFolder.open(before.run_path)
-    specs = {}
-    for number in source.trials():
-        spec = source.read_trial(number, before.document.run_id)
-        if spec.trial_id not in finished:
-            continue
-        shards = source.read_state(number, result_visit(source, number))["shards"]
-        for shard in shards:
-            for digest in (shard["frozen"], shard["trainable"]):
-                if not folder.has_object(digest):
-                    folder.write_object(digest, source.read_object(digest))
-        folder.write_state(number, 0, {"trial": number, "visit": 0, "shards": shards})
-        digests = tuple((shard["frozen"], shard["trainable"]) for shard in shards)
-        specs[number] = replace(spec, shards=digests)
-        folder.write_trial(specs[number])
-    document = replace(before.document, run_id=folder.run_id, first_epoch=first_epoch)
-    folder.write_json(RUN_FILE, document.to_json())
-    return document, specs
-
-
-def _check(recipe: Recipe) -> None:
-    scheduler = recipe.lr_schedule.make(recipe.optimizer, 1)
-    if scheduler is not None and (
-        recipe.lr_interval == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
-    ):
-        raise ConfigurationError(
-            f"lr_scheduler makes a {type(scheduler).__name__} that steps once an epoch; epochs "
-            'are runs of their own here, so use one with lr_interval="step"'
-        )
-    if recipe.early_stopping is not None:
-        raise ConfigurationError(
-            f"early_stopping is {recipe.early_stopping}; Cerebro's searches train every epoch, "
-            "so leave it out"
-        )
