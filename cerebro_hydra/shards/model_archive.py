@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import CerebroHydraError, StoreError
 from cerebro_hydra.shards.exported import EXPORTED_FILES, GRAPH_FILE, load_exported
 from cerebro_hydra.shards.exported_model import ExportedModel
 from cerebro_hydra.storage import RunFolder
@@ -53,15 +53,15 @@ class ModelArchive:
             ConfigurationError: another version wrote it, or it is something else.
             StoreError: a file is missing, or not as it was written.
         """
-        metadata = decode_format(where, read(METADATA_FILE), FORMAT)
+        metadata = decode_format(f"{where}/{METADATA_FILE}", read(METADATA_FILE), FORMAT)
         exported = {name: read(f"model/{name}") for name in EXPORTED_FILES}
         if digest(exported[GRAPH_FILE]) != metadata.pop("graph", None):
             raise StoreError(
-                f"{GRAPH_FILE} in {where!r} is not the one that was saved with its metadata, or "
+                f"'{where}/model/{GRAPH_FILE}' is not the one that was saved with its metadata, or "
                 "was damaged; save the model again"
             )
         archive = cls(metadata, exported)
-        archive.module()
+        archive.module(where)
         return archive
 
     def files(self) -> dict[str, bytes]:
@@ -70,12 +70,15 @@ class ModelArchive:
         files = {f"model/{name}": content for name, content in self.exported.items()}
         return {**files, METADATA_FILE: encode_format(sealed, FORMAT)}
 
-    def module(self) -> ExportedModel:
-        """Return the model on the CPU."""
+    def module(self, where: str = "the archive") -> ExportedModel:
+        """Return the model on the CPU; an error names the files of the archive `where`."""
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
             for name, content in self.exported.items():
                 Path(folder, name).write_bytes(content)
-            return load_exported(folder)
+            try:
+                return load_exported(folder)
+            except CerebroHydraError as error:
+                raise type(error)(str(error).replace(folder, f"{where}/model")) from error
 
 
 def archived(folder: RunFolder, trial_id: str) -> ModelArchive | None:

@@ -32,7 +32,7 @@ class CustomSearch(Search):
 
     def __init__(self, *, make_searcher: Callable[[], Searcher], **arguments: Any) -> None:
         super().__init__(**arguments)
-        if not callable(make_searcher) or isinstance(make_searcher, Searcher):
+        if not callable(make_searcher):
             raise ConfigurationError(
                 f"make_searcher is {make_searcher!r}; give a function that returns a new searcher"
             )

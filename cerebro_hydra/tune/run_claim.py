@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
-from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims
+from cerebro_hydra.data.claim import CLAIM_SECONDS, CLAIMS, Claims
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import RunFolder
 
@@ -16,5 +16,12 @@ def run_claim(folder: RunFolder) -> Iterator[None]:
     claims, path = Claims(folder.store, folder.path, CLAIM_SECONDS), None
     with suppress(StoreError):
         path = claims.take()
-    with claims.renewed(path) if path is not None else nullcontext():
+    if path is None:
         yield
+        return
+    try:
+        with claims.renewed(path):
+            yield
+    finally:
+        with suppress(StoreError):
+            folder.store.delete(f"{folder.path}/{CLAIMS}")

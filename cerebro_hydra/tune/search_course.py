@@ -31,14 +31,16 @@ class _Course:
     parent: int | None
     told: int = 0  # epochs
     resting: bool = False
+    stopped: bool = False  # and perhaps not over yet
     over: bool = False
     forks: int = 0  # that wait to be admitted, during which it does not go on
     held: list[Event] = field(default_factory=list)  # what was decided of it meanwhile
 
     @property
     def trains(self) -> bool:
-        """Return whether it has epochs to train, or will have when it is admitted."""
-        return not (self.over or self.resting) and self.told < self.budget
+        """Return whether something will be told of it, if only its end."""
+        at_work = not self.resting and self.told < self.budget
+        return not self.over and (self.stopped or at_work)
 
 
 class SearchCourse:
@@ -71,7 +73,6 @@ class SearchCourse:
         self._trials: list[_Course] = []
         self._training: set[int] = set()  # the trials of which something will be told
         self._forks = 0  # that wait to be admitted
-        self._tells = 0
         self._closed = False
 
     def begin(self) -> list[Event]:
@@ -91,22 +92,25 @@ class SearchCourse:
         """
         if self._closed:
             return []
-        before, decided = self._tells, list[Event]()
+        decided, due = list[Event](), False  # whether the searcher is asked and may have closed
         for instruction in instructions:
             match instruction:
                 # An epoch that is trained again, because its states were lost, was told already.
                 case EndEpoch(trial, epoch, metrics) if epoch == self._trials[trial].told:
                     self._trials[trial].told += 1
                     decided += self._tell(trial, metrics)
+                    due = True
                 case FinishTrial(trial):
                     self._trials[trial].over = True
                     decided += self._tell(trial, None)
+                    due = True
         match event:
             case TrialForked(config):
                 decided += self._admitted(config.trial)
+                due = True
             case TrialRefused(trial):
                 decided += self._admitted(trial)
-        return self._go_on(decided) if decided or self._tells > before else []
+        return self._go_on(decided) if due else []
 
     def replay(self, records: Iterable[tuple[Event, Sequence[Instruction]]]) -> list[Event]:
         """Bring a new searcher to where a journal ends; return what is still to be handled.
@@ -129,9 +133,9 @@ class SearchCourse:
     # ------------------------------------------------------------------ parts of `follow`
 
     def _tell(self, trial: int, metrics: Mapping[str, float] | None) -> Iterator[Event]:
-        self._tells += 1
-        for decision in self._searcher.tell(trial, self._trials[trial].told, metrics):
-            yield from self._decided(decision)
+        if not self._searcher.closed:  # else the search only waits for forks to be admitted
+            for decision in self._searcher.tell(trial, self._trials[trial].told, metrics):
+                yield from self._decided(decision)
         self._note(trial)
 
     def _decided(self, decision: SearchDecision) -> Iterator[Event]:
@@ -173,7 +177,7 @@ class SearchCourse:
                 trial.resting = True
                 yield TrialPaused(number)
             case Stop(number, reason):
-                trial.over = True
+                trial.stopped = True
                 yield TrialStopped(number, reason)
 
     def _forked(self, fork: Fork, parent: _Course) -> Iterator[Event]:
@@ -182,7 +186,7 @@ class SearchCourse:
                 f"the searcher decides {fork}, but trial {fork.parent} has ended no epoch; fork it "
                 "after an epoch of it was told"
             )
-        if parent.trains and not parent.forks:
+        if parent.trains and not (parent.stopped or parent.forks):
             parent.held.append(TrialResumed(fork.parent))
             yield TrialPaused(fork.parent)
         parent.forks += 1

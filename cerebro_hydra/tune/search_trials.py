@@ -57,6 +57,7 @@ class SearchTrials:
         self._state_metrics: dict[int, tuple[Metric, ...]] = {}
         self._begun: list[Event | NewTrial] = []  # what happened before the run began
         self._settled = 0  # the candidates that were admitted or refused by then
+        self._counted = 0  # those that were proposed by then
         self._candidates: queue.SimpleQueue[TrialProposed | None] = queue.SimpleQueue()
         self._call: TimedCall[Admitted] | None = None
         self._closed = threading.Event()
@@ -113,7 +114,8 @@ class SearchTrials:
     def _proposed(self, events: list[Event]) -> list[TrialProposed]:
         self._begun += events
         proposed = [event for event in events if isinstance(event, TrialProposed)]
-        self._progress.trials += len(proposed)
+        self._counted += len(proposed)
+        self._progress.trials = self._counted
         return proposed
 
     # ------------------------------------------------------------------ of a `TrialSource`
@@ -127,7 +129,7 @@ class SearchTrials:
         """Tell the searcher what has happened, and return what it decides."""
         match event:
             case TrialProposed(trial) if trial >= self._settled:
-                self._progress.trials += 1
+                self._progress.trials += trial >= self._counted
                 self._candidates.put(event)
             case TrialRefused(trial) if trial < self._settled:
                 return ()  # the searcher was told before the run began

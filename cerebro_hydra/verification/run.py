@@ -13,6 +13,7 @@ from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import fold
+from cerebro_hydra.shards.model_archive import archived
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import (
@@ -82,11 +83,25 @@ class _Verification:
         yield self._journal()
         for number in sorted({*self._added, *self._folder.trials()}):
             yield self._trial(number)
+        yield from self._models()
         files = self._folder.store.list(f"{self._folder.path}/objects")
         left = sorted({file.removesuffix(_SUFFIX) for file in files} - self._objects.keys())
         problems = tuple(filter(None, map(self._object, left)))
         notes = (f"{len(left)} objects belong to no state",) if left else ()
         yield VerifiedPart(f"{self._name}: objects", f"{len(files)} files", problems, notes)
+
+    def _models(self) -> Iterator[VerifiedPart]:
+        """Load the archives of models that need no source."""
+        kept = self._folder.store.list(f"{self._folder.path}/models")
+        problems = []
+        for trial_id in kept:
+            try:
+                if archived(self._folder, trial_id) is None:
+                    problems.append(f"the model of {trial_id} has no metadata; save it again")
+            except CerebroHydraError as error:
+                problems.append(str(error))
+        if kept:
+            yield VerifiedPart(f"{self._name}: models", ", ".join(kept), tuple(problems))
 
     def _journal(self) -> VerifiedPart:
         """Decide everything again that the journal says was decided."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards import engine, graph_tasks, shard_graph
+from cerebro_hydra.shards import graph_tasks, microbatch_maker, shard_graph, sub_epoch
 from cerebro_hydra.shards.cut_model import CutModel
 from tests.shards import plain, zoo
 from tests.shards.hopping import start
@@ -49,8 +49,8 @@ def test_without_reseeds_inside_the_graph(monkeypatch):
 
 def test_without_the_step_in_the_key(monkeypatch):
     def break_rule(trial):
-        key = engine.RandomKey
-        monkeypatch.setattr(engine, "RandomKey", lambda seed, step, mb: key(seed, 0, mb))
+        key = microbatch_maker.RandomKey
+        monkeypatch.setattr(microbatch_maker, "RandomKey", lambda seed, step, mb: key(seed, 0, mb))
 
     assert "param:0.weight" in differing(mlp_recipe(), two_sub_epochs(), break_rule=break_rule)
 
@@ -71,7 +71,7 @@ def test_tied_gradients_added_to_grad_are_wrong_with_accumulation(monkeypatch):
     make = language_recipe(accumulate=3)
 
     def break_rule(trial):
-        monkeypatch.setattr(engine, "GraphTasks", AddsTiedGradients)
+        monkeypatch.setattr(sub_epoch, "GraphTasks", AddsTiedGradients)
 
     assert not differing(make, windows)
     names = differing(make, windows, break_rule=break_rule)
@@ -89,7 +89,7 @@ def test_recomputation_on_live_buffers_moves_statistics_twice(monkeypatch):
     windows = [zoo.singly(zoo.images(6, 6))]
 
     def break_rule(trial):
-        monkeypatch.setattr(engine, "GraphTasks", RecomputesOnLiveBuffers)
+        monkeypatch.setattr(sub_epoch, "GraphTasks", RecomputesOnLiveBuffers)
 
     assert not differing(resnet_recipe(3), windows, "recompute")
     names = differing(resnet_recipe(3), windows, "recompute", break_rule)
@@ -134,7 +134,7 @@ def test_a_passing_gradient_added_afterwards_is_wrong(monkeypatch):
         return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=5)
 
     def break_rule(trial):
-        monkeypatch.setattr(engine, "GraphTasks", AddsPassingGradientsLater)
+        monkeypatch.setattr(sub_epoch, "GraphTasks", AddsPassingGradientsLater)
 
     assert not differing(make, two_sub_epochs())
     assert "param:first.weight" in differing(make, two_sub_epochs(), break_rule=break_rule)
@@ -142,9 +142,9 @@ def test_a_passing_gradient_added_afterwards_is_wrong(monkeypatch):
 
 def test_clipping_each_shard_by_its_own_norm_is_wrong(monkeypatch):
     def break_rule(trial):
-        whole = engine.clip_coefficient
+        whole = sub_epoch.clip_coefficient
         monkeypatch.setattr(
-            engine,
+            sub_epoch,
             "clip_coefficient",
             lambda norms, order, limit: whole(norms, [n for n in order if n[0] == "0"], limit),
         )

@@ -111,14 +111,16 @@ def test_a_users_searcher_pauses_resumes_and_stops_trials_and_can_be_brought_to_
     assert count == [6, 2, 2]
     assert len(tape.of(TrialStopped)) == 4
     records = [(each.event, each.instructions) for each in tape.decisions]
-    again = SearchCourse(search.searcher(), 2, 2)
-    assert again.replay(records[: len(records) // 2])
+    paused = [isinstance(event, TrialPaused) for event, _ in records].index(True)
+    (first, *_) = SearchCourse(search.searcher(), 2, 2).replay(records[:paused])
+    assert first == records[paused][0], "what was decided, and not journalled, is decided again"
     assert SearchCourse(search.searcher(), 2, 2).replay(records) == []
 
 
 def test_make_searcher_must_be_a_function(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"make_searcher is .*; give a function"):
         CustomSearch(make_searcher=Rungs(), **arguments(tmp_path, Tape()))  # type: ignore[arg-type]
+    assert CustomSearch(make_searcher=Rungs, **arguments(tmp_path, Tape())).searcher().epochs == 1
 
 
 @pytest.fixture

@@ -110,6 +110,53 @@ def test_a_parent_that_trains_waits_until_its_fork_is_admitted() -> None:
         assert [len(trial.history) for trial in run.state.trials.values()] == [4, 3]
 
 
+def test_a_search_closes_with_the_admission_of_its_last_fork() -> None:
+    class Parting:
+        epochs = 1
+        closed = False
+
+        def __init__(self) -> None:
+            self._params = [None, {}]
+
+        def ask(self) -> Any:
+            return self._params.pop()
+
+        def tell(self, trial: int, epochs: int, metrics: Any) -> list[Any]:
+            assert not self.closed, "nothing is told after the end"
+            self.closed = True
+            return [Fork(0, {}, 2)]
+
+    run = SimulatedSearch(Parting(), 2, 0)
+    assert [trial.status for trial in run.state.trials.values()] == ["finished"] * 2
+    kinds = [type(event) for event in run.events]
+    assert kinds.index(ev.SearchClosed) == kinds.index(ev.TrialForked) + 1
+
+
+def test_the_end_of_a_stopped_trial_is_told() -> None:
+    class OneAfterAnother:
+        epochs = 3
+
+        def __init__(self) -> None:
+            self._busy, self._left = False, 3
+
+        @property
+        def closed(self) -> bool:
+            return not self._left and not self._busy
+
+        def ask(self) -> Any:
+            if self._busy or not self._left:
+                return None
+            self._busy, self._left = True, self._left - 1
+            return {}
+
+        def tell(self, trial: int, epochs: int, metrics: Any) -> list[Any]:
+            self._busy = metrics is not None
+            return [Stop(trial, "enough")] if metrics is not None else []
+
+    run = SimulatedSearch(OneAfterAnother(), 3, 0)
+    assert [trial.status for trial in run.state.trials.values()] == ["stopped"] * 3
+
+
 class Deciding:
     """Proposes one candidate, and decides what it is given after the first epoch."""
 

@@ -101,8 +101,8 @@ def test_a_sound_run_and_its_store_are_found_sound(run_path: str) -> None:
     assert not [note for part in of_run.parts for note in part.notes]
     assert replayed(run_path) == (True, None, 4)
     names = [part.name.split(": ")[1] for part in of_run.parts]
-    assert names[:5] == ["documents", "journal", "trial-000", "trial-001", "objects"]
-    assert names[5:] == ["manifest", "train/0", "train/1", "val/0", "val/1"]
+    assert names[:6] == ["documents", "journal", "trial-000", "trial-001", "models", "objects"]
+    assert names[6:] == ["manifest", "train/0", "train/1", "val/0", "val/1"]
 
 
 @settings(max_examples=examples(90))
@@ -216,13 +216,13 @@ def test_the_command_says_each_part_and_its_status(
 ) -> None:
     assert cli.main(["verify", copied.path]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:-1]] == ["ok"] * 10
-    assert lines[-1] == "All 10 parts are as they were written."
+    assert [line.split()[0] for line in lines[:-1]] == ["ok"] * 11
+    assert lines[-1] == "All 11 parts are as they were written."
     (path,) = Path(copied.path, "trials", "trial-000").glob("state-000000.json")
     path.write_bytes(path.read_bytes().replace(b'"visit":0', b'"visit":1'))
     assert cli.main(["verify", copied.path]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("DAMAGED  run") and str(path) in lines[3]
-    assert lines[-1] == "1 of 10 parts are damaged."
+    assert lines[-1] == "1 of 11 parts are damaged."
     assert cli.main(["verify", str(path.parent)]) == 1
     assert "holds neither runs nor data" in capsys.readouterr().err
