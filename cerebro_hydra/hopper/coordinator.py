@@ -138,7 +138,7 @@ class Coordinator:
         self._manifest = manifest
         self._observers = Observers(observers)
         self._trials = trials
-        self._specs = TrialSpecs()
+        self._specs = TrialSpecs(folder)
         self._merger = MetricMerger(trials.merge_metrics)
         self._resumed = resumed
         config = hop_config(document)
