@@ -6,12 +6,12 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.moments import NAMES
-from tests.chaos.rounds import KINDS, Round, calm, play
+from tests.chaos.rounds import KINDS, Outcome, Round, calm, play
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
@@ -26,20 +26,28 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text("")
-    with tempfile.TemporaryDirectory(prefix="survival-") as folder:
-        place = Path(folder)
-        expected: dict[str, dict[str, Any]] = {}
-        for number in range(arguments.first, arguments.first + arguments.rounds):
-            planned = Round(number)
-            if planned.kind not in expected:
-                expected[planned.kind] = calm(place, planned.kind)
-            outcome = play(place, planned, expected[planned.kind])
-            print(outcome.to_json(), flush=True)
-            with arguments.json.open("a") as file:
-                file.write(outcome.to_json() + "\n")
-    rounds = [json.loads(line) for line in arguments.json.read_text().splitlines()]
-    write_figures(rounds)
+    rounds: list[dict[str, Any]] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="survival-") as folder:
+            for outcome in outcomes(Path(folder), arguments.first, arguments.rounds):
+                print(outcome.to_json(), flush=True)
+                with arguments.json.open("a") as file:
+                    file.write(outcome.to_json() + "\n")
+                rounds.append(json.loads(outcome.to_json()))
+    finally:  # an interrupt leaves the figures of the rounds that were played
+        if rounds:
+            write_figures(rounds)
     return 0 if all(each["equal"] for each in rounds) else 1
+
+
+def outcomes(place: Path, first: int, rounds: int) -> Iterator[Outcome]:
+    """Play rounds one after the other."""
+    expected: dict[str, dict[str, Any]] = {}
+    for number in range(first, first + rounds):
+        planned = Round(number)
+        if planned.kind not in expected:
+            expected[planned.kind] = calm(place, planned.kind)
+        yield play(place, planned, expected[planned.kind])
 
 
 def write_figures(rounds: Sequence[dict[str, Any]]) -> None:
