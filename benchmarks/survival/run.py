@@ -83,8 +83,8 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
         "",
         f"{changed} rounds went on on another number of workers, "
         f"{sum(r['twice'] for r in rounds)} were resumed twice because the driver that resumed was "
-        f"killed too; in {beside[0]} an agent was to be killed beside the driver, in {beside[1]} "
-        f"one was to sleep. Kinds: {kinds}.",
+        f"killed too; in {beside[0]} an agent was killed before the driver, in {beside[1]} "
+        f"one was put to sleep. Kinds: {kinds}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -160,9 +160,17 @@ def resumes(store: Path, kind: str, workers: int, run: Path, command: bool) -> l
 
 
 def disturb(
-    store: Path, kind: str, what: str, draw: random.Random, over: Callable[[], bool]
+    store: Path,
+    kind: str,
+    what: str,
+    draw: random.Random,
+    over: Callable[[], bool],
+    done: list[str],
 ) -> None:
-    """Kill an agent, or let it sleep for some seconds, at a moment of its own."""
+    """Kill an agent, or let it sleep for some seconds, at a moment of its own; note that in `done`.
+
+    One that sleeps may outlive its driver, and wakes up while the run is resumed.
+    """
     moment_of("a hop", kind).wait(store, draw, over)
     run = run_of(store)
     if over() or run is None:
@@ -170,10 +178,9 @@ def disturb(
     workers = RunFolder.open(str(run)).read_json(WORKERS_FILE)
     pid = draw.choice(sorted(worker["pid"] for worker in workers.values()))
     with suppress(ProcessLookupError):
-        if what == "SIGKILL":
-            os.kill(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.Signals[what])
+        done.append(what)
+        if what == "SIGSTOP":
             time.sleep(draw.uniform(0.5, 15.0))
             os.kill(pid, signal.SIGCONT)
 
@@ -193,10 +200,11 @@ def play(place: Path, planned: Round, expected: dict[str, Any]) -> Outcome:
     draw, store = random.Random(planned.number), place / f"round-{planned.number:03d}"
     log = place / f"round-{planned.number:03d}.log"
     moment = moment_of(planned.moment, planned.kind)
-    kind, workers, killed = planned.kind, planned.workers, 0
+    kind, workers, killed, agents = planned.kind, planned.workers, 0, list[str]()
     with driver(trains(store, kind, PARTITIONS), log) as first:
         if planned.agents is not None:
-            given = (store, kind, planned.agents, random.Random(draw.random()), first.over)
+            own = random.Random(draw.random())
+            given = (store, kind, planned.agents, own, first.over, agents)
             threading.Thread(target=disturb, args=given, daemon=True).start()
         moment.wait(store, draw, first.over)
         killed += first.kill()
@@ -227,7 +235,7 @@ def play(place: Path, planned: Round, expected: dict[str, Any]) -> Outcome:
         kind,
         workers,
         planned.twice,
-        planned.agents,
+        agents[0] if agents else None,
         killed,
         how,
         seconds,
