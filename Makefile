@@ -27,7 +27,7 @@ MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo test test-long test-modern test-spark4 lint format venv venv-modern clean
-.PHONY: zoo map integration integration-spark integration-hdfs integration-cerebro
+.PHONY: zoo map chaos integration integration-spark integration-hdfs integration-cerebro
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
 	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
 	@echo "make zoo       cut 79 architectures of three libraries, and write docs/models.md, in $(ZOO)"
+	@echo "make chaos     kill drivers and agents on real Spark for 100 rounds, see benchmarks/survival"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make map       write the table of rooms into docs/architecture.md"
 	@echo "make format    let ruff rewrite what it can"
@@ -71,6 +72,11 @@ test-spark4: $(SPARK4)/.installed
 zoo: $(ZOO)/.installed
 	@PYTHONPATH=. $(ZOO)/bin/python -m integration.zoo.run
 	@PYTHONPATH=. $(ZOO)/bin/python -m integration.zoo.results
+
+# A round takes a minute; ROUNDS=5 is a trial.
+ROUNDS ?= 100
+chaos: $(STAMP)
+	@PYTHONPATH=. $(BIN)/python benchmarks/survival/run.py --rounds $(ROUNDS)
 
 integration: integration-spark integration-hdfs integration-cerebro
 

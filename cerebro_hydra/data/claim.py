@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -34,16 +35,28 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Claims:
-    """Takes, renews and watches the claims on one data set; used by one thread.
+    """Takes, renews and watches the claims on one data set or run; used by one thread.
 
     Args:
-        store: has the data set.
-        folder: of the data set.
-        seconds: how long a claim holds without being renewed; the same in all programs.
+        store: has the data set or run.
+        folder: of the data set or run.
+        seconds: how long a claim holds without being renewed; the same in all programs. One whose
+            program has ended on this machine does not hold.
+        waiting: what another program does that has the claim, and how long this one waits.
     """
 
-    def __init__(self, store: Store, folder: str, seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        seconds: float,
+        waiting: str = "prepares the same rows: waiting until it is done, or {:g} seconds after it "
+        "died",
+    ) -> None:
         """Look at nothing yet."""
+        self.living: str | None = None
+        """The program that was seen to renew the claim; None while none was."""
+        self._waiting = waiting.format(seconds)
         self._store = store
         self._folder = f"{folder}/{CLAIMS}"
         self._seconds = seconds
@@ -85,7 +98,8 @@ class Claims:
             left.set()
             thread.join()
             with suppress(StoreError):
-                self._store.write(path, _GIVEN_UP)
+                if self._store.exists(path):  # it may have been deleted with all that it is for
+                    self._store.write(path, _GIVEN_UP)
 
     def _renew(self, path: str, left: threading.Event) -> None:
         times = 0
@@ -101,17 +115,15 @@ class Claims:
             if self._store.exists(path):
                 raise
             return False  # cleared away by the program that finished
-        if content == _GIVEN_UP:
+        if content == _GIVEN_UP or _is_gone(content):
             return True
         now = time.monotonic()
         if self._seen != (path, content):
+            owner = content.partition(b",")[0].decode(errors="replace")
             if self._seen is None or self._seen[0] != path:
-                _LOGGER.warning(
-                    "%s prepares the same rows: waiting until it is done, or %g seconds after it "
-                    "died",
-                    content.partition(b",")[0].decode(errors="replace"),
-                    self._seconds,
-                )
+                _LOGGER.warning("%s %s", owner, self._waiting)
+            else:
+                self.living = owner
             self._seen, self._seen_at = (path, content), now
         return now - self._seen_at > self._seconds
 
@@ -130,3 +142,17 @@ def is_claimed(store: Store, folder: str) -> bool:
 
 def _owner() -> bytes:
     return f"process {os.getpid()} on {socket.gethostname()}".encode()
+
+
+def _is_gone(content: bytes) -> bool:
+    """Say whether the program of a claim ran on this machine and has ended."""
+    owner = re.match(rb"process (\d+) on ([^,]+)", content)
+    if owner is None or owner[2] != socket.gethostname().encode():
+        return False
+    try:
+        os.kill(int(owner[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False

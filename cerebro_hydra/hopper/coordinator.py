@@ -138,11 +138,9 @@ class Coordinator:
         self._manifest = manifest
         self._observers = Observers(observers)
         self._trials = trials
-        self._specs = TrialSpecs()
+        self._specs = TrialSpecs(folder)
         self._merger = MetricMerger(trials.merge_metrics)
         self._resumed = resumed
-        for spec in resumed.specs() if resumed else ():
-            self._specs.add(spec)
         config = hop_config(document)
         self._scheduler = Scheduler(config, resumed.state if resumed else None)
         self._state = self._scheduler.state

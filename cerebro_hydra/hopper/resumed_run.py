@@ -15,7 +15,6 @@ from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import ForkState
 from cerebro_hydra.plan.journal_fold import fold
 from cerebro_hydra.plan.remade import RemadeStates
-from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
@@ -53,11 +52,6 @@ class ResumedRun:
         for record in records_of(self._folder):
             if isinstance(record, TrialAdmitted | Decision):
                 yield record
-
-    def specs(self) -> Iterator[TrialSpec]:
-        """Read what each trial is that can train."""
-        for trial in self.state.trials:
-            yield self._folder.read_trial(trial, self._folder.run_id)
 
     def journal(self) -> Journal:
         """Go on with the journal."""

@@ -6,12 +6,19 @@ from collections.abc import Collection
 from typing import Any
 
 from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.storage.run_folder import RunFolder
 
 
 class TrialSpecs:
-    """Holds the spec of each trial that is not over; an agent is told it once, on its first use."""
+    """Holds the spec of each trial that is not over; an agent is told it once, on its first use.
 
-    def __init__(self) -> None:
+    Args:
+        folder: the run's; trials that were admitted by an earlier driver, and those that train
+            again after their end, are read from it.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
         self._specs: dict[int, TrialSpec] = {}
         self._told: dict[int, set[str]] = {}
 
@@ -20,7 +27,9 @@ class TrialSpecs:
         self._specs[spec.trial] = spec
 
     def __getitem__(self, trial: int) -> TrialSpec:
-        """Return the spec of a trial that is not over."""
+        """Return what a trial is; StoreError if that is neither known nor to be read."""
+        if trial not in self._specs:
+            self._specs[trial] = self._folder.read_trial(trial, self._folder.run_id)
         return self._specs[trial]
 
     def untold(self, trial: int, incarnation: str) -> dict[str, Any] | None:
@@ -29,7 +38,7 @@ class TrialSpecs:
         if incarnation in told:
             return None
         told.add(incarnation)
-        return self._specs[trial].to_json()
+        return self[trial].to_json()
 
     def end(self, trial: int) -> Collection[str]:
         """Forget a trial that is over; return the agents that were told of it."""

@@ -29,6 +29,7 @@ from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.tune.admission import Admission
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.run_claim import run_claim
 from cerebro_hydra.tune.running import Surroundings, run_trials
 from cerebro_hydra.tune.search_course import SearchCourse
 from cerebro_hydra.tune.search_trials import SearchTrials
@@ -42,7 +43,8 @@ class RunToResume:
         folder: the run's files; they may have been moved.
 
     Raises:
-        StoreError: there is no run, it was never begun, or its data is gone.
+        StoreError: there is no run, it was never begun, its folder has another name, or its data is
+            gone.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -53,6 +55,11 @@ class RunToResume:
                 "nothing to go on from; start it anew, or give it to search.fit(df, resume=...)"
             )
         document = read_document(self.folder)
+        if document.run_id != self.folder.run_id:
+            raise StoreError(
+                f"{self.folder.path!r} holds the run {document.run_id!r}; give its folder that "
+                "name again, and resume it then"
+            )
         place = {"prefix_path": self.folder.store.prefix}
         self.document: RunDocument = replace(document, store={**document.store, **place})
         manifest = find_prepared(self.folder.store, document.fingerprint)
@@ -100,10 +107,16 @@ class RunToResume:
             num_epochs: as the run has, or more.
 
         Raises:
-            ConfigurationError: the run has more epochs, or its search was not over and there is no
-                searcher.
+            ConfigurationError: another program works on the run; or it has more epochs, or its
+                search was not over and there is no searcher.
             and whatever `run_trials` raises.
         """
+        with run_claim(self.folder):
+            return self._go_on(around, searcher, num_epochs)
+
+    def _go_on(
+        self, around: Surroundings, searcher: Searcher | None, num_epochs: int | None
+    ) -> SearchResult:
         resumed = ResumedRun(self.folder) if self.folder.journal_end()[1] else None
         if searcher is None and (resumed is None or not resumed.state.tables.search_closed):
             raise ConfigurationError(

@@ -16,7 +16,6 @@ from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.tune.all_failed import all_failed
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.run_claim import run_claim
 from cerebro_hydra.tune.search_trials import SearchTrials
 from cerebro_hydra.tune.winner_archive import WinnerArchive
 
@@ -44,7 +43,7 @@ def run_trials(
     manifest: Manifest,
     resumed: ResumedRun | None = None,
 ) -> SearchResult:
-    """Train until every trial is over; return the result.
+    """Train until every trial is over; return the result. The caller has claimed the run.
 
     Raises:
         AllTrialsFailed: no trial was left; the message holds every reason.
@@ -66,8 +65,7 @@ def run_trials(
         resumed=resumed,
     )
     try:
-        with run_claim(folder):
-            coordinator.run()
+        coordinator.run()
     except KeyboardInterrupt:
         result = SearchResult.open(folder.path)
         said = f"the run was interrupted; {result!r} is in search.result\n{how_to_resume(folder)}"

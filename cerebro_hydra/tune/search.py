@@ -263,16 +263,17 @@ class Search(ABC):
 
     def _fit(self, manifest: Manifest, folder: RunFolder | None = None) -> SearchResult:
         folder = folder or RunFolder(self.store, _new_run_id())
-        with _removed_on_error(folder), run_claim(folder):
-            admission = self._admission(folder, manifest)
-            course = SearchCourse(self.searcher(), self.num_epochs, manifest.num_partitions)
-            report = self._surroundings.report
-            trials = SearchTrials(course, admission, folder, self.admission_seconds, report)
-            trials.admit_first()
-            document = self._document(folder, manifest, admission.metrics)
-            folder.write_json(RUN_FILE, document.to_json())
-        parts = (folder, document, trials, manifest)
-        return self._watched(folder, partial(run_trials, self._surroundings, *parts))
+        with run_claim(folder):
+            with _removed_on_error(folder):
+                admission = self._admission(folder, manifest)
+                course = SearchCourse(self.searcher(), self.num_epochs, manifest.num_partitions)
+                report = self._surroundings.report
+                trials = SearchTrials(course, admission, folder, self.admission_seconds, report)
+                trials.admit_first()
+                document = self._document(folder, manifest, admission.metrics)
+                folder.write_json(RUN_FILE, document.to_json())
+            parts = (folder, document, trials, manifest)
+            return self._watched(folder, partial(run_trials, self._surroundings, *parts))
 
     def _watched(self, folder: RunFolder, run: Callable[[], SearchResult]) -> SearchResult:
         """Run it, and keep its result, also that of a run that is interrupted or has none left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -133,6 +134,23 @@ def test_program_that_is_killed_blocks_nobody(
         assert find_prepared(store, fingerprint) is None
         manifest = write_dataset(store, ROWS, 3, 0.3)
     assert_whole(store, manifest, tmp_path)
+
+
+def test_claim_of_a_program_that_is_gone_from_this_machine_is_free_at_once(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    claims = f"{store.data_path('f')}/{CLAIMS}"
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    for number, (owner, free) in enumerate(
+        [
+            (f"process {ended.pid} on {socket.gethostname()}, renewed 3 times", True),
+            (f"process {ended.pid} on elsewhere", False),
+            (f"process {os.getpid()} on {socket.gethostname()}", False),
+        ]
+    ):
+        store.write(f"{claims}/{number:06d}", owner.encode())
+        assert (Claims(store, store.data_path("f"), 30).take() is not None) == free
+        store.delete(claims)
 
 
 @pytest.mark.parametrize("kind", ["remote"])

@@ -1,7 +1,4 @@
-"""A driver that prints the pids of its agents, then a line per decision, to be killed by a test.
-
-`python doomed_driver.py FOLDER [EPOCHS]` trains for ever, or for so many epochs.
-"""
+"""A driver that prints the pids of its agents and then trains for ever, to be killed by a test."""
 
 from __future__ import annotations
 
@@ -13,11 +10,9 @@ import numpy as np
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
-from cerebro_hydra.observe import AgentStarted, Decision
+from cerebro_hydra.observe import AgentStarted
 from cerebro_hydra.tune import search as search_module
 from tests.end_to_end import models
-
-EPOCHS = int(sys.argv[2]) if sys.argv[2:] else 0
 
 
 class Announcer:
@@ -29,8 +24,6 @@ class Announcer:
             self.pids.append(record.pid)
             if len(self.pids) == 2:
                 print(json.dumps(self.pids), flush=True)
-        elif isinstance(record, Decision) and EPOCHS:
-            print(record.seq, flush=True)
 
     def close(self) -> None:
         pass
@@ -48,7 +41,6 @@ GridSearch(
     store=LocalStore(prefix_path=sys.argv[1]),
     estimator_gen_fn=models.feed_forward,
     search_space={"lr": hp_choice([0.1, 0.01])},
-    num_epochs=EPOCHS or 100_000,
-    order="seeded",
+    num_epochs=100_000,
     verbose=0,
 ).fit(frame)

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.data.claim import CLAIMS
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.observe import Decision
 from cerebro_hydra.observe.records import NotSaved
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.run_claim import run_claim
 from cerebro_hydra.verification import verify
 from tests.end_to_end import flaky
 from tests.end_to_end.resumed_driver import RATES, rows, search, space
@@ -135,6 +137,44 @@ def test_a_resumed_run_refuses_arguments_that_would_make_it_another_one(tmp_path
     ]:
         with pytest.raises(ConfigurationError, match=said):
             search(place, 2, **options).fit(rows(), resume=run)
+
+
+def test_a_run_that_another_program_works_on_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(tmp_path)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        search(place, 2, observers=[Signals(3)]).fit(rows())
+    run = interrupt.value.result.run_path
+    monkeypatch.setattr("cerebro_hydra.tune.run_claim.CLAIM_SECONDS", 0.6)
+    with run_claim(RunFolder.open(run)):
+        before = files(run)
+        with pytest.raises(ConfigurationError, match=f"process {os.getpid()} on .* works on the"):
+            search(place, 2, num_epochs=9).fit(rows(), resume=run)
+        assert files(run) == before
+        Path(run, "run.json").rename(tmp_path / "run.json")  # as if it were admitting its trials
+        with pytest.raises(ConfigurationError, match="works on the run"):
+            search(place, 2).fit(rows(), resume=run)
+        (tmp_path / "run.json").rename(Path(run, "run.json"))
+        assert files(run) == before
+
+
+def files(run: str) -> dict[Path, bytes]:
+    found = (path for path in Path(run).rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in found if path.parent.name != CLAIMS}
+
+
+def test_a_run_moved_to_another_store_goes_on_under_its_own_name(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        search(str(tmp_path / "old"), 2, observers=[Signals(20)]).fit(rows())
+    (tmp_path / "old").rename(tmp_path / "new")
+    run = tmp_path / "new" / "runs" / Path(interrupt.value.result.run_path).name
+    other = run.rename(run.with_name("other"))
+    with pytest.raises(StoreError, match=rf"holds the run '{run.name}'; give its folder that name"):
+        search(str(tmp_path / "new"), 2).fit(rows(), resume=str(other))
+    other.rename(run)
+    search(str(tmp_path / "new"), 1, observers=[]).fit(rows(), resume=str(run))
+    assert bits(str(run)) == calm(tmp_path)
 
 
 def test_a_store_that_refuses_for_some_seconds_costs_nothing(tmp_path: Path) -> None:

@@ -20,10 +20,8 @@ from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from cerebro_hydra.errors import JobStopped
 from cerebro_hydra.observe import AgentStarted, Decision
 from cerebro_hydra.plan.instructions import Commit
-from cerebro_hydra.testing.local_backend import LocalBackend
 from tests.end_to_end import models
 from tests.end_to_end.lethal_models import Interrupter, lethal
-from tests.end_to_end.test_resume import bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
 
@@ -297,46 +295,6 @@ def test_a_killed_driver_leaves_no_agent_and_no_scratch_behind(tmp_path: Path) -
     finally:
         os.killpg(driver.pid, signal.SIGKILL)
         driver.wait()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("decision", "workers"), [(1, 2), (15, 1), (40, 3)])
-def test_a_killed_run_is_resumed_on_the_command_line_to_the_bits_of_a_calm_one(
-    tmp_path: Path, decision: int, workers: int
-) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])}
-    driver = subprocess.Popen(
-        [sys.executable, str(HERE / "doomed_driver.py"), str(tmp_path), "6"],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment,
-    )
-    try:
-        while (line := driver.stdout.readline()) and line.strip() != str(decision):
-            pass
-    finally:
-        os.killpg(driver.pid, signal.SIGKILL)
-        driver.wait()
-    (run,) = (tmp_path / "runs").iterdir()
-    command = "import sys; from cerebro_hydra.cli import main; sys.exit(main())"
-    resume = ["resume", str(run), "--factory", "tests.end_to_end.models:feed_forward"]
-    subprocess.run(
-        [sys.executable, "-c", command, *resume, "--workers", str(workers)],
-        check=True,
-        env=environment,
-        cwd=HERE.parents[1],
-    )
-    calm = GridSearch(
-        backend=LocalBackend(2),
-        store=LocalStore(prefix_path=str(tmp_path)),
-        estimator_gen_fn=models.feed_forward,
-        search_space={"lr": hp_choice([0.1, 0.01])},
-        num_epochs=6,
-        order="seeded",
-        verbose=0,
-    ).fit_on_prepared_data()
-    assert bits(str(run)) == bits(calm.run_path)
 
 
 def _gone(pid: int) -> threading.Event:

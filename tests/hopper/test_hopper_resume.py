@@ -15,11 +15,11 @@ from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.run_config import hop_config
-from cerebro_hydra.hopper.trial_source import GivenTrials, NewTrial
+from cerebro_hydra.hopper.trial_source import GivenTrials
 from cerebro_hydra.observe.records import Decision, NotSaved, records_of
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.events import CheckpointFailed, StateDiffers
+from cerebro_hydra.plan.events import CheckpointFailed, SearchClosed, StateDiffers
 from cerebro_hydra.plan.instructions import Checkpoint, Collect, StartSubEpoch
 from cerebro_hydra.plan.journal_fold import comparable
 from cerebro_hydra.storage import LocalStore
@@ -51,31 +51,32 @@ def cut_after(folder: RunFolder, segments: int, place: Path) -> RunFolder:
     return copy
 
 
-class LeftTrials(GivenTrials):
-    """Adds the trials that a run lacked when its driver ended."""
+class OtherTrials(GivenTrials):
+    """Adds the trials that a journal lacks; what the others are is in the run's folder alone."""
 
-    def __init__(self, specs: Any, epochs: int, resumed: ResumedRun) -> None:
-        super().__init__(specs, epochs)
+    def __init__(self, what: Any, resumed: ResumedRun) -> None:
+        document, specs = what
+        super().__init__(specs, document.num_epochs)
         self._state = resumed.state
 
     def start(self, put: Any) -> Any:
         for news in super().start(put):
-            if isinstance(news, NewTrial):
-                if news.spec.trial not in self._state.trials:
-                    yield news
-            elif not self._state.tables.search_closed:
+            if isinstance(news, SearchClosed):
+                known = self._state.tables.search_closed
+            else:
+                known = news.spec.trial in self._state.trials
+            if not known:
                 yield news
 
 
 def go_on(folder: RunFolder, what: Any, workers: int, script: Any = None) -> tuple[Any, Tape]:
     tape = Tape()
-    document, specs = what
-    resumed = ResumedRun(folder)
-    left = LeftTrials(specs, document.num_epochs, resumed)
     launcher = ScriptedLauncher(workers, script=script)
-    data = manifest(document.num_partitions)
+    data = manifest(what[0].num_partitions)
+    resumed = ResumedRun(folder)
+    trials = OtherTrials(what, resumed)
     coordinator = Coordinator(
-        folder, document, left, launcher, None, manifest=data, observers=[tape], resumed=resumed
+        folder, what[0], trials, launcher, None, manifest=data, observers=[tape], resumed=resumed
     )
     return coordinator.run(), tape
 
@@ -177,6 +178,8 @@ def test_a_run_whose_journal_is_refused_trains_on_and_says_so(tmp_path: Path) ->
     what = described(2, 2, 2)
     store = Refusing(str(tmp_path))
     folder, tape = RunFolder(store, what[0].run_id), Tape()
+    for spec in what[1]:
+        folder.write_trial(spec)
     begun = []
 
     def script(instruction: Any, me: str) -> None:
@@ -184,12 +187,10 @@ def test_a_run_whose_journal_is_refused_trains_on_and_says_so(tmp_path: Path) ->
         if len(begun) == 3:
             store.refused = ("/journal/",)
 
-    for spec in what[1]:
-        folder.write_trial(spec)
     coordinator = Coordinator(
         folder,
         what[0],
-        GivenTrials(what[1], 2),
+        GivenTrials(what[1], what[0].num_epochs),
         ScriptedLauncher(2, script=script),
         None,
         manifest=manifest(2),

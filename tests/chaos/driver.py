@@ -1,0 +1,60 @@
+"""A driver with a Spark session of its own, to be killed at any moment, or to resume a run.
+
+`python -m tests.chaos.driver FOLDER KIND WORKERS [RUN]` ends with 0 when the run is over.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+import cerebro_hydra
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra.tune import CustomSearch
+from cerebro_hydra.tune.search import Search
+from tests.chaos import models
+from tests.tune.searchers import Rungs
+
+PARTITIONS = 3
+RATES = [0.02, 0.01, 0.003, 0.001]
+EPOCHS = 4
+
+
+def search(folder: str, kind: str, backend: Any, **options: Any) -> Search:
+    """Return the search of a kind: a grid, one that keeps the best state, or one by rungs."""
+    settings: dict[str, Any] = {
+        "backend": backend,
+        "store": LocalStore(folder),
+        "estimator_gen_fn": models.feed_forward,
+        "num_epochs": EPOCHS,
+        "order": "seeded",
+        "verbose": 0,
+        "keep": "best" if kind == "best" else "last",
+        "checkpoint": "sub-epoch" if kind == "best" else "epoch",
+        **options,
+    }
+    if kind == "rungs":
+        return CustomSearch(make_searcher=lambda: Rungs(4, EPOCHS), **settings)
+    return GridSearch(search_space={"lr": hp_choice(RATES)}, **settings)
+
+
+def rows() -> list[tuple[list[float], int]]:
+    """Return the rows of every run."""
+    random = np.random.default_rng(7)
+    labels = random.integers(0, 4, 240)
+    features = random.normal(size=(240, 16)) + labels[:, None] / 3
+    return [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
+
+
+def main(folder: str, kind: str, workers: str, run: str | None = None) -> None:
+    spark = cerebro_hydra.local_spark(workers=int(workers))
+    frame = spark.createDataFrame(rows(), "features array<double>, label long")
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=int(workers))
+    search(folder, kind, backend).fit(frame, resume=run)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,260 @@
+"""Plays rounds: a driver on real Spark is killed at a moment, and its run is resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cerebro_hydra.plan.events import RunResumed
+from cerebro_hydra.plan.instructions import Commit, StartSubEpoch
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_document import WORKERS_FILE
+from cerebro_hydra.tune.result import SearchResult
+from tests.chaos.driver import PARTITIONS
+from tests.chaos.moments import NAMES, decisions, moment_of, run_of
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+KINDS = ("grid", "best", "rungs")
+COMMAND = "import sys; from cerebro_hydra.cli import main; sys.exit(main())"
+LONGEST = 400.0
+"""Seconds after which a driver hangs."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Says what is done to one run.
+
+    Args:
+        number: decides everything else, and seeds what is drawn.
+    """
+
+    number: int
+
+    @property
+    def moment(self) -> str:
+        return NAMES[self.number % len(NAMES)]
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.number // len(NAMES) % len(KINDS)]
+
+    @property
+    def workers(self) -> int:
+        """Of the driver that resumes: in half of the rounds as many as before."""
+        return (PARTITIONS, 1, PARTITIONS, 2)[self.number // 2 % 4]
+
+    @property
+    def twice(self) -> bool:
+        """Whether the first driver that resumes is killed too."""
+        return self.number % 4 == 3
+
+    @property
+    def agents(self) -> str | None:
+        """What is done to an agent beside it."""
+        return (None, "SIGKILL", None, "SIGSTOP")[(self.number + self.number // 6) % 4]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Holds what became of a round."""
+
+    number: int
+    moment: str
+    kind: str
+    workers: int
+    twice: bool
+    agents: str | None
+    killed: int
+    resumed_by: str
+    seconds: float | None
+    made_again: int
+    equal: bool
+    said: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def bits(run: Path) -> dict[str, Any]:
+    """Return the metrics of every trial, and the digests of its result."""
+    result, folder = SearchResult.open(str(run)), RunFolder.open(str(run))
+    found: dict[str, Any] = {}
+    for view in result._view.trials.values():
+        state = folder.read_state(view.trial, view.result_visit)
+        found[view.trial_id] = (view.status, repr(view.history), state["shards"])
+        for shard in state["shards"]:
+            for digest in (shard["frozen"], shard["trainable"]):
+                folder.read_object(digest)
+    return found
+
+
+class Driver:
+    """A program that trains; whatever it started is gone when it is left."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self.begun = time.time()
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdout=output,
+                stderr=output,
+                cwd=CHECKOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
+            )
+
+    def over(self) -> bool:
+        hangs = time.time() - self.begun > LONGEST
+        return hangs or self._process.poll() is not None
+
+    def wait(self) -> int:
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(LONGEST)
+        return -1
+
+    def kill(self) -> bool:
+        """Kill the driver alone; return whether it was still there."""
+        alive = self._process.poll() is None
+        self._process.kill()
+        self._process.wait()
+        return alive
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def driver(arguments: list[str], log: Path) -> Iterator[Driver]:
+    started = Driver(arguments, log)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def trains(store: Path, kind: str, workers: int, run: Path | None = None) -> list[str]:
+    """Return the arguments of a Python that trains, or goes on with a run."""
+    resumed = [str(run)] if run else []
+    return ["-m", "tests.chaos.driver", str(store), kind, str(workers), *resumed]
+
+
+def resumes(store: Path, kind: str, workers: int, run: Path, command: bool) -> list[str]:
+    """Return the arguments of a Python that resumes a run."""
+    if not command:
+        return trains(store, kind, workers, run)
+    factory = ["--factory", "tests.chaos.models:feed_forward"]
+    return ["-c", COMMAND, "resume", str(run), *factory, "--workers", str(workers)]
+
+
+def disturb(
+    store: Path,
+    kind: str,
+    what: str,
+    draw: random.Random,
+    over: Callable[[], bool],
+    done: list[str],
+) -> None:
+    """Kill an agent, or let it sleep for some seconds, at a moment of its own; note that in `done`.
+
+    One that sleeps may outlive its driver, and wakes up while the run is resumed.
+    """
+    moment_of("a hop", kind).wait(store, draw, over)
+    run = run_of(store)
+    if over() or run is None:
+        return
+    workers = RunFolder.open(str(run)).read_json(WORKERS_FILE)
+    pid = draw.choice(sorted(worker["pid"] for worker in workers.values()))
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.Signals[what])
+        done.append(what)
+        if what == "SIGSTOP":
+            time.sleep(draw.uniform(0.5, 15.0))
+            os.kill(pid, signal.SIGCONT)
+
+
+def calm(place: Path, kind: str) -> dict[str, Any]:
+    """Return the bits of a run that nothing disturbs."""
+    store = place / f"calm-{kind}"
+    with driver(trains(store, kind, PARTITIONS), place / f"calm-{kind}.log") as undisturbed:
+        assert undisturbed.wait() == 0, (place / f"calm-{kind}.log").read_text()
+    run = run_of(store)
+    assert run is not None
+    return bits(run)
+
+
+def play(place: Path, planned: Round, expected: dict[str, Any]) -> Outcome:
+    """Play one round in a folder of its own; `expected` are the bits of the calm run."""
+    draw, store = random.Random(planned.number), place / f"round-{planned.number:03d}"
+    log = place / f"round-{planned.number:03d}.log"
+    moment = moment_of(planned.moment, planned.kind)
+    kind, workers, killed, agents = planned.kind, planned.workers, 0, list[str]()
+    with driver(trains(store, kind, PARTITIONS), log) as first:
+        if planned.agents is not None:
+            own = random.Random(draw.random())
+            given = (store, kind, planned.agents, own, first.over, agents)
+            threading.Thread(target=disturb, args=given, daemon=True).start()
+        moment.wait(store, draw, first.over)
+        killed += first.kill()
+    run = run_of(store)
+    assert run is not None, log.read_text()
+    command = planned.number % 2 == 1
+    if planned.twice:
+        with driver(resumes(store, kind, workers, run, command), log) as second:
+            time.sleep(draw.uniform(0.0, 20.0))
+            killed += second.kill()
+    how = "cerebro-hydra resume" if command else "fit(df, resume=)"
+    with driver(resumes(store, kind, workers, run, command), log) as last:
+        begun, status = last.begun, last.wait()
+    said = log.read_text()
+    if status != 0 and command and "give it to search.fit" in said.replace("the run ", "it "):
+        how = "fit(df, resume=)"
+        with driver(resumes(store, kind, workers, run, False), log) as last:
+            begun, status = last.begun, last.wait()
+    try:
+        equal, lost = status == 0 and bits(run) == expected, ""
+    except Exception as error:
+        equal, lost = False, repr(error)
+    seconds, made_again = course(run, begun)
+    report = "" if equal else f"{lost}\n{log.read_text()[-3000:]}"
+    return Outcome(
+        planned.number,
+        moment.name,
+        kind,
+        workers,
+        planned.twice,
+        agents[0] if agents else None,
+        killed,
+        how,
+        seconds,
+        made_again,
+        equal,
+        report,
+    )
+
+
+def course(run: Path, begun: float) -> tuple[float | None, int]:
+    """Return how many seconds it took to train again, and how many sub-epochs were made again."""
+    made, visits, again, trained = decisions(run), set[tuple[int, int]](), 0, None
+    resumed = False
+    for each in made:
+        resumed = resumed or (isinstance(each.event, RunResumed) and each.time >= begun)
+        for one in each.instructions:
+            if isinstance(one, StartSubEpoch) and resumed and trained is None:
+                trained = round(each.time - begun, 1)
+            if isinstance(one, Commit):
+                again += (one.trial, one.visit) in visits
+                visits.add((one.trial, one.visit))
+    return trained, again
