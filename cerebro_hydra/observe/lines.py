@@ -6,6 +6,7 @@ import logging
 
 from rich.console import Console
 
+from cerebro_hydra.observe.columns import final_table
 from cerebro_hydra.observe.records import (
     Decision,
     OutputLine,
@@ -16,7 +17,6 @@ from cerebro_hydra.observe.records import (
 )
 from cerebro_hydra.observe.text import (
     duration,
-    final_table,
     not_saved,
     numbers,
     parameters,
@@ -75,7 +75,8 @@ class PlainLines:
                 self._print(prefixed(record))
             case RunEnded():
                 # A pipe or file has no width of its own, and files are read in wide windows.
-                self._console.print(final_table(self.view), width=max(self._console.width, 120))
+                width = max(self._console.width, 120)
+                self._console.print(final_table(self.view, width), width=width)
                 self._print(
                     "\n".join([summary(self.view), winner_line(self.view), *not_saved(self.view)])
                 )
