@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 
 from rich.console import Console
@@ -31,6 +32,7 @@ from cerebro_hydra.plan.events import Event, SearchClosed, WorkerGivenUp, Worker
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
 from cerebro_hydra.storage.run_document import RunDocument
 
+_WIDE = 120
 _LOGGER = logging.getLogger("cerebro_hydra.trials")
 
 
@@ -75,8 +77,11 @@ class PlainLines:
                 self._print(prefixed(record))
             case RunEnded():
                 # A pipe or file has no width of its own, and files are read in wide windows.
-                width = max(self._console.width, 120)
-                self._console.print(final_table(self.view, width), width=width)
+                width = max(self._console.width, _WIDE)
+                page = Console(file=io.StringIO(), width=width, color_system=None)
+                with page.capture() as table:
+                    page.print(final_table(self.view, width))
+                self._print(table.get())
                 self._print(
                     "\n".join([summary(self.view), winner_line(self.view), *not_saved(self.view)])
                 )

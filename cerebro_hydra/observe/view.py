@@ -255,6 +255,10 @@ class RunView:
         if self.document.validated:
             yield from (f"val_{name}" for name in self.document.metrics)
 
+    def falls(self, name: str) -> bool:
+        """Return whether lower values are better of a name that a history holds."""
+        return name == "train_loss" or self.document.metrics[name.removeprefix("val_")] == "min"
+
     def _admit(self, spec: TrialSpec) -> None:
         self.trials[spec.trial] = TrialView(
             spec.trial,
