@@ -93,7 +93,7 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
     begun = None
     if timeline.begin is not None:
         begun = f"{datetime.fromtimestamp(timeline.begin, UTC):%Y-%m-%d %H:%M} UTC"
-    span = max(timeline.end, 1e-9) * max(sum(timeline.devices.values()), 1)
+    span = max(timeline.end - timeline.first_task, 1e-9) * max(sum(timeline.devices.values()), 1)
     return {
         "view": view,
         "document": view.document,
@@ -179,6 +179,7 @@ def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int], running
         "falling": [name for name in view.measured() if view.falls(name)],
         "measured": list(view.measured()),
         "seconds": timeline.end,
+        "first_task": timeline.first_task,
         "running": running,
         "trials": [
             {

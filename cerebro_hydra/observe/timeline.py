@@ -107,6 +107,11 @@ class Timeline:
     _received: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _lanes: dict[int, list[float]] = field(default_factory=dict)
 
+    @property
+    def first_task(self) -> float:
+        """Return when a worker was given the first task; before, workers start."""
+        return min((bar.assigned for bar in self.tasks), default=0.0)
+
     def apply(self, record: Record) -> None:
         """Take in one record; only decisions change anything."""
         if not isinstance(record, Decision):

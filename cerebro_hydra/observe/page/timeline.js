@@ -2,7 +2,7 @@
 
   const outcomes = () => ({ repeated: "counted until its state was lost, then repeated", failed: "failed", cancelled: "taken back", lost: "lost with its worker", running: data.running ? "goes on" : "not over when the journal ends" });
   const seconds = (value) => (value < 10 ? `${value.toFixed(2)} s` : `${value.toFixed(1)} s`);
-  const whole = () => [0, Math.max(data.seconds, 1e-3)];
+  const whole = () => [data.first_task, Math.max(data.seconds, data.first_task + 1e-3)];
   let zoomed = null; // what is shown of the whole, if not all
 
   function drawTimeline() {
@@ -29,7 +29,7 @@
     const inner = element("g", { "clip-path": "url(#lanes)" });
     for (const time of ticks(from, to, Math.max(3, Math.floor(W / 130)))) {
       inner.append(element("line", { class: "grid", x1: x(time), x2: x(time), y1: 0, y2: height }));
-      inner.append(element("text", { x: x(time), y: height + 15, "text-anchor": time === 0 ? "start" : "middle" }, `${Number(time.toPrecision(6))} s`));
+      inner.append(element("text", { x: x(time), y: height + 15, "text-anchor": x(time) < left + 12 ? "start" : "middle" }, `${Number(time.toPrecision(6))} s`));
     }
     for (const [worker, { y, tasks }] of lanes) {
       svg.append(element("text", { x: 0, y: y + 16 }, `worker ${worker}`));
@@ -105,8 +105,8 @@
   }
 
   function zoomTo(from, to) {
-    const end = whole()[1], width = Math.min(Math.max(to - from, 1e-3), end);
-    const start = Math.max(0, Math.min(from, end - width));
+    const [begin, end] = whole(), width = Math.min(Math.max(to - from, 1e-3), end - begin);
+    const start = Math.max(begin, Math.min(from, end - width));
     zoomed = [start, start + width];
     drawTimeline();
   }
