@@ -1,4 +1,4 @@
-"""The command line: `demo`, `resume`, `replay`, `verify`, `report`, `runs`, `clean`, `doctor`."""
+"""Runs the command line: `demo`, `resume`, `replay`, `report`, `watch`, `runs` and others."""
 
 from __future__ import annotations
 
@@ -87,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--output", metavar="PATH", help="default: report.html in RUN")
     report.add_argument("--trace", metavar="PATH", help="write a trace for Perfetto or Chrome, too")
     report.set_defaults(command=_report)
+
+    watch = commands.add_parser("watch", help="show a run's report in a browser while it goes on")
+    watch.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
+    watch.add_argument("--port", type=int, default=0, help="of this machine; default: a free one")
+    watch.set_defaults(command=_watch)
 
     runs = commands.add_parser("runs", help="list the runs and the data of a store")
     runs.add_argument("store", metavar="STORE", help="the folder of a store")
@@ -214,17 +219,26 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     import json
 
-    from cerebro_hydra.observe.report import REPORT_FILE, render
+    from cerebro_hydra.observe.report import REPORT_FILE, is_running, render
     from cerebro_hydra.observe.trace import trace
     from cerebro_hydra.storage import RunFolder
 
     folder = RunFolder.open(arguments.run)
+    page = render(folder, is_running(folder))
     if arguments.output:
-        _write(arguments.output, render(folder))
+        _write(arguments.output, page)
     else:
-        print(folder.write_file(REPORT_FILE, render(folder).encode()))
+        print(folder.write_file(REPORT_FILE, page.encode()))
     if arguments.trace:
         _write(arguments.trace, json.dumps(trace(folder)))
+    return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from cerebro_hydra.observe.watch import watch
+    from cerebro_hydra.storage import RunFolder
+
+    watch(RunFolder.open(arguments.run), arguments.port, partial(print, flush=True))
     return 0
 
 

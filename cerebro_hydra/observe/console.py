@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Protocol
 
 from rich.console import Console
@@ -20,15 +19,13 @@ class ConsoleObserver(Observer, Protocol):
 
 
 def console_observer(verbose: int, console: Console | None = None) -> ConsoleObserver:
-    """Return a live table on a terminal and in a notebook that can show one, else plain lines.
+    """Return a live table on a terminal and in a notebook, else plain lines.
 
     With `verbose=0` nothing is printed, and what the user's code prints goes to Python's logging.
     """
     if verbose == 0:
         return LogLines()
     console = console or Console()
-    # In a notebook rich redraws through ipywidgets, and without that package prints every frame.
-    redraws = console.is_terminal and not console.is_dumb_terminal
-    if redraws or (console.is_jupyter and find_spec("ipywidgets")):
+    if console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal):
         return LiveTable(console)
     return PlainLines(console)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 
 from rich.console import Console
 
+from cerebro_hydra.observe.columns import final_table
 from cerebro_hydra.observe.records import (
     Decision,
     OutputLine,
@@ -16,7 +18,6 @@ from cerebro_hydra.observe.records import (
 )
 from cerebro_hydra.observe.text import (
     duration,
-    final_table,
     not_saved,
     numbers,
     parameters,
@@ -31,6 +32,7 @@ from cerebro_hydra.plan.events import Event, SearchClosed, WorkerGivenUp, Worker
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
 from cerebro_hydra.storage.run_document import RunDocument
 
+_WIDE = 120
 _LOGGER = logging.getLogger("cerebro_hydra.trials")
 
 
@@ -75,7 +77,11 @@ class PlainLines:
                 self._print(prefixed(record))
             case RunEnded():
                 # A pipe or file has no width of its own, and files are read in wide windows.
-                self._console.print(final_table(self.view), width=max(self._console.width, 120))
+                width = max(self._console.width, _WIDE)
+                page = Console(file=io.StringIO(), width=width, color_system=None)
+                with page.capture() as table:
+                    page.print(final_table(self.view, width))
+                self._print(table.get())
                 self._print(
                     "\n".join([summary(self.view), winner_line(self.view), *not_saved(self.view)])
                 )

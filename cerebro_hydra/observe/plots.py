@@ -65,6 +65,9 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
             axes.plot(epochs, values, marker=".", color=_colour(place), label=trial.trial_id)
         axes.set(title=_text(metric_title(view) if name == view.metric else name), xlabel="epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
+        shown = [value for trial in ranked for value in trial.history.get(name, [])]
+        if view.falls(name) and _span_decades([value for value in shown if math.isfinite(value)]):
+            axes.set_yscale("log")
     for axes, name in zip(panels[len(measured) :], parameters, strict=True):
         _against(axes, name, ranked, view)
     for axes in panels:
@@ -85,9 +88,14 @@ def _against(axes: Any, name: str, ranked: Sequence[TrialView], view: RunView) -
             colours.append(_colour(place))
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     axes.scatter(values if numeric else [_text(str(v)) for v in values], scores, c=colours)
-    if numeric and values and min(values) > 0 and max(values) >= 20 * min(values):
+    if numeric and _span_decades(values):
         axes.set_xscale("log")
     axes.set(title=_text(f"{view.metric} by {name}"), xlabel=_text(name))
+
+
+def _span_decades(values: Sequence[float]) -> bool:
+    """Return whether a logarithmic axis suits the values better."""
+    return bool(values) and min(values) > 0 and max(values) >= 20 * min(values)
 
 
 def _text(text: str) -> str:

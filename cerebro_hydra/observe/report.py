@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -12,10 +13,19 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template
 
 from cerebro_hydra import __version__
+from cerebro_hydra.data.claim import is_claimed
 from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.observe.records import Record, RunEnded
-from cerebro_hydra.observe.text import differing, duration, metric_title, not_saved, number, utf8
+from cerebro_hydra.observe.text import (
+    counted,
+    differing,
+    duration,
+    metric_title,
+    not_saved,
+    number,
+    utf8,
+)
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.observe.view import RunView, TrialView
@@ -44,15 +54,22 @@ class ReportWriter:
             self.path = self._folder.write_file(REPORT_FILE, render(self._folder).encode())
 
 
-def render(folder: RunFolder) -> str:
+def is_running(folder: RunFolder) -> bool:
+    """Return whether a program works on a run now."""
+    return is_claimed(folder.store, folder.path)
+
+
+def render(folder: RunFolder, running: bool = False) -> str:
     """Return the page of a run, with "?" for what UTF-8 can't hold.
+
+    The page of a run that goes on (`running`) asks the server for a newer one, if it came from one.
 
     Raises:
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
     with consistent(f"the journal of run {folder.path!r}", JournalError):
-        content = _content(*read_run(folder))
+        content = _content(*read_run(folder, running), running)
     return utf8(page().render(**content, version=__version__))
 
 
@@ -68,7 +85,7 @@ def page() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def _content(view: RunView, timeline: Timeline) -> dict[str, Any]:
+def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]:
     ranked = view.best_first()
     colours = {trial.trial: place for place, trial in enumerate(ranked[:COLOURS])}
     rows = [_row(trial, colours.get(trial.trial, -1)) for trial in ranked]
@@ -76,35 +93,41 @@ def _content(view: RunView, timeline: Timeline) -> dict[str, Any]:
     begun = None
     if timeline.begin is not None:
         begun = f"{datetime.fromtimestamp(timeline.begin, UTC):%Y-%m-%d %H:%M} UTC"
-    span = max(timeline.end, 1e-9) * max(len(timeline.workers), 1)
+    span = max(timeline.end - timeline.first_task, 1e-9) * max(sum(timeline.devices.values()), 1)
     return {
         "view": view,
         "document": view.document,
         "timeline": timeline,
+        "running": running,
+        "counted": counted(view),
         "rows": rows,
+        "reasons": _reasons(rows),
+        "num_rows": _num_rows(view),
+        "models": _models(view),
         "names": list(dict.fromkeys(name for row in rows for name in row["params"])),
         "measured": list(view.measured()),
         "metric_title": metric_title(view),
         "winner": winner,
         "troubles": [*not_saved(view), *map(differing, view.differences)],
-        "winner_params": _texts(winner.params) if winner else {},
+        "winner_params": _cells(winner.params) if winner else {},
         "begun": begun,
-        "busy": sum(bar.seconds for bar in timeline.tasks) / span,
+        "busy": sum(bar.work_seconds for bar in timeline.tasks) / span,
         "hops": [
             {"trial": view.trials[bar.task.trial].trial_id, "to": bar.task.worker, "bar": bar.hop}
             for bar in timeline.tasks
             if bar.hop is not None and bar.hop.source is not None
         ],
-        "data": _data(view, timeline, colours),
+        "parallel": len(ranked) > COLOURS,
+        "data": _data(view, timeline, colours, running),
     }
 
 
 def _row(trial: TrialView, colour: int) -> dict[str, Any]:
     return {
         "id": trial.trial_id,
-        "params": _texts(trial.params),
+        "params": _cells(trial.params),
         "status": "stopped early" if trial.stopped_early else trial.status,
-        "error": trial.reason,
+        "error": trial.reason.strip(),
         "uncut_because": trial.uncut_because,
         "epochs": len(trial.epochs),
         "result_epoch": None if trial.result_epoch is None else trial.result_epoch + 1,
@@ -114,17 +137,60 @@ def _row(trial: TrialView, colour: int) -> dict[str, Any]:
     }
 
 
-def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int]) -> str:
+def _reasons(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return why trials ended as they did, once where it is the same; rows are given its number."""
+    reasons = dict[tuple[str, ...], dict[str, Any]]()
+    for row in rows:
+        key = row["status"], row["error"], row["uncut_because"]
+        if any(key[1:]):
+            reason = reasons.setdefault(key, {**row, "number": len(reasons), "ids": []})
+            reason["ids"].append(row["id"])
+            row["reason"] = reason["number"]
+    return list(reasons.values())
+
+
+def _num_rows(view: RunView) -> dict[str, int]:
+    """Return the rows for training and for validation, once every partition was gone through."""
+    splits = {"training": "train", "validation": "val"}
+    partitions = range(view.document.num_partitions)
+    return {
+        words: sum(view.rows[split, partition] for partition in partitions)
+        for words, split in splits.items()
+        if all((split, partition) in view.rows for partition in partitions)
+    }
+
+
+def _models(view: RunView) -> list[str]:
+    """Return how large the models are, and into how many shards they are cut."""
+    sizes = Counter((t.parameters, t.shards) for t in view.trials.values() if t.shards)
+    return [
+        f"{parameters:,} parameters in {shards} shard{'s' if shards > 1 else ''}"
+        + ("" if len(sizes) == 1 else f" ({count} trial{'s' if count > 1 else ''})")
+        for (parameters, shards), count in sorted(sizes.items())
+    ]
+
+
+def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int], running: bool) -> str:
     """Return what the page's script draws, as JSON that can stand in a `script` element."""
     places = {number: place for place, number in enumerate(view.trials)}
     content = {
         "metric": view.metric,
         "direction": view.direction,
+        "falling": [name for name in view.measured() if view.falls(name)],
         "measured": list(view.measured()),
         "seconds": timeline.end,
+        "first_task": timeline.first_task,
+        "running": running,
         "trials": [
             {
                 "id": trial.trial_id,
+                "params": {
+                    name: value if _is_number(value) else cell["text"]
+                    for (name, value), cell in zip(
+                        trial.params.items(), _cells(trial.params).values(), strict=True
+                    )
+                },
+                "score": None if score is None else _finite(score),
                 "colour": colours.get(trial.trial, -1),
                 "history": {
                     name: [_finite(value) for value in values]
@@ -133,9 +199,10 @@ def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int]) -> str:
                 "result": trial.result_epoch,
             }
             for trial in view.trials.values()
+            for score in [view.score(trial)]
         ],
         "workers": [
-            {"worker": worker, "partitions": partitions}
+            {"worker": worker, "partitions": partitions, "residents": timeline.residents[worker]}
             for worker, partitions in sorted(timeline.workers.items())
         ],
         "tasks": [_task(bar, places[bar.task.trial]) for bar in timeline.tasks],
@@ -157,7 +224,9 @@ def _task(bar: TaskBar, place: int) -> dict[str, Any]:
         "trial": place,
         "epoch": bar.task.epoch,
         "partition": bar.task.partition,
+        "lane": bar.lane,
         "assigned": bar.assigned,
+        "wait": bar.wait,
         "start": bar.start,
         "end": bar.end,
         "outcome": bar.outcome,
@@ -182,8 +251,15 @@ def _finite(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _texts(params: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for name, value in params.items()
-    }
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+
+
+def _cells(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return each value as it is shown, and in full."""
+    cells = {}
+    for name, value in params.items():
+        full = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = number(value) if isinstance(value, float) else full
+        cells[name] = {"text": text, "full": full}
+    return cells

@@ -1,33 +1,22 @@
-"""Shows a run as a table that redraws itself, on a terminal."""
+"""Shows a run as a table that redraws itself, on a terminal or in a notebook."""
 
 from __future__ import annotations
 
+import math
 import time
 
-from rich import box
 from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from cerebro_hydra.observe.records import (
-    OutputLine,
-    Record,
-    RunEnded,
-    RunStarted,
-    TrialAdmitted,
-)
+from cerebro_hydra.observe.columns import final_table, live_table
+from cerebro_hydra.observe.records import OutputLine, Record, RunEnded, RunStarted
+from cerebro_hydra.observe.screen import Screen, screen_of
 from cerebro_hydra.observe.text import (
-    add_parameter_columns,
+    counted,
     duration,
-    final_table,
-    metric_heading,
     metric_title,
     not_saved,
-    number,
-    parameters,
     prefixed,
-    status_text,
     summary,
     troubles,
     winner_line,
@@ -35,7 +24,10 @@ from cerebro_hydra.observe.text import (
 from cerebro_hydra.observe.view import RunView, TrialView
 
 _SECONDS_BETWEEN_FRAMES = 0.1
-_WIDTH_FOR_PARAMETERS = 100
+_OTHER_LINES = 8
+"""Lines of a frame beside the trials: a heading, the bar, the totals, empty ones."""
+_FEWEST_TRIALS = 3
+_BAR = 20
 
 
 class LiveTable:
@@ -45,7 +37,7 @@ class LiveTable:
         """Draw on `console`."""
         self.view = RunView()
         self._console = console
-        self._live: Live | None = None
+        self._screen: Screen | None = None
         self._drawn = 0.0
 
     def on_record(self, record: Record) -> None:
@@ -56,62 +48,65 @@ class LiveTable:
                 if record.document.reader:
                     reader = f"rows are read by {record.document.reader}"
                     self._console.print(reader, highlight=False)
-                # Frames are drawn by records, so that no other thread reads the view.
-                self._live = Live(console=self._console, auto_refresh=False, transient=True)
-                self._live.start()
-            case TrialAdmitted(spec):
-                if self._console.width < _WIDTH_FOR_PARAMETERS:
-                    self._console.print(Text(f"{spec.trial_id}: {parameters(spec.params)}"))
+                self._screen = screen_of(self._console)
             case OutputLine():
                 self._console.print(Text(prefixed(record)))
             case RunEnded():
                 self.close()
-                self._console.print(final_table(self.view))
+                self._console.print(final_table(self.view, self._console.width))
                 lines = [summary(self.view), winner_line(self.view), *not_saved(self.view)]
                 self._console.print("\n".join(lines), highlight=False, markup=False)
         for trouble in troubles(record):
             self._console.print(Text(trouble))
         now = time.monotonic()
-        if self._live is not None and now - self._drawn >= _SECONDS_BETWEEN_FRAMES:
+        if self._screen is not None and now - self._drawn >= _SECONDS_BETWEEN_FRAMES:
             self._drawn = now
-            self._live.update(frame(self.view, self._console.width), refresh=True)
+            self._screen.show(frame(self.view, self._console.width, self._console.height))
 
     def close(self) -> None:
         """Take the table off the screen and give the cursor back; also after an interrupt."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._screen is not None:
+            self._screen.close()
+            self._screen = None
 
 
-def frame(view: RunView, width: int) -> Group:
-    """Return the table as it stands, with what the hops have cost so far.
+def frame(view: RunView, width: int, height: int) -> Group:
+    """Return the trials as they stand, best first, and below them how far the whole run is.
 
-    A narrow table (`width` in characters) has no room for the parameters.
+    Where not all trials fit into `height` lines, they are those in training and the best.
     """
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("trial", no_wrap=True)
-    wide = width >= _WIDTH_FOR_PARAMETERS
-    parameter_cells = add_parameter_columns(table, view) if wide else {}
-    table.add_column("status", no_wrap=True)
-    for title in ("epoch", "partition", "worker", "train loss", metric_heading(view), "ETA"):
-        table.add_column(Text(title), justify="right", no_wrap=True)
-    for trial in view.trials.values():
-        table.add_row(*_row(view, trial, parameter_cells.get(trial.trial, [])))
-    below = f" {metric_title(view)}; {len(view.workers)} workers, {view.totals}"
-    return Group(table, Text(below, style="dim"))
+    trials = _best_so_far(view)
+    room = max(_FEWEST_TRIALS, height - _OTHER_LINES)
+    shown = sorted(trials, key=lambda trial: trial.worker is None)[:room]
+    table, left_out = live_table(view, [trial for trial in trials if trial in shown], width)
+    notes = [f"{metric_title(view)}; {len(view.workers)} workers, {view.totals}"]
+    if len(shown) < len(trials):
+        notes.insert(0, f"and {len(trials) - len(shown)} more trials")
+    if left_out:
+        notes.append(left_out)
+    below = [Text(f" {note}", style="dim", no_wrap=True, overflow="ellipsis") for note in notes]
+    return Group(table, _bar(view), *below)
 
 
-def _row(view: RunView, trial: TrialView, parameter_cells: list[Text]) -> tuple[str | Text, ...]:
-    score, left, num_epochs = view.score(trial), view.eta(trial), view.document.num_epochs
-    epoch = len(trial.epochs) if trial.over else min(trial.epoch + 1, num_epochs)
-    return (
-        trial.trial_id,
-        *parameter_cells,
-        status_text(trial),
-        f"{epoch}/{num_epochs}",
-        "" if trial.partition is None else str(trial.partition),
-        "" if trial.worker is None else str(trial.worker),
-        "" if trial.loss is None else number(trial.loss),
-        "" if score is None else number(score),
-        "" if left is None else duration(left),
-    )
+def _best_so_far(view: RunView) -> list[TrialView]:
+    """Return the trials by their metric so far, then those that have none, failed ones last."""
+
+    def rank(trial: TrialView) -> tuple[int, float]:
+        score = view.score(trial)
+        if trial.status == "failed":
+            return (3, 0.0)
+        if score is None or math.isnan(score):
+            return (2 if trial.worker is None else 1, 0.0)
+        return (0, -score if view.direction == "max" else score)
+
+    return sorted(view.trials.values(), key=rank)
+
+
+def _bar(view: RunView) -> Text:
+    """Return how far the run is as a bar, the count of trials, and the time left."""
+    done = math.floor(view.share_done * _BAR)
+    left = view.seconds_left()
+    bar = Text(" ", no_wrap=True, overflow="ellipsis")
+    bar.append("━" * done, "green").append("━" * (_BAR - done), "bright_black")
+    rest = "" if left is None else f", about {duration(left)} left"
+    return bar.append(f"  {counted(view)}{rest}")

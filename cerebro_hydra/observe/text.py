@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from cerebro_hydra.observe.records import (
@@ -29,8 +28,9 @@ STYLES = {
     "finished": "green",
     "failed": "red",
     "stopped": "yellow",
+    "interrupted": "yellow",
 }
-_MOST_PARAMETER_COLUMNS = 4
+_OTHER_ENDS = ("stopped", "failed", "interrupted")
 _ARROWS = {"min": "↓", "max": "↑"}
 _SPELT = {"min": "lower is better", "max": "higher is better"}
 
@@ -132,9 +132,14 @@ def parameter_names(view: RunView) -> list[str]:
     return list(dict.fromkeys(name for trial in view.trials.values() for name in trial.params))
 
 
+def value_text(value: Any) -> str:
+    """Format a parameter's value, a float in four significant digits."""
+    return number(value) if isinstance(value, float) else str(value)
+
+
 def parameters(params: Mapping[str, Any]) -> str:
     """Format parameter values with their names, in the order of the search space."""
-    return ", ".join(f"{name}={value}" for name, value in params.items())
+    return ", ".join(f"{name}={value_text(value)}" for name, value in params.items())
 
 
 def duration(seconds: float) -> str:
@@ -160,9 +165,16 @@ def metric_title(view: RunView) -> str:
 def summary(view: RunView) -> str:
     """Return what a finished run took, in one line."""
     took = "" if view.seconds is None else f" in {duration(view.seconds)}"
-    ended = sum(trial.status == "finished" for trial in view.trials.values())
     audits = "" if not view.audits else f"; {audited(view.audits)}"
-    return f"{ended} of {len(view.trials)} trials finished{took}; {view.totals}{audits}"
+    return f"{counted(view)}{took}; {view.totals}{audits}"
+
+
+def counted(view: RunView) -> str:
+    """Return how many trials finished, and how many came to each other end."""
+    ends = Counter(trial.status for trial in view.trials.values())
+    others = (f", {ends[end]} {end}" for end in _OTHER_ENDS if ends[end])
+    so_far = "" if view.closed or view.seconds is not None else " so far"
+    return f"{ends['finished']} of {len(view.trials)} trials{so_far} finished{''.join(others)}"
 
 
 def winner_line(view: RunView) -> str:
@@ -188,46 +200,3 @@ def status_text(trial: TrialView) -> Text:
     if trial.status in ("finished", "stopped") and trial.best_epoch is not None:
         words += f", best {trial.best_epoch + 1}"
     return Text(words, style=STYLES[trial.status])
-
-
-def add_parameter_columns(table: Table, view: RunView) -> dict[int, list[Text]]:
-    """Add a column per parameter if they are few, else one for all; return cells by trial."""
-    names = parameter_names(view)
-    if len(names) <= _MOST_PARAMETER_COLUMNS:
-        rows = {
-            number: [Text(str(trial.params.get(name, ""))) for name in names]
-            for number, trial in view.trials.items()
-        }
-    else:
-        names = ["parameters"]
-        rows = {number: [Text(parameters(t.params))] for number, t in view.trials.items()}
-    for heading, cells in zip(names, zip(*rows.values(), strict=True), strict=True):
-        # Where room is short, headings fold before values do.
-        width = min(max(5, *map(len, cells)), 20)
-        table.add_column(Text(heading), overflow="fold", min_width=width)
-    return rows
-
-
-def final_table(view: RunView) -> Table:
-    """Return a table of all trials, best first, each with the numbers of its result."""
-    title = Text(f"best first by {metric_title(view)}", style="table.title")
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("trial", no_wrap=True)
-    parameter_cells = add_parameter_columns(table, view)
-    table.add_column("status", no_wrap=True)
-    names = list(view.measured())
-    for name in names:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    winner = view.winner
-    for trial in view.best_first():
-        wins = trial is winner
-        table.add_row(
-            "★" if wins else "",
-            trial.trial_id,
-            *parameter_cells[trial.trial],
-            status_text(trial),
-            *(number(trial.result_metrics.get(name)) for name in names),
-            style="bold" if wins else "",
-        )
-    return table

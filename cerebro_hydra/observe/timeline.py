@@ -1,9 +1,10 @@
-"""Folds the decisions of a run into bars that show who did what when, one lane per worker.
+"""Folds the decisions of a run into bars that show who did what when, in lanes of the workers.
 
 A task's bar ends at the time in the journal, and begins as many seconds before as the agent
 measured. A hop's bar ends when its receiver has the whole state; since training begins with the
-first shard, it may overlap the task that it belongs to. An agent has one task at a time, so tasks
-never overlap. All times are seconds since the run's first decision.
+first shard, it may overlap the task that it belongs to. A worker has a lane for each task that it
+may hold at once, so the bars of a lane never overlap. All times are seconds since the run's first
+decision.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cerebro_hydra.observe.records import Decision, Record, records_of
+from cerebro_hydra.observe.records import Decision, Record, RunEnded, records_of
 from cerebro_hydra.observe.view import RunView, Task
 from cerebro_hydra.plan import events, instructions
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -38,8 +39,9 @@ class HopBar:
 class TaskBar:
     """Shows one sub-epoch or one evaluation of a partition, on one worker.
 
-    The agent was given the task at `assigned`, and waited for shards from then to `start`;
-    `seconds` is what it measured. The outcome "repeated" is that of a sub-epoch that counted until
+    The agent was given the task at `assigned` and began to compute at `start`; `seconds` is what it
+    measured, and `work_seconds` how long devices computed for it. `lane` counts from 0 within the
+    worker. The outcome "repeated" is that of a sub-epoch that counted until
     its state was lost.
     """
 
@@ -49,13 +51,26 @@ class TaskBar:
     end: float
     outcome: AttemptOutcome = "running"
     seconds: float = 0.0
+    work_seconds: float = 0.0
     loss: float | None = None
     hop: HopBar | None = None
+    lane: int = 0
 
     @property
     def kind(self) -> Literal["train", "evaluate"]:
         """Return what the agent does in it."""
         return "train" if isinstance(self.task, instructions.StartSubEpoch) else "evaluate"
+
+    @property
+    def wait(self) -> tuple[float, float]:
+        """Return from when to when it waited for shards; before `start` it may also make ready.
+
+        An agent that has a trial for the first time builds its model, for example.
+        """
+        if self.hop is None:
+            return self.start, self.start
+        begin = max(self.assigned, self.hop.start)
+        return begin, max(begin, min(self.start, self.hop.end))
 
 
 @dataclass
@@ -81,12 +96,21 @@ class Timeline:
     absences: list[Absence] = field(default_factory=list)
     workers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """The partitions of every worker that ever joined."""
+    devices: dict[int, int] = field(default_factory=dict)
+    """How many devices each of them has."""
+    residents: dict[int, int] = field(default_factory=dict)
+    """How many tasks each of them may hold at once."""
     _open: dict[int, TaskBar] = field(default_factory=dict)
     _live: dict[int, str] = field(default_factory=dict)
     _known: dict[str, int] = field(default_factory=dict)
     _requested: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _received: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _lanes: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def first_task(self) -> float:
+        """Return when a worker was given the first task; before, workers start."""
+        return min((bar.assigned for bar in self.tasks), default=0.0)
 
     def apply(self, record: Record) -> None:
         """Take in one record; only decisions change anything."""
@@ -148,7 +172,7 @@ class Timeline:
     ) -> TaskBar | None:
         bar = self._close(event.attempt, "done", now)
         if bar is not None:
-            bar.seconds = event.seconds
+            bar.seconds, bar.work_seconds = event.seconds, event.work_seconds
             bar.start = max(bar.assigned, now - event.seconds)
             moves = bar.task.source.incarnation != bar.task.incarnation
             if moves and (event.hop.bytes_moved or event.hop.bytes_saved):
@@ -184,6 +208,24 @@ class Timeline:
         self._live[event.worker] = event.incarnation
         self._known[event.incarnation] = event.worker
         self.workers[event.worker] = event.partitions
+        self.devices[event.worker] = event.devices
+        self.residents[event.worker] = max(event.residents, self.residents.get(event.worker, 1))
+
+    def lay_out(self) -> None:
+        """Put the bars of each worker into lanes; an open one begins when its lane is free.
+
+        An agent is given its next task before the one before is over.
+        """
+        ends: dict[int, list[float]] = {worker: [] for worker in self.workers}
+        for bar in sorted(self.tasks, key=lambda bar: bar.start):
+            lanes = ends[bar.task.worker]
+            free = (lane for lane, end in enumerate(lanes) if end <= bar.start)
+            lane = next(free, len(lanes))
+            if lane == self.residents[bar.task.worker]:
+                lane = min(range(lane), key=lanes.__getitem__)
+                bar.start = min(lanes[lane], bar.end)
+            lanes[lane : lane + 1] = [max(bar.end, *lanes[lane : lane + 1], 0.0)]
+            bar.lane = lane
 
     def _lose(self, incarnation: str, reason: str, now: float) -> None:
         worker = self._known.get(incarnation)
@@ -196,8 +238,10 @@ class Timeline:
                 self._close(attempt, "lost", now)
 
 
-def read_run(folder: RunFolder) -> tuple[RunView, Timeline]:
+def read_run(folder: RunFolder, running: bool = False) -> tuple[RunView, Timeline]:
     """Fold what a run's folder holds into its state and its bars.
+
+    While the run goes on, `running` says so; otherwise what has no end was interrupted.
 
     Raises:
         StoreError: there is no run document.
@@ -205,6 +249,8 @@ def read_run(folder: RunFolder) -> tuple[RunView, Timeline]:
     """
     view, timeline = RunView(), Timeline()
     for record in records_of(folder):
-        view.apply(record)
+        if not (running and isinstance(record, RunEnded)):
+            view.apply(record)
         timeline.apply(record)
+    timeline.lay_out()
     return view, timeline

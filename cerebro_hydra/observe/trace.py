@@ -1,6 +1,7 @@
 """Writes a run in the Trace Event Format, which Perfetto and Chrome's tracing page open.
 
-Every worker is a process with threads for sub-epochs, evaluations and hops; arrows lead from the
+Every worker is a process with threads for sub-epochs, evaluations and hops, several where it holds
+several tasks at once; arrows lead from the
 sub-epoch that made a state to the hop that brought it elsewhere; counters add up the bytes. Times
 are whole microseconds since the run's first record.
 """
@@ -23,6 +24,8 @@ RUN, FIRST_WORKER = 1, 2
 THREADS = {"train": 1, "evaluate": 2}
 HOPS = 3
 """Thread of the first lane of hops; hops that overlap have further lanes."""
+_LANE = 1000
+"""Threads between two lanes of tasks that a worker holds at once."""
 
 
 def trace(folder: RunFolder) -> dict[str, Any]:
@@ -59,9 +62,11 @@ class _Trace:
             name = f"worker {worker} (partitions {', '.join(map(str, partitions))})"
             yield _event("M", "process_name", pid, 0, args={"name": name})
             yield _event("M", "process_sort_index", pid, 0, args={"sort_index": pid})
+            bars = [bar for bar in self._timeline.tasks if bar.task.worker == worker]
             threads = {THREADS["train"]: "sub-epochs", THREADS["evaluate"]: "evaluations"}
-            hops = [bar.hop for bar in self._timeline.tasks if bar.task.worker == worker]
-            for lane in sorted({hop.lane for hop in hops if hop}):
+            words = {"train": "sub-epochs", "evaluate": "evaluations"}
+            threads |= {_thread(bar): f"{words[bar.kind]} {bar.lane}" for bar in bars if bar.lane}
+            for lane in sorted({bar.hop.lane for bar in bars if bar.hop}):
                 threads[HOPS + lane] = f"hops {lane}" if lane else "hops"
             for tid, name in threads.items():
                 yield _event("M", "thread_name", pid, tid, args={"name": name})
@@ -84,7 +89,7 @@ class _Trace:
             "X",
             f"{trial_id} epoch {task.epoch + 1} partition {task.partition}",
             FIRST_WORKER + task.worker,
-            THREADS[bar.kind],
+            _thread(bar),
             cat="sub-epoch" if bar.kind == "train" else "evaluation",
             **_span(bar),
             args={
@@ -94,7 +99,8 @@ class _Trace:
                 "visit": task.visit,
                 "attempt": task.attempt,
                 "outcome": bar.outcome,
-                "waited_seconds": bar.start - bar.assigned,
+                "waited_seconds": bar.wait[1] - bar.wait[0],
+                "ready_seconds": bar.start - bar.assigned - (bar.wait[1] - bar.wait[0]),
             },
         )
 
@@ -114,7 +120,7 @@ class _Trace:
             begin = max(made["ts"], min(made["ts"] + made["dur"], end))
             flow = {"cat": "hop", "id": bar.task.attempt}
             maker_pid = FIRST_WORKER + maker.task.worker
-            yield _event("s", "hop", maker_pid, THREADS["train"], ts=begin, **flow)
+            yield _event("s", "hop", maker_pid, _thread(maker), ts=begin, **flow)
             yield _event("f", "hop", pid, tid, bp="e", ts=end, **flow)
 
     def _maker(self, bar: TaskBar, hop: HopBar) -> TaskBar | None:
@@ -138,6 +144,10 @@ class _Trace:
 
 def _event(phase: str, name: str, pid: int, tid: int, **more: Any) -> dict[str, Any]:
     return {"name": name, "ph": phase, "pid": pid, "tid": tid, **more}
+
+
+def _thread(bar: TaskBar) -> int:
+    return THREADS[bar.kind] + _LANE * bar.lane
 
 
 def _microseconds(seconds: float) -> int:

@@ -40,7 +40,10 @@ class TrialView:
     keep: str = "last"
     """Whether its result is the state after its "best" epoch, or after its "last"."""
     status: str = "waiting"
-    """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped"."""
+    """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped", and
+    "interrupted" if the run ended before the trial."""
+    budget: int = 0
+    """The epoch up to which the search lets it train; 0 before it is admitted."""
     reason: str = ""
     """Why it ended: a failed trial's traceback, or why a trial stopped early."""
     uncut_because: str = ""
@@ -61,6 +64,9 @@ class TrialView:
     """Metrics of each ended epoch: "train_loss", "val_loss", ..."""
     best_epoch: int | None = None
     """The epoch, from 0, with the best finite value so far; None for trials that keep the last."""
+    shards: int = 0
+    parameters: int = 0
+    """How many the model has, frozen ones too; 0 if it was not admitted."""
     result_visit: int | None = None
     """The visit whose state is its result, which the run folder holds; 0 if it failed."""
     seconds: float = 0.0
@@ -121,6 +127,10 @@ class RunView:
         """States that were made again after a resume, with other bytes than before."""
         self.seconds: float | None = None
         """Wall-clock seconds of the whole run, or of its journal if it was read from a folder."""
+        self.rows: dict[tuple[str, int], int] = {}
+        """Rows of each ("train" or "val", partition) that a task has gone through."""
+        self.closed = False
+        """Whether the search proposes nothing more."""
         self._tasks: dict[int, Task] = {}
 
     @classmethod
@@ -150,6 +160,34 @@ class RunView:
                     trial.loss = record.loss
             case RunEnded():
                 self.seconds = record.seconds
+                for trial in self.trials.values():
+                    if not trial.over:
+                        trial.status = "interrupted"
+
+    @property
+    def share_done(self) -> float:
+        """Return which part of the sub-epochs of all trials so far is over or no longer needed."""
+        steps = self.document.num_partitions
+        left = sum(self._left(trial) for trial in self.trials.values())
+        whole = sum(self._budget(trial) * steps for trial in self.trials.values())
+        return 1 - left / whole if whole else 0.0
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until all trials so far end; None before any pace was seen.
+
+        Workers share what is left, and no trial ends before its own sub-epochs are done.
+        """
+        etas = {t.trial: self.eta(t) for t in self.trials.values() if self._left(t)}
+        if not etas or None in etas.values():
+            return None
+        paces = {number: (eta or 0.0) / self._sharing for number, eta in etas.items()}
+        return max(sum(paces.values()) / len(self.workers), *paces.values())
+
+    def epoch_text(self, trial: TrialView) -> str:
+        """Return the epoch that a trial is in, from 1, of those that it may train."""
+        epochs = self._budget(trial)
+        epoch = len(trial.epochs) if trial.over else min(trial.epoch + 1, epochs)
+        return f"{epoch}/{epochs}"
 
     def eta(self, trial: TrialView) -> float | None:
         """Return the seconds until a trial ends at the pace seen so far; None before any was seen.
@@ -164,9 +202,20 @@ class RunView:
             pace = trial.seconds / trial.sub_epochs
         else:
             pace = sum(t.seconds for t in self.trials.values()) / done
-        left = self.document.num_epochs * self.document.num_partitions - len(trial.visits)
-        sharing = sum(not t.over for t in self.trials.values()) / len(self.workers)
-        return left * pace * max(1.0, sharing)
+        return self._left(trial) * pace * self._sharing
+
+    def _left(self, trial: TrialView) -> int:
+        """Return how many sub-epochs a trial has still to do."""
+        left = self._budget(trial) * self.document.num_partitions - len(trial.visits)
+        return 0 if trial.over else max(0, left)
+
+    def _budget(self, trial: TrialView) -> int:
+        return trial.budget or self.document.num_epochs
+
+    @property
+    def _sharing(self) -> float:
+        """Return how many trials share a worker."""
+        return max(1.0, sum(not t.over for t in self.trials.values()) / len(self.workers))
 
     def best_first(self) -> list[TrialView]:
         """Return the trials, best first by the evaluation metric, those without a value last."""
@@ -209,13 +258,33 @@ class RunView:
         if self.document.validated:
             yield from (f"val_{name}" for name in self.document.metrics)
 
+    def falls(self, name: str) -> bool:
+        """Return whether lower values are better of a name that a history holds."""
+        return name == "train_loss" or self.document.metrics[name.removeprefix("val_")] == "min"
+
     def _admit(self, spec: TrialSpec) -> None:
-        self.trials[spec.trial] = TrialView(spec.trial, spec.trial_id, dict(spec.params), spec.keep)
+        self.trials[spec.trial] = TrialView(
+            spec.trial,
+            spec.trial_id,
+            dict(spec.params),
+            spec.keep,
+            shards=len(spec.shards),
+            parameters=spec.parameters,
+        )
 
     def _event(self, event: events.Event) -> None:
         match event:
-            case events.TrialProposed(trial, params):
-                self.trials[trial] = TrialView(trial, trial_name(trial), params)
+            case events.TrialProposed(number, params):
+                self.trials[number] = TrialView(number, trial_name(number), params)
+            case events.TrialAdded() | events.TrialForked():
+                self.trials[event.config.trial].budget = event.budget
+            case events.BudgetExtended():
+                trial = self.trials[event.trial]
+                trial.budget = max(trial.budget, event.budget)
+            case events.SearchClosed():
+                self.closed = True
+            case events.SearchReopened():
+                self.closed = False
             case events.WorkerJoined():
                 self._lose(self.workers.get(event.worker, ""))
                 self.workers[event.worker] = event.incarnation
@@ -291,7 +360,9 @@ class RunView:
             trial.loss = event.loss_sum / event.rows
             self.audits += event.audit_seconds > 0
             self.audit_seconds += event.audit_seconds
+            self.rows["train", task.partition] = event.rows
         else:
+            self.rows["val", task.partition] = max(rows for _, rows in event.sums.values())
             self._rest(trial, event.attempt)
         if task.source.incarnation not in (None, task.incarnation):
             self.totals.add(event.hop)

@@ -189,6 +189,7 @@ class Admission:
             patience=recipe.early_stopping,
             keep=self._kept_by(recipe),
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
+            parameters=sum(p.numel() for p in recipe.model.parameters()),
         )
         self._folder.write_trial(spec)
         self._report_cut(spec, admission.report)

@@ -18,10 +18,11 @@ import pytest
 import cerebro_hydra
 from cerebro_hydra import cli
 from cerebro_hydra.observe import RunEnded
-from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter, render
+from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter, _reasons, is_running, render
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digested_json import encode_document
 from cerebro_hydra.tune import SearchResult
+from cerebro_hydra.tune.run_claim import run_claim
 from tests.journals import rewrite_journal
 from tests.observe.hostile import HOSTILE
 
@@ -87,7 +88,9 @@ def test_hostile_text_stays_text(page: Page) -> None:
 def test_the_page_asks_for_nothing(result: SearchResult) -> None:
     content = Path(result.run_path, REPORT_FILE).read_text(encoding="utf-8")
     links = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]*)\)|@import""", content)
-    assert {link for pair in links for link in pair if link} == {"data:,", "#hatch", "#lanes"}
+    inside = {"data:,", "#hatch", "#lanes", "#why-0", "#why-1"}
+    assert {link for pair in links for link in pair if link} == inside
+    assert "connect-src" not in content
 
 
 def test_what_is_drawn_is_what_happened(page: Page, result: SearchResult) -> None:
@@ -114,8 +117,52 @@ def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path:
     folder.write_segment(0, lines[: starts[-1] + 1])
     ReportWriter(folder).on_record(RunEnded(1.0))
     cut = Page((there / REPORT_FILE).read_text(encoding="utf-8"))
-    assert any("did not end" in text for text in cut.texts["strong"])
+    assert any("was interrupted" in text for text in cut.texts["strong"])
     assert "running" in {task["outcome"] for task in cut.data["tasks"]}
+    assert "interrupted" in cut.texts["td"]
+    assert not {"waiting", "training", "evaluating"} & set(cut.texts["td"])
+
+
+def test_a_run_that_goes_on_says_so(result: SearchResult, tmp_path: Path) -> None:
+    """Only the page that is served asks for a newer one; a file has nobody to ask."""
+    there = tmp_path / "runs" / "on"
+    shutil.copytree(result.run_path, there)
+    folder = RunFolder.open(str(there))
+    lines = [line for segment in folder.read_segments() for line in segment]
+    shutil.rmtree(there / "journal")
+    folder.write_segment(0, lines[: len(lines) // 2])
+    assert not is_running(folder)
+    with run_claim(folder):
+        assert is_running(folder)
+        page = Page(render(folder, running=True))
+    assert any("the run goes on" in text for text in page.texts["strong"])
+    assert page.data["running"]
+    assert "interrupted" not in " ".join(page.texts["td"])
+
+
+def test_data_and_models_are_told(page: Page, folder: RunFolder, result: SearchResult) -> None:
+    spec = folder.read_trial(0, result.document.run_id)
+    model = result.get_best_model().torch()
+    assert spec.parameters == sum(each.numel() for each in model.parameters())
+    told = [" ".join(text.split()) for text in page.texts["dd"]]
+    assert "480 for training, 120 for validation" in told
+    assert "features → label" in told
+    assert f"{spec.parameters:,} parameters in {len(spec.shards)} shards" in told
+
+
+def test_values_have_four_digits_and_all_of_them_on_hover(page: Page, result: SearchResult) -> None:
+    best = result.best_trial.result_metrics["val_accuracy"]
+    titles = {each["title"] for tag, each in page.elements if tag == "td" and "title" in each}
+    assert str(best) in titles
+    assert f"{best:.4g}" in page.texts["td"]
+
+
+def test_the_same_reason_is_told_once() -> None:
+    row = {"status": "failed", "error": "boom", "uncut_because": ""}
+    rows = [{**row, "id": "a"}, {**row, "id": "b", "error": ""}, {**row, "id": "c"}]
+    (reason,) = _reasons(rows)
+    assert reason["ids"] == ["a", "c"]
+    assert [each.get("reason") for each in rows] == [0, None, 0]
 
 
 def test_nan_and_broken_unicode_are_shown(result: SearchResult, tmp_path: Path) -> None:

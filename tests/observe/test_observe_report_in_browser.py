@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cerebro_hydra.observe import Decision, RunStarted, TrialAdmitted
 from cerebro_hydra.observe.report import REPORT_FILE, render
-from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.observe.watch import ReportServer
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.hop_config import TrialConfig
+from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import SearchResult
+from cerebro_hydra.tune.run_claim import run_claim
 from tests.journals import rewrite_journal
+from tests.observe.conftest import begin
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(
@@ -105,10 +114,11 @@ def test_pointing_tells_values_and_a_drag_zooms(page: Any, result: SearchResult)
 
 
 def test_a_traceback_unfolds_and_a_legend_hides(page: Any) -> None:
-    traceback = page.locator("#trials pre").first
+    traceback = page.locator("#reasons pre").first
     assert not traceback.is_visible()
-    page.locator("#trials summary").first.click()
+    page.locator("#trials td.status a").first.click()
     assert traceback.is_visible()
+    assert traceback.bounding_box()["width"] > 1000
     points = page.locator("[data-curve='val_loss'] circle")
     before = points.count()
     page.locator("#legend button").first.click()
@@ -132,6 +142,81 @@ def test_values_that_differ_by_rounding_alone_are_drawn(
     assert near.locator("[data-curve='val_accuracy'] circle").count()
     assert near.locator("[data-curve='val_accuracy'] line.grid").count() < 10
     near.close()
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_nothing_is_cut_off(page: Any, result: SearchResult, width: int) -> None:
+    narrow = page.context.browser.new_page(viewport={"width": width, "height": 900})
+    narrow.goto(Path(result.run_path, REPORT_FILE).as_uri())
+    narrow.locator("#reasons summary").first.click()
+    assert narrow.evaluate("document.documentElement.scrollWidth") <= width
+    outside = """(selector) => [...document.querySelectorAll(selector)].filter((each) => {
+        const { left, right, width } = each.getBoundingClientRect();
+        return width > 0 && (left < 0 || right > innerWidth + 0.5);
+    }).map((each) => each.textContent)"""
+    shown = "main :is(h1, h2, p, dd, pre, summary, svg text), #trials :is(button, td)"
+    assert narrow.evaluate(outside, shown) == []
+    narrow.close()
+
+
+def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinates(
+    page: Any, tmp_path: Path
+) -> None:
+    folder = RunFolder(LocalStore(str(tmp_path)), "20260101-000000-abcdef")
+    started, *admitted = begin(10, params={"lr": 0.1, "fixed": 1})
+    assert isinstance(started, RunStarted)
+    folder.write_json("run.json", started.document.to_json())
+    decisions = []
+    for seq, each in enumerate(admitted):
+        assert isinstance(each, TrialAdmitted)
+        trial = each.spec.trial
+        folder.write_trial(replace(each.spec, params={"lr": 10.0**-trial, "fixed": 1}))
+        metrics = {
+            "train_loss": 1.0,
+            "val_loss": 10.0 ** -(trial / 3),
+            "val_accuracy": 0.01 + trial,
+        }
+        told = (ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "", 0))
+        added = ev.TrialAdded(TrialConfig(trial, 1.0, 1_000_000, each.spec.shards), 3)
+        decisions.append(Decision(seq, float(seq), added, told).to_json())
+    first = {"run_id": folder.run_id, "config": {}}
+    folder.write_segment(0, [first, *decisions])
+    (tmp_path / REPORT_FILE).write_text(render(folder), encoding="utf-8")
+    many = page.context.browser.new_page()
+    many.goto((tmp_path / REPORT_FILE).as_uri())
+    logs = many.locator("figcaption", has_text="log axis").all_inner_texts()
+    assert [text.split()[0] for text in logs] == ["val_loss"]
+    assert many.locator("#parallel [data-line]").count() == 10
+    names = many.locator("#parallel .name").evaluate_all("all => all.map(e => e.firstChild.data)")
+    assert names == ["lr", "val_loss"]
+    assert page.locator("#parallel").count() == 0, "four trials need none"
+    many.close()
+
+
+def test_a_page_that_is_watched_keeps_up_with_its_run(
+    page: Any, result: SearchResult, tmp_path: Path, seen: dict[str, list[str]]
+) -> None:
+    shutil.copytree(result.run_path, there := tmp_path / "runs" / "on")
+    folder = RunFolder.open(str(there))
+    lines = [line for segment in folder.read_segments() for line in segment]
+    shutil.rmtree(there / "journal")
+    half = len(lines) // 2
+    folder.write_segment(0, lines[:half])
+    with ReportServer(folder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        watched = page.context.browser.new_page()
+        watched.on("console", lambda message: seen["errors"].append(message.text))
+        with run_claim(folder):
+            watched.goto(server.url)
+            assert "the run goes on" in watched.locator(".facts").inner_text()
+            watched.locator("#trials th button", has_text="Time").click()
+            before = watched.locator("#timeline .bar").count()
+            folder.write_segment(1, lines[half:])
+        watched.locator("#state").wait_for(state="detached", timeout=10_000)
+        assert watched.locator("#timeline .bar").count() > before
+        assert watched.locator("#trials th[aria-sort=ascending]").inner_text().startswith("Time")
+        watched.close()
+        server.shutdown()
 
 
 def test_nothing_went_wrong_and_nothing_was_asked_for(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cerebro_hydra.observe import Decision, RunStarted, TrialAdmitted
 from cerebro_hydra.observe.timeline import Timeline
 from cerebro_hydra.observe.trace import trace
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.hop_config import TrialConfig
 from cerebro_hydra.plan.simulate import WorkerCrash
-from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import SearchResult
+from tests.observe.conftest import begin
 
 
 def faults(content: dict[str, Any]) -> list[str]:
@@ -124,3 +130,74 @@ def test_bars_are_the_decisions_and_never_overlap(
         for lane in {hop.lane for hop in hops}:
             spans = sorted((hop.start, hop.end) for hop in hops if hop.lane == lane)
             assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+FIRST, NO_HOP = ins.StateSource(0, None), ev.Hop(0, 0, 0.0)
+
+
+def told(*records: tuple[float, Any, tuple[Any, ...]]) -> Timeline:
+    """The bars of decisions at these times."""
+    timeline = Timeline()
+    for seq, (time, event, instructions) in enumerate(records):
+        timeline.apply(Decision(seq, time, event, instructions))
+    timeline.lay_out()
+    return timeline
+
+
+def start(attempt: int, source: ins.StateSource = FIRST) -> ins.StartSubEpoch:
+    return ins.StartSubEpoch(attempt, attempt, 1, 0, 0, 0, "a", source, {})
+
+
+def done(attempt: int, seconds: float, hop: ev.Hop = NO_HOP) -> ev.SubEpochDone:
+    return ev.SubEpochDone(attempt, "a", 4, 1.0, (), 9, seconds, hop)
+
+
+@pytest.mark.parametrize("residents", [1, 2, 3])
+def test_tasks_that_a_worker_holds_at_once_have_lanes_of_their_own(residents: int) -> None:
+    timeline = told(
+        (1.0, ev.WorkerJoined(0, "a", (0,), 1, residents), (start(0), start(1))),
+        (5.0, done(0, 4.0), (start(2),)),
+        (6.0, done(1, 4.5), (start(3),)),
+        (9.0, done(2, 3.0), ()),
+    )
+    for lane in {bar.lane for bar in timeline.tasks}:
+        spans = sorted((bar.start, bar.end) for bar in timeline.tasks if bar.lane == lane)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    assert len({bar.lane for bar in timeline.tasks}) == min(residents, 2)
+    assert timeline.tasks[3].outcome == "running"
+    assert timeline.tasks[3].end == 8.0
+
+
+def test_a_start_up_is_no_wait_for_shards() -> None:
+    """A model is built and a state is fetched before a task computes; only one is waited for."""
+    hop = ev.Hop(1_000, 0, 0.5)
+    timeline = told(
+        (0.0, ev.WorkerJoined(0, "a", (0,)), (start(0, ins.StateSource(1, "b")),)),
+        (3.0, ev.StateReceived(0, 1, "a"), ()),
+        (10.0, done(0, 2.0, hop), (start(1),)),
+        (14.0, done(1, 2.0), ()),
+    )
+    moved, kept = timeline.tasks
+    assert (moved.assigned, moved.wait, moved.start) == (0.0, (2.5, 3.0), 8.0)
+    assert kept.wait == (12.0, 12.0)
+
+
+def test_the_trace_has_a_thread_per_lane(tmp_path: Path) -> None:
+    folder = RunFolder(LocalStore(str(tmp_path)), "20260101-000000-abcdef")
+    started, *admitted = begin(2)
+    assert isinstance(started, RunStarted)
+    folder.write_json("run.json", started.document.to_json())
+    decisions: list[tuple[Any, tuple[Any, ...]]] = []
+    for each in admitted:
+        assert isinstance(each, TrialAdmitted)
+        folder.write_trial(each.spec)
+        config = TrialConfig(each.spec.trial, 1.0, 1_000_000, each.spec.shards)
+        decisions.append((ev.TrialAdded(config, 3), ()))
+    decisions.append((ev.WorkerJoined(0, "a", (0, 1), 2, 2), (start(0), start(1))))
+    decisions += [(done(0, 1.0), ()), (done(1, 2.0), ())]
+    lines = [Decision(n, float(n), *each).to_json() for n, each in enumerate(decisions)]
+    folder.write_segment(0, [{"run_id": folder.run_id, "config": {}}, *lines])
+    content = trace(folder)
+    assert faults(content) == []
+    slices = [each for each in content["traceEvents"] if each["ph"] == "X"]
+    assert len({each["tid"] for each in slices}) == 2

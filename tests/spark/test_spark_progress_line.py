@@ -1,0 +1,42 @@
+"""Spark's own progress line, which only a session of its own process can show."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.spark, pytest.mark.long]
+
+PROGRAM = """
+import os, sys, time
+import pyspark
+from pyspark.sql import SparkSession
+from cerebro_hydra.spark.progress_line import no_progress_line
+
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+context = spark.sparkContext
+context.setLogLevel("ERROR")
+
+def job():
+    context.parallelize(range(2), 2).map(lambda _: time.sleep(3)).collect()
+    sys.stderr.flush()
+
+with no_progress_line(context):
+    print("hidden", file=sys.stderr, flush=True)
+    job()
+print("shown", file=sys.stderr, flush=True)
+job()
+with no_progress_line(context):
+    spark.stop()
+"""
+
+
+def test_the_line_stays_away_for_a_while_and_comes_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    hidden, shown = done.stderr.partition("hidden\n")[2].split("shown\n")
+    assert "[Stage" not in hidden
+    assert "[Stage" in shown
