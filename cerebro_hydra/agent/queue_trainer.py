@@ -187,7 +187,7 @@ class QueueTrainer:
         look = self._shard_store.follow(task.trial, task.source.visit)
         self._announce(run := QueuedRun(task, profile, spec, look))
         known = self._state.runs.keys()
-        self._runs = {n: r for n, r in self._runs.items() if n in known or r.closing}
+        self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}
         self._runs[spec.run] = run
         self._loop.tell(RunAdded(spec))
 
@@ -345,12 +345,14 @@ class QueueTrainer:
                 for task in self._unprofiled.pop(answer.trial, ()):
                     self._enter(task)
             case Failed(run=int(number)):
-                self._fail(self._runs[number], answer.kind, answer.error)
+                if (run := self._runs.get(number)) is not None:
+                    self._fail(run, answer.kind, answer.error)
             case Failed():
                 for task in self._unprofiled.pop(answer.trial, ()):
                     self._report_failure(task, answer.kind, answer.error)
             case Closed():
-                self._closed(self._runs[answer.run], device)
+                if (run := self._runs.get(answer.run)) is not None:
+                    self._closed(run, device)
             case Done():
                 self._note(self._runs[answer.action.trial], answer)
                 self._loop.tell(ActionDone(answer.action, answer.seconds))

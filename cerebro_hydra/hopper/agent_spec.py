@@ -8,6 +8,7 @@ from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.wire.credentials import Credentials
@@ -70,6 +71,7 @@ class AgentStart:
         host: the address on which the agent shall listen; None for the one that leads to the
             coordinator.
         gpus: addresses of the GPUs that it was given.
+        resources: what it may train with.
     """
 
     worker: int
@@ -77,6 +79,7 @@ class AgentStart:
     scratch: str
     host: str | None = None
     gpus: tuple[str, ...] = ()
+    resources: WorkerResources = DEFAULT_RESOURCES
 
 
 _KINDS = {"incarnation": str, "start": int, "uri": str, "host": str, "pid": int, "numeric": dict}

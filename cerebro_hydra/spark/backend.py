@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.session import context_of, workers_of
@@ -35,6 +36,14 @@ class SparkBackend:
         verbose: 0 is silent, 1 shows progress and says on standard error what is waited for.
         tls: True encrypts what driver and agents send each other, with a certificate made for each
             run; a `TLS` names the files of one to use instead. docs/cluster.md says more.
+        devices_per_worker: devices on which an agent runs shards at the same time, each in a
+            process of its own: CUDA devices where Spark gives it GPUs, else CPU devices.
+        device_memory: bytes of each device for shards, or a size such as "2GiB"; None is all that
+            the device has.
+        host_memory: bytes of DRAM for the shards of an agent, or a size; None lets it choose.
+        scratch: a folder on a local disk of every worker for what DRAM can't hold; None takes
+            Spark's local folder.
+        residents: sub-epochs that an agent holds at once, or "auto".
 
     While other jobs hold the task slots that agents need, or a cluster still starts executors, the
     constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
@@ -51,7 +60,15 @@ class SparkBackend:
         num_workers: int | None = None,
         verbose: int = 1,
         tls: bool | TLS = False,
+        devices_per_worker: int = 1,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        scratch: str | None = None,
+        residents: int | str = "auto",
     ) -> None:
+        self.resources = WorkerResources.checked(
+            devices_per_worker, device_memory, host_memory, scratch, residents
+        )
         self.spark_context = context_of(spark_context)
         if not isinstance(verbose, int):
             raise ConfigurationError(f"verbose is {verbose!r}; it is 0 or 1")
@@ -155,4 +172,6 @@ class SparkBackend:
 
     def launcher(self) -> SparkLauncher:
         """Return what starts and stops the agents of one run."""
-        return SparkLauncher(self.spark_context, self.num_workers, tls=self.tls)
+        return SparkLauncher(
+            self.spark_context, self.num_workers, tls=self.tls, resources=self.resources
+        )

@@ -15,6 +15,7 @@ from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
+from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
 from cerebro_hydra.spark.daemon import PRELOADED
 from cerebro_hydra.wire.credentials import TLS
 
@@ -33,6 +34,7 @@ class LocalLauncher:
         max_failures: agents of one worker that may die in a row before they join a run.
         preloaded: modules that this process loads too.
         tls: whether control and shards use TLS, and with which certificate.
+        resources: what each agent may train with.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class LocalLauncher:
         max_failures: int = 8,
         preloaded: Sequence[str] = (),
         tls: bool | TLS = False,
+        resources: WorkerResources = DEFAULT_RESOURCES,
     ) -> None:
         self.num_workers = num_workers
         self.host = "127.0.0.1"
         self.tls = tls
         self._max_failures = max_failures
+        self._resources = resources
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
         self._stopping = threading.Event()
@@ -60,7 +64,7 @@ class LocalLauncher:
     def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
         """Start a process per worker; see `Launcher`."""
         self._scratch = tempfile.TemporaryDirectory(
-            prefix="cerebro-hydra-", ignore_cleanup_errors=True
+            prefix="cerebro-hydra-", dir=self._resources.scratch, ignore_cleanup_errors=True
         )
         for worker in range(self.num_workers):
             thread = threading.Thread(
@@ -107,7 +111,7 @@ class LocalLauncher:
         on_exit: OnExit,
     ) -> None:
         for number in itertools.count():
-            start = AgentStart(worker, number, scratch)
+            start = AgentStart(worker, number, scratch, resources=self._resources)
             process = self._context.Process(target=run_agent, args=(spec, start, factory))
             with self._lock:
                 self._processes[worker], self._starts[worker] = process, number

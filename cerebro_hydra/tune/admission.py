@@ -202,6 +202,8 @@ class Admission:
             shards=tuple(shards),
             patience=recipe.early_stopping,
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
+            schedule=recipe.schedule,
+            recompute=recipe.recompute if isinstance(recipe.recompute, bool) else None,
         )
         self._report_cut(spec, admission.report)
         return spec, recipe
