@@ -83,6 +83,7 @@ class DeviceProcess:
         self._lock = threading.Lock()
         self._mapped: set[int] = set()
         self._freed: list[int] = []  # may be added to by a finalizer at any moment
+        slabs.on_freed.append(self._freed.append)
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOADED])
         pipe: tuple[Any, Any] = context.Pipe()  # of Connections, which send what they are given
@@ -111,10 +112,6 @@ class DeviceProcess:
                 self._connection.send(order)
             except OSError:
                 pass  # on_gone tells of it
-
-    def slab_freed(self, number: int) -> None:
-        """Note that a slab is there no more; returns at once."""
-        self._freed.append(number)
 
     def close(self) -> None:
         """End the process at once."""
@@ -145,6 +142,7 @@ class DeviceProcess:
                 self._on_answer(self, answer)
         self._process.kill()
         self._process.join()
+        self._slabs.on_freed.remove(self._freed.append)
         self._on_gone(self)
 
 

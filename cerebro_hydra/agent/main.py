@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,18 @@ from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.checkpoint import write_checkpoint
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
+from cerebro_hydra.agent.partitions import decode_partitions
+from cerebro_hydra.agent.queue_setup import wants_queues, worker_state
+from cerebro_hydra.agent.queue_trainer import QueueTrainer
+from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.segment_store import SegmentStore, budget_of
 from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.slabs import Slabs
 from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.agent.trial_builder import TrialBuilder
-from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.agent.trial_runs import TrialRuns, open_trials
+from cerebro_hydra.agent.worker_devices import device_starts
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.plan import events
@@ -39,8 +45,8 @@ from cerebro_hydra.plan.instructions import (
     StartSubEpoch,
 )
 from cerebro_hydra.recipe import numeric_fingerprint
-from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import digest
+from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.wire.address import own_host
 from cerebro_hydra.wire.client_pool import ClientPool
 from cerebro_hydra.wire.control_client import ControlClient
@@ -49,8 +55,6 @@ from cerebro_hydra.wire.shard_server import Look, ShardServer
 
 FLUSH_SECONDS = 5.0
 """How long a busy network may keep the last words of a process."""
-
-Partitions = dict[int, CachedPartition]
 
 
 def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -> None:
@@ -75,17 +79,6 @@ def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -
         released.set()
 
 
-def _decode(
-    manifest: Manifest, own: Sequence[int], store: Store, scratch: str, stopping: threading.Event
-) -> dict[str, Partitions]:
-    splits: dict[str, Partitions] = {"train": {}, "val": {}}
-    for info in manifest.partitions:
-        if info.index in own and not stopping.is_set():
-            cached = CachedPartition.build(info, manifest, store, scratch)
-            splits[info.split][info.index] = cached
-    return splits
-
-
 class _Agent:
     """Connects the parts of an agent; instructions come on the wire's thread, tasks run on main."""
 
@@ -100,8 +93,15 @@ class _Agent:
         self._incarnation = uuid.uuid4().hex
         self._released = released
         self._folder = spec.open_folder()
+        queued = wants_queues(spec, start)
+        slabs = Slabs()
         budget = budget_of(max(trial.nbytes for trial in spec.document.trials))
-        self._shard_store = ShardStore(SegmentStore(budget, start.scratch, BufferPool()))
+        segments = SegmentStore(
+            start.resources.host_memory or budget,
+            start.scratch,
+            BufferPool(allocate=slabs.allocate) if queued else BufferPool(),
+        )
+        self._shard_store = ShardStore(segments)
         self._tasks: queue.SimpleQueue[tuple[Task, str | None] | None] = queue.SimpleQueue()
         self._io = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stopping = threading.Event()
@@ -138,18 +138,22 @@ class _Agent:
             raise
         own = spec.partitions(start.worker)
         try:
-            splits = _decode(spec.manifest, own, self._folder.store, start.scratch, self._stopping)
+            store = self._folder.store
+            splits = decode_partitions(spec.manifest, own, store, start.scratch, self._stopping)
         except Exception as error:
             self._fail(error)
             raise
-        self._watch = TaskWatch(
-            spec.document.batch_seconds,
-            spec.document.sub_epoch_seconds,
-            self._tell_slow,
-            self._end_overdue,
-        )
         self._builder = TrialBuilder(spec.document, factory, splits["train"], splits["val"])
-        self._trainer = Trainer(
+        self._trainer: Trainer | QueueTrainer
+        if queued:
+            self._trainer = self._queue_trainer(spec, start, factory, own, slabs)
+        else:
+            self._trainer = self._resident_trainer(spec.document)
+        self._report(events.WorkerJoined(start.worker, self._incarnation, tuple(own)))
+        self._ready.set()
+
+    def _resident_trainer(self, document: RunDocument) -> Trainer:
+        return Trainer(
             self._incarnation,
             self._builder,
             self._shard_store,
@@ -157,21 +161,61 @@ class _Agent:
             self._report,
             self._control.send,
             self._begin,
-            self._watch,
-            spec.document.audit_share,
+            TaskWatch(
+                document.batch_seconds,
+                document.sub_epoch_seconds,
+                self._tell_slow,
+                self._end_overdue,
+            ),
+            document.audit_share,
         )
-        self._report(events.WorkerJoined(start.worker, self._incarnation, tuple(own)))
-        self._ready.set()
+
+    def _queue_trainer(
+        self,
+        spec: AgentSpec,
+        start: AgentStart,
+        factory: Callable[..., Any],
+        own: Sequence[int],
+        slabs: Slabs,
+    ) -> QueueTrainer:
+        trials = (spec.document, spec.manifest, own, start.scratch, factory)
+        resources = start.resources
+        trainer = QueueTrainer(
+            self._incarnation,
+            device_starts(
+                resources.devices,
+                TrialRuns(self._builder),
+                partial(open_trials, *trials),
+                slabs,
+                self._control.send,
+            ),
+            worker_state(spec.document, resources),
+            RunPlanner.of(spec.document, spec.manifest, resources.device_memory),
+            self._shard_store,
+            self._fetch_manager,
+            self._report,
+            self._control.send,
+            self._begin,
+            self._fail,
+            start.scratch,
+        )
+
+        def look_again() -> None:
+            self._server.look_again()
+            trainer.look_again()
+
+        self._shard_store.on_change = look_again
+        return trainer
 
     def run(self) -> None:
         """Carry out tasks until told to stop."""
-        self._watch.start()
+        self._trainer.start()
         try:
             with forwarded(self._control.send):
                 while (item := self._tasks.get()) is not None:
                     self._trainer.perform(*item)
         finally:
-            self._watch.close()
+            self._trainer.close()
             self._fetch_manager.close()  # the interpreter would wait for its threads
         self._io.shutdown(cancel_futures=True)
         self._control.close()
@@ -242,7 +286,7 @@ class _Agent:
             case Cancel():
                 self._trainer.cancel(instruction.attempt)
             case Drop():
-                self._fetch_manager.drop(instruction.trial, instruction.visit)
+                self._trainer.drop(instruction.trial, instruction.visit)
             case Checkpoint():
                 self._io.submit(self._checkpoint, instruction.trial, instruction.visit)
 

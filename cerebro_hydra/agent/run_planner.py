@@ -8,10 +8,11 @@ from typing import Literal
 from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.data.batches import batch_sizes
+from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.plan.run_progress import RunSpec
-from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 
 Split = Literal["train", "val"]
 
@@ -34,6 +35,12 @@ class RunPlanner:
         self._trials = trials
         self._rows = rows
         self._budget = budget
+
+    @classmethod
+    def of(cls, document: RunDocument, manifest: Manifest, budget: int | None) -> RunPlanner:
+        """Return the planner of a run."""
+        rows = {(info.split, info.index): info.rows for info in manifest.partitions}
+        return cls(document.trials, lambda split, partition: rows[split, partition], budget)
 
     def num_shards(self, trial: int) -> int:
         """Return how many shards a trial has."""

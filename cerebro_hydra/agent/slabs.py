@@ -28,13 +28,16 @@ class SlabName:
 
 
 class Slabs:
-    """Makes shared memory, and finds the slab that a buffer lies in. Thread-safe."""
+    """Makes shared memory, and finds the slab that a buffer lies in. Thread-safe.
+
+    Each of `on_freed` is given the number of a slab that is there no more, at any moment.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may run while this thread has it
         self._made = 0
         self._slabs: dict[int, tuple[int, int]] = {}  # address to number and file descriptor
-        self.on_freed: Callable[[int], object] = lambda number: None
+        self.on_freed: list[Callable[[int], object]] = []
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return zeroed memory that begins on a page.
@@ -69,7 +72,8 @@ class Slabs:
         with self._lock:
             number, file = self._slabs.pop(address)
         os.close(file)
-        self.on_freed(number)
+        for tell in tuple(self.on_freed):
+            tell(number)
 
 
 class MappedSlabs:
