@@ -19,8 +19,8 @@ from cerebro_hydra.shards.cut_choice import (
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, FailedAttempt
 from cerebro_hydra.shards.cut_spec import CutSpec
-from cerebro_hydra.shards.engine import UnfitShape
 from cerebro_hydra.shards.layout import TrialLayout
+from cerebro_hydra.shards.microbatch_maker import UnfitShape
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.shard_times import measure_shards
 from cerebro_hydra.shards.state_template import StateTemplate

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.shards.differences import checksum, same_bits
+from cerebro_hydra.shards.held_tensors import written_late
 from cerebro_hydra.shards.layout import Segments, ShardLayout
+from cerebro_hydra.shards.parameter_values import absent_value
 from cerebro_hydra.shards.state import ShardState
 
 
@@ -32,6 +34,9 @@ class BoundModel:
     def __init__(self, model: nn.Module) -> None:
         self._params = dict(model.named_parameters())
         self._data = {name: p.data for name, p in self._params.items()}
+        self._away = dict(self._data)  # the values while no shard is bound to them
+        for parameter in self._params.values():
+            parameter.grad = None
         self._trains = {name: p.requires_grad for name, p in self._params.items()}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._own: dict[str, Tensor] = {}
@@ -50,24 +55,56 @@ class BoundModel:
 
     def bind(self, layout: ShardLayout, segments: Segments) -> ShardState:
         """Let the model train on a shard's segments; the returned state has its parameters."""
+        state = self.bind_params(layout, segments)
+        # Other trials share the frozen bytes, so a forward that writes to them gets a copy.
+        buffers, constant = state.buffers, state.constant
+        self.lend_buffers({n: b.clone() if n in constant else b for n, b in buffers.items()})
+        self._unwritten |= {n: b for n, b in buffers.items() if n in constant}
+        return state
+
+    def bind_params(self, layout: ShardLayout, segments: Segments) -> ShardState:
+        """Bind a shard, without its buffers."""
         for entry in (*layout.frozen.entries, *layout.trainable.entries):
             kind, _, name = entry.name.partition(":")
-            if kind == "param" and self._params[name].data_ptr() != self._data[name].data_ptr():
+            if kind == "param" and self._params[name].data_ptr() != self._away[name].data_ptr():
                 raise RuntimeError(
                     f"the forward assigned to parameter {name!r} before it entered its module"
                 )
         state = ShardState(layout, segments, parameters=self._params)
-        frozen = {entry.name.partition(":")[2] for entry in layout.frozen.entries}
-        for name, parameter in state.params.items():
-            parameter.grad = None
-            if name in frozen:
-                self._frozen[name] = checksum(parameter)
-            else:
-                self._bound[name] = parameter.data
-        # Other trials share the frozen bytes, so a forward that writes to them gets a copy.
-        self.lend_buffers({n: b.clone() if n in frozen else b for n, b in state.buffers.items()})
-        self._unwritten |= {n: b for n, b in state.buffers.items() if n in frozen}
+        for name, value in state.values.items():
+            if name not in state.constant:
+                self._bound[name] = value
+            elif name not in self._frozen:
+                self._frozen[name] = checksum(value)
         return state
+
+    def use_copies(self, copies: Mapping[str, Tensor]) -> None:
+        """Let the model use copies that stay while their shard leaves its memory."""
+        for name in copies.keys() & self._params.keys():
+            self._away[name] = copies[name].detach()
+            self._point(name, self._away[name])
+        self.lend_buffers({n: copy for n, copy in copies.items() if n in self._own})
+
+    def end_copies(self, names: Collection[str], state: ShardState | None = None) -> None:
+        """Let the model use copies no more, but the shard's memory if it is there."""
+        for name in self._params.keys() & names:
+            self._away[name] = absent_value(self._params[name])
+            self._point(name, self._away[name] if state is None else state.values[name])
+        for name in self._lent.keys() & names:
+            self._put({name: self._own[name]})
+            del self._lent[name]
+
+    def _point(self, name: str, value: Tensor) -> None:
+        self._params[name].data = value
+        if name in self._bound:
+            self._bound[name] = value
+
+    def unbind(self, state: ShardState, copied: Collection[str]) -> None:
+        """Let the model refer to a shard's memory no more; it goes on with what was copied."""
+        for name in state.values.keys() - copied:
+            self._away[name] = absent_value(state.params[name])
+            state.params[name].data = self._away[name]
+            self._bound.pop(name, None)
 
     def bind_evaluated(self, layout: ShardLayout, segments: Segments) -> None:
         """Let the model evaluate a shard, with averages if there are any and copies of buffers."""
@@ -82,6 +119,7 @@ class BoundModel:
             parameter.data = self._data[name]
             parameter.grad = None
         self._bound.clear()
+        self._away = dict(self._data)
         self._put({name: self._own[name] for name in self._lent})
         self._lent.clear()
 
@@ -112,11 +150,7 @@ class BoundModel:
                     f"{parameter.requires_grad}, which would not hop; choose in the factory what "
                     "trains, or detach a layer's output while its weights shall not"
                 )
-        for name, before in self._frozen.items():
-            parameter = self._params[name]
-            # Writing to `.data` counts no version.
-            if parameter._version != self._versions[name] or checksum(parameter) != before:
-                raise _written_late("frozen parameter", name)
+        self.check_frozen(self._frozen)
         for name, own in self._own.items():
             if name in self._unwritten:
                 unchanged = same_bits(self._current(name), self._unwritten[name])
@@ -125,7 +159,17 @@ class BoundModel:
             else:
                 unchanged = self._current(name) is own and own._version == self._versions[name]
             if not unchanged:
-                raise _written_late("buffer", name)
+                raise written_late("buffer", name)
+
+    def check_frozen(self, names: Iterable[str]) -> None:
+        """Check that training wrote to none of these parameters; see `check_unwritten`."""
+        for name in names:
+            parameter, before = self._params[name], self._frozen.get(name)
+            if before is None or parameter.data_ptr() == self._away[name].data_ptr():
+                continue
+            # Writing to `.data` counts no version.
+            if parameter._version != self._versions[name] or checksum(parameter) != before:
+                raise written_late("frozen parameter", name)
 
     def _current(self, name: str) -> Tensor:
         ((module, leaf), *_) = self._places[name]
@@ -160,10 +204,3 @@ class BoundModel:
         for name, tensor in tensors.items():
             for module, leaf in self._places[name]:
                 module._buffers[leaf] = tensor
-
-
-def _written_late(kind: str, name: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"the forward wrote to {kind} {name!r}, as it did not in the trial's first steps; let it "
-        f"write to that {kind} in every forward, or never"
-    )

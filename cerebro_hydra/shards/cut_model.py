@@ -81,6 +81,8 @@ class CutModel:
     params: tuple[TensorInfo, ...]
     buffers: tuple[TensorInfo, ...]
     tied: dict[str, tuple[int, ...]]
+    shared: frozenset[str]
+    """The parameters that may be read while another shard than their owner runs."""
     graphs: GraphCut | None = None
     """None if the model's own forward runs."""
 
@@ -124,6 +126,8 @@ class CutModel:
         persistent = set(model.state_dict(keep_vars=True))
         params = first_names(model.named_parameters(remove_duplicate=False))
         buffers = first_names(model.named_buffers(remove_duplicate=False))
+        run_again = {module_of(unit) for unit in spec.units if unit not in spec.overwritten}
+        inside_one: set[str] = set()  # units that are run again in backward
         # The forward may write to frozen parameters before it enters their unit.
         users: dict[str, set[int]] = {
             name: {0} for name, _ in model.named_parameters() if name in spec.written
@@ -139,6 +143,8 @@ class CutModel:
             ):
                 for full_name, _ in inside:
                     users.setdefault(first[full_name], set()).add(shard)
+                    if name in run_again:
+                        inside_one.add(first[full_name])
         return cls(
             spec,
             tuple(map(tuple, shards)),
@@ -162,6 +168,11 @@ class CutModel:
                 for name, p in model.named_parameters()
                 if p.requires_grad and len(users.get(name, ())) > 1
             },
+            frozenset(
+                name
+                for name, _ in model.named_parameters()
+                if name not in inside_one or name in spec.written or len(users[name]) > 1
+            ),
         )
 
     @classmethod
@@ -217,8 +228,16 @@ class CutModel:
             users.add(info.owner)
             if len(users) > 1 and not info.frozen:
                 tied[info.name] = tuple(sorted(users))
+        shared = {
+            name
+            for k, graphs in enumerate(zip(train, evaluation, strict=True))
+            for graph in graphs
+            for name in graph.params
+            if owner[name] != k
+        }
         graph_cut = GraphCut(train, evaluation, outputs, (traced.train.guards, traced.eval.guards))
-        return cls(spec, tuple(g.units for g in train), params, buffers, tied, graph_cut)
+        units_of = tuple(g.units for g in train)
+        return cls(spec, units_of, params, buffers, tied, frozenset(shared), graph_cut)
 
 
 def _info(name: str, tensor: Tensor, owner: int, frozen: bool) -> TensorInfo:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.held_tensors import HeldTensors
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.reseed import random_key
@@ -44,9 +45,9 @@ class GraphPass:
 class GraphTasks:
     """Runs F and B of one trial's shards, whose model is cut as a graph.
 
-    `states[k]` must be bound before the first task of shard k. With `keep`, autograd's graph lives
-    from F to B. Without it, F drops the graph and B computes it again; only the last shard keeps
-    it, because its B follows at once.
+    `states[k]` must be bound before a task of shard k; what `held` has is read there. With `keep`,
+    autograd's graph lives from F to B. Without it, F drops the graph and B computes it again; only
+    the last shard keeps it, because its B follows at once.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class GraphTasks:
         states: Mapping[int, ShardState],
         precision: Callable[[], AbstractContextManager[Any]],
         keep: bool,
+        held: HeldTensors | None = None,
     ) -> None:
         assert cut_model.graphs is not None
         self._graphs = cut_model.graphs
@@ -62,6 +64,7 @@ class GraphTasks:
         self._states = states
         self._precision = precision
         self._keep = keep
+        self._held: Mapping[str, Tensor] = {} if held is None else held.copies
         self._last = cut_model.num_shards - 1
         self._param_owner = {p.name: p.owner for p in cut_model.params}
         self._buffer_owner = {b.name: b.owner for b in cut_model.buffers}
@@ -133,8 +136,12 @@ class GraphTasks:
         return self._graphs.of(going.batch.inputs).train[k]
 
     def _buffers(self, graph: ShardGraph) -> dict[str, Tensor]:
-        owner = self._buffer_owner
-        return {name: self._states[owner[name]].buffers[name] for name in graph.buffers}
+        found = {}
+        for name in graph.buffers:
+            held = self._held.get(name)
+            owner = self._buffer_owner[name]
+            found[name] = self._states[owner].buffers[name] if held is None else held
+        return found
 
     def _run(self, k: int, going: GraphPass, buffers: Mapping[str, Tensor]) -> AutogradGraph:
         graph = self._graph(k, going)
@@ -142,7 +149,10 @@ class GraphTasks:
         tied: dict[str, Tensor] = {}
         for name in graph.params:
             owner = self._param_owner[name]
-            param: Tensor = self._states[owner].params[name]
+            if owner != k and name in self._held:
+                param = self._held[name]
+            else:
+                param = self._states[owner].params[name]
             if owner != k and param.requires_grad:
                 # A shard that uses the weight but does not own it sends its gradient backwards.
                 param = tied[name] = param.detach().requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Literal
 
 import torch
@@ -15,60 +16,82 @@ Step = tuple[Literal["F", "B"], int]
 
 
 class PausedRun:
-    """Runs a microbatch on a thread of its own, which stops before F and B of every shard.
+    """Runs microbatches on a thread of its own, which stops before F and B of every shard.
 
     Between two steps other runs may take theirs: the CPU generator, which there is one of in a
-    process, goes on where this run left it. The thread ends with the run, or with `cancel`.
-
-    Args:
-        run: makes F and B of all shards and calls what it is given before each; the `run` of tasks.
+    process, goes on where this run left it. Autograd stays on the thread, for a CUDA device too,
+    whose one thread of autograd would otherwise wait with the run. All microbatches share the
+    thread, because OpenMP starts its own threads anew for each.
     """
 
-    def __init__(self, run: Callable[[Reach], object]) -> None:
-        self._run = run
-        self._thread = threading.Thread(target=self._make, name="paused-run", daemon=True)
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
+        self._thread: threading.Thread | None = None
+        self._run: Callable[[Reach], object] | None = None
         self._resumed = threading.Semaphore(0)
         self._stopped = threading.Semaphore(0)
         self._next: Step | None = None
         self._error: BaseException | None = None
-        self._cancelled = False
+        self._closed = False
+
+    def begin(self, run: Callable[[Reach], object]) -> Step | None:
+        """Begin what makes F and B of all shards, and return its first step; see `advance`.
+
+        Args:
+            run: calls what it is given before each step; the `run` of tasks.
+        """
+        assert self._next is None, "a run begins after the one before"
+        self._run = run
+        if self._thread is None:
+            target = copy_context().run
+            self._thread = threading.Thread(
+                target=target, args=(self._work,), name="paused-run", daemon=True
+            )
+            self._thread.start()
+        return self._resume()
 
     def advance(self) -> Step | None:
-        """Make the step that was returned before, if any; return the next one, None at the end.
+        """Make the step that was returned before; return the next one, None at the end.
 
         Whatever the step raises is raised here.
         """
-        if self._thread.ident is None:
-            self._thread.start()
-        elif self._next is None:
-            return None
-        else:
-            self._resumed.release()
-        self._stopped.acquire()
-        if self._error is not None:
-            raise self._error
-        return self._next
+        return None if self._next is None else self._resume()
 
-    def cancel(self) -> None:
-        """End the run where it stands."""
-        self._cancelled = True
-        if self._thread.is_alive() and self._next is not None:
+    def close(self) -> None:
+        """End the run where it stands, and its thread."""
+        self._closed = True
+        if self._thread is not None:
             self._resumed.release()
             self._thread.join()
+        self._error = self._run = None  # they refer to the run's memory
 
-    def _make(self) -> None:
-        try:
-            self._run(self._reach)
-        except BaseException as error:
-            self._error = error
-        self._next = None
-        self._stopped.release()
+    def _resume(self) -> Step | None:
+        self._resumed.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._next
+
+    def _work(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP keeps their number per thread
+        torch.autograd.set_multithreading_enabled(False)
+        while not self._closed:
+            self._resumed.acquire()
+            if self._run is None:
+                return
+            try:
+                self._run(self._reach)
+            except BaseException as error:
+                self._error = error
+            self._next = self._run = None
+            self._stopped.release()
 
     def _reach(self, kind: Literal["F", "B"], shard: int) -> None:
         random_state = torch.default_generator.get_state()
         self._next = (kind, shard)
         self._stopped.release()
         self._resumed.acquire()
-        if self._cancelled:
+        if self._closed:
             raise Cancelled(f"a run was cancelled before {kind} of shard {shard}")
         torch.default_generator.set_state(random_state)

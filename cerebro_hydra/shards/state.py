@@ -26,6 +26,10 @@ class ShardState:
     copy if that segment was not 64-byte aligned, because kernels may then round otherwise.
     The frozen segment may be read-only and shared.
 
+    Attributes:
+        values: where the parameters' values lie in the segments.
+        constant: the names of what the frozen segment has.
+
     Args:
         parameters: a model's own parameters, by name, which are bound to the segments' memory and
             lose what they were bound to. Without them, new parameters are made.
@@ -47,6 +51,8 @@ class ShardState:
         self.trainable = _aligned(trainable)
         self._bound = parameters
         self.params: dict[str, nn.Parameter] = {}
+        self.values: dict[str, Tensor] = {}
+        self.constant: set[str] = set()
         self.buffers: dict[str, Tensor] = {}
         self.ema: dict[str, Tensor] = {}
         self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
@@ -65,7 +71,10 @@ class ShardState:
 
     def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
         kind, _, rest = name.partition(":")
+        if is_frozen:
+            self.constant.add(rest)
         if kind == "param":
+            self.values[rest] = view
             if self._bound is None:
                 self.params[rest] = nn.Parameter(view, requires_grad=not is_frozen)
             else:

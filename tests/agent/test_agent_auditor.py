@@ -26,7 +26,7 @@ from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch, StateSource
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.shards import engine
+from cerebro_hydra.shards import sub_epoch
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.testing.run_in_process import run_in_process
@@ -167,11 +167,11 @@ def test_a_trial_trained_uncut_has_the_same_bits_and_is_audited(agent: Agent) ->
 
 def broken_from(step: int, change: Callable[[torch.Tensor], object]) -> Any:
     """Return an engine's update that changes a parameter after each step from this one on."""
-    update = engine._SubEpoch._update
+    update = sub_epoch.SubEpoch.update
 
     def wrong(self: Any, k: int) -> None:
         update(self, k)
-        if self._step >= step and k == 1:
+        if self.step >= step and k == 1:
             with torch.no_grad():
                 change(self._states[1].params["7.bias"])
 
@@ -181,7 +181,7 @@ def broken_from(step: int, change: Callable[[torch.Tensor], object]) -> Any:
 def test_an_engine_that_breaks_is_caught_in_its_first_epoch(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._SubEpoch, "_update", broken_from(1, lambda p: p[0].mul_(1 + 1e-6)))
+    monkeypatch.setattr(sub_epoch.SubEpoch, "update", broken_from(1, lambda p: p[0].mul_(1 + 1e-6)))
     failed = agent.train()
     assert isinstance(failed, events.AuditFailed)
     assert failed.difference == (
@@ -196,7 +196,7 @@ def test_an_engine_that_breaks_is_not_caught_without_audits(
 ) -> None:
     agent = Agent(trained, tmp_path, share=0.0)
     agent.budget.trained = 1e6
-    monkeypatch.setattr(engine._SubEpoch, "_update", broken_from(1, lambda p: p[0].mul_(1 + 1e-6)))
+    monkeypatch.setattr(sub_epoch.SubEpoch, "update", broken_from(1, lambda p: p[0].mul_(1 + 1e-6)))
     done = agent.train()
     assert isinstance(done, events.SubEpochDone)
     assert done.digests != agent.known(1)
@@ -214,7 +214,7 @@ def test_a_break_in_the_last_step_is_caught_after_it_was_published(
         return self.asked == last and is_due(self, seconds)
 
     monkeypatch.setattr(auditor.SubEpochAudit, "_is_due", late)
-    monkeypatch.setattr(engine._SubEpoch, "_update", broken_from(last, lambda p: p[0].mul_(1.5)))
+    monkeypatch.setattr(sub_epoch.SubEpoch, "update", broken_from(last, lambda p: p[0].mul_(1.5)))
     failed = agent.train()
     assert isinstance(failed, events.AuditFailed)
     assert f"at step {last}," in failed.difference

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards import engine
+from cerebro_hydra.shards import sub_epoch
 from tests.end_to_end.models import feed_forward
 
 FIRST_WRONG = 40
@@ -28,13 +28,13 @@ class Counts(nn.Module):
         return x * 1.5 if self.training and next(self.calls) > FIRST_WRONG else x
 
 
-_update = engine._SubEpoch._update
+_update = sub_epoch.SubEpoch.update
 
 
 def _wrong_update(self: Any, k: int) -> None:
     """Update as the engine does, and then flip the last bit of a weight of a marked model."""
     _update(self, k)
-    if self._step >= FIRST_WRONG and getattr(self._recipe.model, "marked", False):
+    if self.step >= FIRST_WRONG and getattr(self._recipe.model, "marked", False):
         for parameter in self._states[k].params.values():
             parameter.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
@@ -46,5 +46,5 @@ def faulty(params: dict[str, Any]) -> Recipe:
         recipe.model[1] = nn.Sequential(nn.ReLU(), Counts())
     if params["fault"] == "in shards" and os.getpid() != params["driver"]:
         recipe.model.marked = True
-        engine._SubEpoch._update = _wrong_update  # type: ignore[method-assign]
+        sub_epoch.SubEpoch.update = _wrong_update  # type: ignore[method-assign]
     return recipe

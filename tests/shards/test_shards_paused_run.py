@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextvars import ContextVar
 from functools import partial
 
 import pytest
@@ -38,12 +39,11 @@ def make(seed: int) -> Recipe:
     return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
 
 
-def interleaved(
-    runs: list[PausedRun], updates: list, choice: random.Random
-) -> list[list[tuple[str, int]]]:
+def interleaved(begun: list, updates: list, choice: random.Random) -> list[list[tuple[str, int]]]:
     """Take the steps of all runs in a random order, with each update right after its B."""
+    runs = [PausedRun() for _ in begun]
     steps: list[list[tuple[str, int]]] = [[] for _ in runs]
-    waiting = {number: run.advance() for number, run in enumerate(runs)}
+    waiting = {number: runs[number].begin(run) for number, run in enumerate(begun)}
     while waiting:
         number = choice.choice(list(waiting))
         done = waiting.pop(number)
@@ -55,6 +55,8 @@ def interleaved(
         if following is not None:
             waiting[number] = following
         torch.rand(3)  # what else runs in this process draws numbers, too
+    for run in runs:
+        run.close()
     return steps
 
 
@@ -96,7 +98,7 @@ def test_interleaved_trials_have_the_bits_of_plain_training(cut: str, recompute:
                 tasks = GraphTasks(cut_model, states, recipe.precision, not recompute)
             key = RandomKey(seed, step, 0)
             made = Microbatch.collated(recipe, example, key, None)
-            runs.append(PausedRun(partial(tasks.run, made)))
+            runs.append(partial(tasks.run, made))
             states_of.append(states)
 
             def update(k: int, states=states) -> None:
@@ -129,13 +131,36 @@ def test_what_a_step_raises_is_raised_by_its_advance() -> None:
         reach("F", 0)
         raise KeyError("lost")
 
-    paused = PausedRun(run)
-    assert paused.advance() == ("F", 0)
+    paused = PausedRun()
+    assert paused.begin(run) == ("F", 0)
     with pytest.raises(KeyError, match="lost"):
         paused.advance()
+    assert paused.begin(run) == ("F", 0), "the next microbatch begins on the same thread"
+    paused.close()
 
 
-def test_a_cancelled_run_ends_where_it_stands() -> None:
+def test_a_microbatch_runs_with_the_threads_and_the_context_of_who_began_it() -> None:
+    name: ContextVar[str] = ContextVar("name")
+    name.set("trial 3")
+    seen: list[object] = []
+
+    def run(reach) -> None:
+        reach("F", 0)
+        seen.extend([torch.get_num_threads(), name.get(), torch.is_grad_enabled()])
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        paused = PausedRun()
+        paused.begin(run)
+        paused.advance()
+        paused.close()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, "trial 3", True]
+
+
+def test_a_closed_run_ends_where_it_stands() -> None:
     seen: list[object] = []
 
     def run(reach) -> None:
@@ -147,8 +172,8 @@ def test_a_cancelled_run_ends_where_it_stands() -> None:
             seen.append(str(error))
             raise
 
-    paused = PausedRun(run)
+    paused = PausedRun()
+    paused.begin(run)
     paused.advance()
-    paused.advance()
-    paused.cancel()
+    paused.close()
     assert seen == [0, "a run was cancelled before F of shard 1"]

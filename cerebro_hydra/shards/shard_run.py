@@ -1,0 +1,185 @@
+"""A sub-epoch of one trial whose tasks are taken one by one, from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+
+from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.recipe import Recipe, Window
+from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.engine import TrainTotals, with_last
+from cerebro_hydra.shards.held_tensors import HeldTensors
+from cerebro_hydra.shards.layout import Bytes, Segments, TrialLayout
+from cerebro_hydra.shards.microbatch import Microbatch, Reach
+from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
+from cerebro_hydra.shards.paused_run import PausedRun
+from cerebro_hydra.shards.sub_epoch import Cursor, SubEpoch
+
+
+class ShardRun:
+    """Trains one trial over a sub-epoch in the process of a device, one shard task at a time.
+
+    A shard's state is in the device's memory from `load` to `unload`. Tasks come in an order that
+    `plan/graph.py` allows; F and B of the last shard have no `unload` between them. Runs of other
+    trials may take tasks in between. Until it is closed the run has the recipe's model to itself.
+
+    Attributes:
+        losses: the mean loss and the rows of each microbatch that was run here, by its number.
+
+    Args:
+        recompute: whether B computes the shard's activations again, so that the shard may be
+            unloaded between its F and its B. Otherwise all shards stay during a microbatch.
+        start_step: the number of optimizer steps that the trial has done before the sub-epoch.
+        windows: the batches of each optimizer step of the sub-epoch.
+        epoch_metrics: see `Engine.train`.
+        shared: parameters that are read while another shard than theirs runs, if the cut model does
+            not know of it.
+    """
+
+    def __init__(
+        self,
+        cut_model: CutModel,
+        layout: TrialLayout,
+        recipe: Recipe,
+        trial_seed: int,
+        steps_per_epoch: int,
+        recompute: bool,
+        start_step: int,
+        windows: Iterable[Window],
+        epoch_metrics: Mapping[str, float] | None = None,
+        shared: Collection[str] = (),
+    ) -> None:
+        self.losses: dict[int, tuple[float, int]] = {}
+        self._accumulate = recipe.accumulate
+        self._recompute = recompute
+        self._start_step = start_step
+        self._windows = enumerate(with_last(windows))
+        self._at: tuple[int, tuple[Window, bool]] | None = None
+        self._maker = MicrobatchMaker(cut_model, recipe, trial_seed)
+        held = HeldTensors(cut_model.shared.union(shared))
+        self._sub_epoch = SubEpoch(
+            cut_model, layout, recipe, steps_per_epoch, start_step, epoch_metrics, held
+        )
+        self._paused = PausedRun()
+        self._stack = ExitStack()
+        self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
+        self._number = -1  # of the microbatch under way
+        self._next: tuple[str, int] | None = None  # its next task
+        self._updated_last: set[int] = set()  # shards whose last window is over
+
+    @property
+    def totals(self) -> TrainTotals:
+        """Return the totals of the microbatches that were run here."""
+        loss_sum, rows = 0.0, 0
+        for _, (loss, of_microbatch) in sorted(self.losses.items()):
+            loss_sum += loss * of_microbatch
+            rows += of_microbatch
+        return TrainTotals(loss_sum, rows, -(-len(self.losses) // self._accumulate))
+
+    # ------------------------------------------------------------------ memory
+
+    def load(
+        self, k: int, segments: Segments, cursor: Cursor | None, gradients: Bytes | None = None
+    ) -> None:
+        """Let shard k be in this memory until it is unloaded.
+
+        Args:
+            segments: they begin at multiples of 64 bytes. The frozen one may be read-only.
+            cursor: the one with the shard's last update, None for state 0.
+            gradients: memory laid out by `GradientLayout`, as `unload` left it, or zeroed. It is
+                needed where gradients outlive a task: with accumulation or clipping by the norm.
+        """
+        if k in self._sub_epoch:
+            raise ValueError(f"shard {k} is loaded already; unload it before")
+        self._sub_epoch.receive(k, segments, cursor, gradients)
+
+    def unload(self, k: int) -> None:
+        """Refer to shard k's memory no more; what the run has changed is in it.
+
+        Raises:
+            ConfigurationError: the forward keeps a view of a parameter, or wrote to a tensor to
+                which it did not write in the trial's first steps.
+        """
+        needed = self._will_return_to(k)
+        if needed and not self._recompute:
+            raise ValueError(f"shard {k} is unloaded before its backward, without recomputation")
+        self._sub_epoch.release(k, needed=needed, last=k in self._updated_last)
+
+    def cursor(self, k: int) -> Cursor:
+        """Return the cursor of a shard that was loaded, with its last update."""
+        return self._sub_epoch.cursor(k)
+
+    def _will_return_to(self, k: int) -> bool:
+        if self._next is None:
+            return False
+        kind, shard = self._next
+        return shard > k if kind == "F" else shard >= k
+
+    # ------------------------------------------------------------------ tasks
+
+    def perform(self, task: Action) -> None:
+        """Do F, B or U of a shard that is loaded.
+
+        Raises:
+            ValueError: the task can't come now, or its shard is not loaded.
+            NonFiniteLoss: the loss is NaN or infinite.
+            UnfitShape: the batch has a shape that the cut model can't take.
+        """
+        k, number = task.shard, task.microbatch
+        if number is None or k not in self._sub_epoch:
+            raise ValueError(f"{task} can't be done; load its shard before")
+        window, place = divmod(number, self._accumulate)
+        self._go_to_step(self._start_step + window)
+        self._sub_epoch.check_step(k)
+        if task.kind is ActionKind.U:
+            self._sub_epoch.update(k)
+            if self._at is not None and self._at[0] == window and self._at[1][1]:
+                self._updated_last.add(k)
+            return
+        if task.kind is ActionKind.F and k == 0:
+            self._begin(number, window, place)
+        if self._next != (task.kind, k) or number != self._number:
+            raise ValueError(f"{task} can't come now; the microbatch is before {self._next}")
+        self._next = self._paused.advance()
+        if task.kind is ActionKind.B and self._next is None:
+            self._sub_epoch.end_microbatch()
+
+    def _go_to_step(self, step: int) -> None:
+        if step != self._sub_epoch.step or self._number < 0:
+            self._sub_epoch.end_window()
+            self._sub_epoch.begin_window(step)
+
+    def _begin(self, number: int, window: int, place: int) -> None:
+        while self._at is None or self._at[0] < window:
+            self._at = next(self._windows)
+        batches, _ = self._at[1]
+        batch = self._maker.make(batches, place, self._sub_epoch.step)
+        self._sub_epoch.begin_microbatch()
+        self._number = number
+        self._next = self._paused.begin(partial(self._run, batch, number, batches[place].rows))
+
+    def _run(self, batch: Microbatch, number: int, rows: int, reach: Reach) -> None:
+        self._tasks.run(batch, reach)
+        self.losses[number] = batch.loss, rows
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """End the run after its last task.
+
+        Raises:
+            StepDiffers: a parameter got a gradient after its update.
+            ConfigurationError: training wrote to what does not hop.
+        """
+        try:
+            self._sub_epoch.end_window()
+            self._sub_epoch.check_unwritten()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End the run where it stands; what is loaded may be torn."""
+        self._paused.close()
+        self._stack.close()

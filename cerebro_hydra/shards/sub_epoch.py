@@ -1,0 +1,289 @@
+"""A sub-epoch of one trial: binds its shards to memory, updates them, and lets them go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.bound_model import BoundModel, bound_model
+from cerebro_hydra.shards.clipping import clip_coefficient, grad_norms, scale_grads
+from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
+from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.gradient_layout import GradientLayout
+from cerebro_hydra.shards.graph_tasks import GraphTasks
+from cerebro_hydra.shards.held_tensors import HeldTensors
+from cerebro_hydra.shards.layout import Bytes, Segments, TrialLayout
+from cerebro_hydra.shards.module_tasks import ModuleTasks
+from cerebro_hydra.shards.optimizer_clone import clone_optimizer
+from cerebro_hydra.shards.parameter_values import absent_value
+from cerebro_hydra.shards.state import ShardState
+
+Cursor = dict[str, Any]
+
+
+class SubEpoch:
+    """Holds the shards of a trial that trains, each from `receive` to `release`.
+
+    Args:
+        start_step: the number of optimizer steps that the trial has done before.
+        epoch_metrics: see `Engine.train`.
+        held: a microbatch's copies of what it may read while a shard is away, or None if shards
+            stay once they are there.
+    """
+
+    def __init__(
+        self,
+        cut_model: CutModel,
+        layout: TrialLayout,
+        recipe: Recipe,
+        steps_per_epoch: int,
+        start_step: int,
+        epoch_metrics: Mapping[str, float] | None,
+        held: HeldTensors | None = None,
+    ) -> None:
+        self._cut_model = cut_model
+        self._layout = layout
+        self._recipe = recipe
+        self._steps_per_epoch = steps_per_epoch
+        self._start_step = start_step
+        self._epoch_metrics = epoch_metrics
+        self._held = held
+        self._order = [p.name for p in cut_model.params]
+        self._states: dict[int, ShardState] = {}
+        self._params: dict[int, dict[str, nn.Parameter]] = {}  # of the shards that were here
+        self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
+        self._steps: dict[int, int] = {}  # that each shard has done
+        self._gradients: dict[int, Bytes | None] = {}  # memory for those of each shard
+        self._norms: dict[int, dict[str, Tensor]] = {}
+        self._coefficient: Tensor | None = None
+        self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
+        self._bound: BoundModel | None = None
+        self.step = start_step
+        self._in_microbatch = False
+
+    @contextmanager
+    def tasks(self, keep: bool) -> Iterator[GraphTasks | ModuleTasks]:
+        """Return what runs F and B, for the time of the sub-epoch."""
+        recipe, cut_model = self._recipe, self._cut_model
+        try:
+            if cut_model.graphs is not None:
+                yield GraphTasks(cut_model, self._states, recipe.precision, keep, self._held)
+                return
+            with bound_model(recipe.model) as self._bound:
+                tasks = ModuleTasks(cut_model, recipe, self._bound, recompute=not keep)
+                with tasks.attached():
+                    yield tasks
+        finally:
+            self._let_go()
+
+    def __contains__(self, k: int) -> bool:
+        """Return whether a shard is here."""
+        return k in self._states
+
+    # ------------------------------------------------------------------ windows and microbatches
+
+    def begin_window(self, step: int) -> None:
+        """Begin an optimizer step."""
+        self.step = step
+        self._coefficient = None
+        self._norms.clear()
+        if self._bound is not None:
+            self._recipe.model.train()  # the forward may have left a module in evaluation
+
+    def end_window(self) -> None:
+        """Check that no parameter got a gradient after its update, which the next would take.
+
+        Raises:
+            StepDiffers: one did, so the uncut model takes this step otherwise.
+        """
+        for params in self._params.values():
+            for name, parameter in params.items():
+                if parameter.grad is not None:
+                    raise StepDiffers(
+                        f"in step {self.step}, parameter {name!r} got a gradient after the "
+                        "update of its shard; the forward uses it in another shard too, or takes "
+                        "gradients itself"
+                    )
+
+    def begin_microbatch(self) -> None:
+        """Hold copies, from now on, of what is read while its shard is away."""
+        self._in_microbatch = True
+        for state in self._states.values():
+            self._hold(state)
+
+    def end_microbatch(self) -> None:
+        """Hold copies no more."""
+        self._in_microbatch = False
+        for state in self._states.values():
+            self._end_hold(state)
+        assert self._held is not None
+        if self._bound is not None:
+            self._bound.end_copies(self._held.copies)
+        self._held.copies.clear()
+
+    def _hold(self, state: ShardState) -> None:
+        assert self._held is not None
+        copies = self._held.hold(state)
+        if self._bound is not None:
+            self._bound.use_copies(copies)
+
+    def _end_hold(self, state: ShardState) -> None:
+        """Let a shard's memory have what is held of it, and hold it no more."""
+        assert self._held is not None
+        self._write_back(state)
+        names = self._held.names_of(state)
+        if self._bound is not None:
+            self._bound.end_copies(names, state)
+        for name in names:
+            del self._held.copies[name]
+
+    def _write_back(self, state: ShardState) -> None:
+        assert self._held is not None
+        if self._bound is not None:
+            self._bound.collect_written()
+        self._held.write_back(state)
+
+    # ------------------------------------------------------------------ one shard
+
+    def receive(
+        self,
+        k: int,
+        segments: Segments,
+        cursor: Cursor | None,
+        gradients: Bytes | None = None,
+    ) -> None:
+        """Bind a shard to memory, in which it is trained until it is released."""
+        shard = self._layout.shards[k]
+        if self._bound is None:
+            state = ShardState(shard, segments, self._params.get(k))
+        elif self._held is None:
+            state = self._bound.bind(shard, segments)
+        else:
+            state = self._bound.bind_params(shard, segments)
+        self._params[k] = state.params
+        self._states[k] = state
+        if k not in self._optimizers or (cursor is not None and cursor["step"] != self._steps[k]):
+            self._make_optimizer(k, cursor)
+        state.load_optimizer(self._optimizers[k][0])
+        self._gradients[k] = gradients
+        if gradients is not None:
+            GradientLayout.of(shard).load(gradients, state.params)
+        if self._in_microbatch:
+            self._hold(state)
+
+    def _make_optimizer(self, k: int, cursor: Cursor | None) -> None:
+        mine = {self._original[name]: p for name, p in self._params[k].items()}
+        optimizer = clone_optimizer(self._recipe.optimizer, mine)
+        scheduler = self._recipe.lr_schedule.make(optimizer, self._steps_per_epoch)
+        self._steps[k] = self._start_step if cursor is None else cursor["step"]
+        if cursor is not None:
+            restore_cursor(cursor, optimizer, scheduler)
+        if self._epoch_metrics is not None and self._steps[k] == self._start_step:
+            self._recipe.lr_schedule.begin_epoch(scheduler, self._epoch_metrics)
+        self._optimizers[k] = (optimizer, scheduler)
+
+    def check_step(self, k: int) -> None:
+        """Check that a shard has done every step before the present one.
+
+        Raises:
+            ValueError: it has not, or has done more.
+        """
+        if self._steps[k] != self.step:
+            raise ValueError(f"shard {k} is at step {self._steps[k]}, training at step {self.step}")
+
+    def release(self, k: int, *, needed: bool, last: bool) -> None:
+        """Refer to a shard's memory no more.
+
+        Args:
+            needed: whether the present microbatch has yet to come back to the shard.
+            last: whether it was the shard's last visit of the sub-epoch.
+
+        Raises:
+            ConfigurationError: the forward keeps a view of a parameter.
+        """
+        state = self._states[k]
+        assert self._held is not None
+        self._write_back(state)
+        if self._recipe.clip_grad_norm is not None:
+            self._norms[k] = grad_norms(state.params)
+        GradientLayout.of(self._layout.shards[k]).store(self._gradients.pop(k), state.params)
+        if self._bound is not None:
+            if last:
+                self._bound.check_frozen(state.constant & state.values.keys())
+            self._bound.unbind(state, self._held.copies)
+        else:
+            for parameter in state.params.values():
+                parameter.data = absent_value(parameter)
+        self._optimizers[k][0].state.clear()
+        memory = {n: StorageWeakRef(v.untyped_storage()) for n, v in state.values.items()}
+        del self._states[k], state
+        if needed:
+            _check_released(memory)
+
+    def update(self, k: int) -> None:
+        """Take the optimizer step of a shard."""
+        state = self._states[k]
+        if self._held is not None:
+            self._end_hold(state)
+        limit = self._recipe.clip_grad_norm
+        if limit is not None:
+            if self._coefficient is None:  # the first update after the barrier
+                self._norms |= {k: grad_norms(s.params) for k, s in self._states.items()}
+                norms: dict[str, Tensor] = {}
+                for each in self._norms.values():
+                    norms |= each
+                self._coefficient = clip_coefficient(norms, self._order, limit)
+            scale_grads(state.params, self._coefficient)
+        if self._recipe.clip_grad_value is not None:
+            torch.nn.utils.clip_grad_value_(state.params.values(), self._recipe.clip_grad_value)
+        optimizer, scheduler = self._optimizers[k]
+        optimizer.step()
+        state.keep_optimizer(optimizer)
+        self._recipe.lr_schedule.after_step(scheduler)
+        if self._recipe.ema is not None:
+            state.average(self._recipe.ema, first=self.step == 0)
+        for parameter in state.params.values():
+            parameter.grad = None
+        self._steps[k] = self.step + 1
+
+    def segments(self, k: int) -> Segments:
+        """Return the segments of a shard that is here, as they are now."""
+        return self._states[k].segments
+
+    def cursor(self, k: int = 0) -> Cursor:
+        """Return the cursor of a shard with its last update."""
+        return make_cursor(self._steps[k], *self._optimizers[k])
+
+    # ------------------------------------------------------------------ the end
+
+    def check_unwritten(self) -> None:
+        """Check that training wrote to nothing that does not hop; see `BoundModel`."""
+        if self._bound is not None:
+            self._bound.check_unwritten()
+
+    def _let_go(self) -> None:
+        """Refer to no segment any more: an optimizer and its scheduler refer to one another."""
+        for optimizer, _ in self._optimizers.values():
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+        self._states.clear()
+        self._params.clear()
+        self._gradients.clear()
+        if self._held is not None:
+            self._held.copies.clear()
+
+
+def _check_released(memory: Mapping[str, StorageWeakRef]) -> None:
+    for name, storage in memory.items():
+        if not storage.expired():
+            raise ConfigurationError(
+                f"the forward keeps a view of parameter {name!r}, whose shard has to leave the "
+                "device between forward and backward; set recompute=False, or cut elsewhere"
+            )
