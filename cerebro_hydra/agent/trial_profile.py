@@ -8,6 +8,7 @@ from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.plan.run_progress import RunSpec, ShardSpec
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import ShardLayout, TrialLayout
 
 
@@ -27,7 +28,7 @@ class ShardBytes:
         return cls(
             layout.frozen.nbytes,
             layout.trainable.nbytes,
-            sum(entry.nbytes for entry in trained if entry.name.startswith("param:")),
+            GradientLayout.of(layout).nbytes,
             any(entry.name.startswith("buffer:") for entry in trained),
         )
 

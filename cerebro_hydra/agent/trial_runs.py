@@ -89,9 +89,7 @@ class TrainingRun:
         marks = len(self._layouts[shard].entries)
         return self._run.cursor(shard), slot is not None and bool(slot[:marks].any())
 
-    def perform(
-        self, task: Action, sums: EvaluationSums
-    ) -> tuple[tuple[float, int] | None, None]:
+    def perform(self, task: Action, sums: EvaluationSums) -> tuple[tuple[float, int] | None, None]:
         """Do a task; the loss is known for sure when the microbatch has ended."""
         self._run.perform(task)
         ended = task.kind is ActionKind.B and task.shard == 0
