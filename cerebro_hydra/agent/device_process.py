@@ -19,7 +19,17 @@ from cerebro_hydra.agent.device_run import RunOpener
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.slabs import MappedSlabs, Slabs
 
-_PRELOADED = ("cerebro_hydra.agent.device_process", "torch", "torch.export._trace")
+_PRELOADED = ("cerebro_hydra.agent.trial_runs", "torch._dynamo")  # the latter for optimizers
+
+
+def fork_server() -> Any:
+    """Return a context whose processes are forked from one that has loaded what devices need.
+
+    No tensor operation ever runs in that one, so that they may use any number of threads.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOADED])
+    return context
 
 
 @dataclass(frozen=True)
@@ -27,11 +37,13 @@ class DeviceSettings:
     """Describes a device to the process that is to be it.
 
     Args:
+        context: starts processes; see `fork_server`.
         make_opener: makes what opens runs there; a module's function, or a partial of one.
         double_buffering: whether shards are moved beside the computing.
         poison: whether slots that are given up are overwritten, as tests ask for.
     """
 
+    context: Any
     make_opener: Callable[[], RunOpener]
     double_buffering: bool = True
     poison: bool = False
@@ -84,12 +96,12 @@ class DeviceProcess:
         self._mapped: set[int] = set()
         self._freed: list[int] = []  # may be added to by a finalizer at any moment
         slabs.on_freed.append(self._freed.append)
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOADED])
+        context = settings.context
         pipe: tuple[Any, Any] = context.Pipe()  # of Connections, which send what they are given
         self._connection, theirs = pipe
+        given = replace(settings, context=None)
         self._process = context.Process(
-            target=run_device, args=(theirs, settings), daemon=True, name="cerebro-hydra-device"
+            target=run_device, args=(theirs, given), daemon=True, name="cerebro-hydra-device"
         )
         self._process.start()
         theirs.close()

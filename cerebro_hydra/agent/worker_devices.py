@@ -9,7 +9,7 @@ from typing import Any
 from cerebro_hydra.agent.device import Device
 from cerebro_hydra.agent.device_memory import DeviceMemory
 from cerebro_hydra.agent.device_messages import Answer, Order
-from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings
+from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.device_run import RunOpener
 from cerebro_hydra.agent.device_start import DeviceStart, WorkerDevice
 from cerebro_hydra.agent.slabs import Slabs
@@ -59,7 +59,7 @@ def device_starts(
     """
     if devices == 1:
         return [partial(OwnDevice, opener, double_buffering)]
-    settings = DeviceSettings(make_opener, double_buffering)
+    settings = DeviceSettings(fork_server(), make_opener, double_buffering)
 
     def start(on_answer: Any, on_gone: Any) -> DeviceProcess:
         return DeviceProcess(settings, slabs, on_answer, on_gone, on_said)

@@ -22,6 +22,13 @@ from cerebro_hydra.wire.credentials import TLS
 _OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission", "torch.export._trace")
 
 
+def fork_server(preloaded: Sequence[str] = ()) -> Any:
+    """Return a context whose processes are forked from one that has loaded what agents need."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
+    return context
+
+
 class LocalLauncher:
     """Starts each agent as a process, and starts a dead one again, as Spark does.
 
@@ -50,8 +57,7 @@ class LocalLauncher:
         self.tls = tls
         self._max_failures = max_failures
         self._resources = resources
-        self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
+        self._context = fork_server(preloaded)
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, BaseProcess] = {}

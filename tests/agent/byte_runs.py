@@ -32,14 +32,18 @@ class ByteTrials:
         sizes: bytes of the trainable segment of each shard; those of the frozen one are half of it.
         seconds: how long each task takes.
         lethal: a file that ends the process in the first task after it was made, once.
+        always_lethal: the trials whose code ends the process in a backward.
         faulty: the trials whose code raises in a backward.
+        stale: the code reads the first slots that a shard lay in.
     """
 
     sizes: tuple[int, ...]
     window: int = 1
     seconds: float = 0.0
     lethal: str | None = None
+    always_lethal: frozenset[int] = frozenset()
     faulty: frozenset[int] = frozenset()
+    stale: bool = False
 
     def __call__(self) -> ByteTrials:
         """Be what makes the opener, too."""
@@ -70,9 +74,11 @@ class ByteRun:
     shards: dict[int, Segments] = field(default_factory=dict)
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)
     gradients: dict[int, Bytes] = field(default_factory=dict)
+    first: dict[int, Segments] = field(default_factory=dict)
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         self.shards[shard] = slots
+        self.first.setdefault(shard, slots)
         self.cursors[shard] = dict(cursor or {"step": 0})
         if "gradients" in slots and slots["gradients"][0]:
             self.gradients[shard] = slots["gradients"][1:]
@@ -100,7 +106,8 @@ class ByteRun:
         last = task.shard == len(self.trials.sizes) - 1
         match task.kind:
             case ActionKind.F:
-                loss = loss_of(slots, task.microbatch)
+                read = self.first[task.shard] if self.trials.stale else slots
+                loss = loss_of(read, task.microbatch)
                 if last and isinstance(self.order.task, StartSubEpoch):
                     return (loss, ROWS), None
                 if last:
@@ -108,6 +115,8 @@ class ByteRun:
                     new = EvaluationSums(sums.batches + 1, sums.rows + ROWS, {"loss": total})
                     return None, new
             case ActionKind.B:
+                if self.order.task.trial in self.trials.always_lethal:
+                    os._exit(1)
                 if self.order.task.trial in self.trials.faulty:
                     raise ValueError("the user's code is wrong")
                 gradient = gradient_of(trainable, task.microbatch)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import queue
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings
-from cerebro_hydra.agent.device_start import DeviceStart
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
 from cerebro_hydra.agent.run_planner import RunPlanner
@@ -19,11 +18,25 @@ from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.agent.shard_store import Shard, ShardStore
 from cerebro_hydra.agent.slabs import Slabs
 from cerebro_hydra.plan import events
+from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch, StateSource
+from cerebro_hydra.plan.memory_check import MemoryCheck
 from cerebro_hydra.plan.schedules.sharp import sharp
+from cerebro_hydra.plan.worker_events import (
+    ActionDone,
+    Answer,
+    DeviceLost,
+    RunAdded,
+    RunCancelled,
+    RunReleased,
+    RunRestarted,
+    ShardArrived,
+    WorkerEvent,
+)
 from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.shards.layout import Segments
 from cerebro_hydra.storage.digest import digest
+from cerebro_hydra.testing.local_launcher import fork_server
 from tests.agent.standins import SECONDS
 
 ME = "me"
@@ -39,6 +52,42 @@ def train(attempt: int, trial: int, visit: int) -> StartSubEpoch:
 
 def evaluate(attempt: int, trial: int, visit: int) -> Evaluate:
     return Evaluate(attempt, trial, EPOCH, visit, PARTITION, WORKER, ME, StateSource(visit, ME))
+
+
+class CheckedState(WorkerState):
+    """The queues, with every action checked by where shards were when it began and ended."""
+
+    def __init__(self, budgets: Sequence[int | None], host: int | None, **options: Any) -> None:
+        super().__init__(budgets, host, sharp, **options)
+        self._bytes: dict[tuple[int, int], int] = {}
+        self._work: dict[tuple[int, int], int] = {}
+        self.check = MemoryCheck(dict(enumerate(budgets)), host, self._bytes, self._work)
+
+    def handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
+        for event in events:
+            match event:
+                case RunAdded():
+                    for number, shard in enumerate(event.spec.shards):
+                        self._bytes[event.spec.run, number] = shard.state
+                        self._work[event.spec.run, number] = shard.activations
+                case RunCancelled() | RunReleased():
+                    self.check.abandon(event.run)
+                case DeviceLost():
+                    self.check.lose(event.device)
+                case ShardArrived():
+                    self.check.end(Action(event.run, event.shard, ActionKind.RECV))
+                case ActionDone():
+                    self.check.end(event.action)
+        answers = super().handle(events)
+        for answer in answers:
+            if isinstance(answer, RunRestarted):
+                self.check.abandon(answer.run)
+            elif isinstance(answer, Action):
+                self.check.begin(answer)
+                if answer.kind is ActionKind.DROP:
+                    self.check.end(answer)
+        self.validate()
+        return answers
 
 
 class QueueBench:
@@ -60,7 +109,7 @@ class QueueBench:
         window: int = 1,
         recompute: bool | None = None,
         double_buffering: bool = True,
-        start: DeviceStart | None = None,
+        context: Any = None,
     ) -> None:
         self.slabs = Slabs()
         self._scratch = tempfile.TemporaryDirectory()
@@ -76,11 +125,13 @@ class QueueBench:
             recompute=recompute,
         )  # fmt: skip
         known = [budget for budget in budgets if budget is not None]
-        self.state = WorkerState(budgets, host_budget, sharp, double_buffering=double_buffering)
-        self.settings = DeviceSettings(opener, double_buffering, poison=True)
+        self.state = CheckedState(budgets, host_budget, double_buffering=double_buffering)
+        if context is None:
+            context = fork_server(["transformers.modeling_utils"])  # as those of all other tests
+        self.settings = DeviceSettings(context, opener, double_buffering, poison=True)
         self.trainer = QueueTrainer(
             ME,
-            [start or self._start] * len(budgets),
+            [self._start] * len(budgets),
             self.state,
             RunPlanner([trial] * 100, lambda split, partition: rows, min(known, default=None)),
             self.store,
