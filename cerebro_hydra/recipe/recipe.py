@@ -19,6 +19,7 @@ from cerebro_hydra.recipe.autocast import AUTOCAST, autocasting
 from cerebro_hydra.recipe.blocks import checked_shards
 from cerebro_hydra.recipe.collating import Collate, collate_batch
 from cerebro_hydra.recipe.columns import Columns, ForwardCall, predictions
+from cerebro_hydra.recipe.fast_path import without_fast_path
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, as_json, resolve_metrics
 from cerebro_hydra.recipe.models import checked_model
@@ -204,17 +205,14 @@ class Recipe:
         The fast path's kernels of evaluation are in no exported graph, and round otherwise. A cache
         of keys and values serves generation alone; models look for the wish in their `config`.
         """
-        fast = torch.backends.mha.get_fastpath_enabled()
         caching = [config for config in self._cache_configs() if config.use_cache is True]
-        torch.backends.mha.set_fastpath_enabled(False)
         for config in caching:
             config.use_cache = False
         try:
             device = next((p.device.type for p in self.model.parameters()), "cpu")
-            with autocasting(self.autocast, device):
+            with without_fast_path(), autocasting(self.autocast, device):
                 yield
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
             for config in caching:
                 config.use_cache = True
 

@@ -102,16 +102,14 @@ class BoundModel:
     def unbind(self, state: ShardState, copied: Collection[str]) -> None:
         """Let the model refer to a shard's memory no more; it goes on with what was copied."""
         for name in state.values.keys() - copied:
-            self._away[name] = absent_value(state.params[name])
-            state.params[name].data = self._away[name]
+            self._away[name] = absent_value(self._params[name])
+            self._params[name].data = self._away[name]
             self._bound.pop(name, None)
 
-    def bind_evaluated(self, layout: ShardLayout, segments: Segments) -> None:
-        """Let the model evaluate a shard, with averages if there are any and copies of buffers."""
-        state = ShardState(layout, segments)
-        for name, tensor in state.evaluated.items():
-            self._params[name].data = tensor.detach()
-        self.lend_buffers({name: buffer.clone() for name, buffer in state.buffers.items()})
+    def bind_values(self, state: ShardState) -> None:
+        """Let the model read the values of a shard's parameters."""
+        for name, value in state.values.items():
+            self._params[name].data = value
 
     def restore(self) -> None:
         """Give the model its own parameters and buffers back, without gradients."""

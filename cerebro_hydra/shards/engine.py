@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-
-import torch
-from torch import Tensor
 
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.sequential import sequential
@@ -19,15 +15,15 @@ from cerebro_hydra.recipe import (
     BatchTensors,
     Evaluation,
     Recipe,
-    RunningEvaluation,
     Window,
 )
 from cerebro_hydra.shards.cut_model import CutModel
-from cerebro_hydra.shards.graph_tasks import GraphPredictor, GraphTasks
+from cerebro_hydra.shards.evaluated_shards import EvaluatedShards
+from cerebro_hydra.shards.graph_tasks import GraphTasks
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.microbatch import Microbatch
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
-from cerebro_hydra.shards.module_tasks import ModuleTasks, predict_by_modules
+from cerebro_hydra.shards.module_tasks import ModuleTasks
 from cerebro_hydra.shards.sub_epoch import Cursor, SubEpoch
 
 Need = Callable[[int], tuple[Segments, Cursor | None]]
@@ -148,25 +144,18 @@ class Engine:
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite.
         """
-        recipe = self._recipe
-        evaluation = RunningEvaluation(recipe)
-        with self._predictor(need) as predict:
-            for batch in batches:
-                features, targets = recipe.collated(batch.features, batch.labels, None)
-                inputs = recipe.inputs(features, targets)
-                self._maker.check_shapes(inputs)
-                with torch.no_grad(), recipe.precision():
-                    outputs = predict(inputs)
-                    if on_outputs is not None:
-                        on_outputs(outputs)
-                    loss = recipe.compute_loss(outputs, targets).item()
-                    evaluation.add(loss, outputs, targets, batch.rows)
-        return evaluation.result()
+        shards = EvaluatedShards(
+            self._cut_model, self._layout, self._recipe, self._maker, on_outputs=on_outputs
+        )
 
-    def _predictor(self, need: Need) -> AbstractContextManager[Callable[[Sequence[Tensor]], Any]]:
-        if self._cut_model.graphs is None:
-            return predict_by_modules(self._cut_model, self._layout, self._recipe, need)
-        return nullcontext(GraphPredictor(self._cut_model, self._layout, need))
+        def reach(_: object, k: int) -> None:
+            if k not in shards:
+                shards.receive(k, need(k)[0])
+
+        with shards.evaluating():
+            for batch in batches:
+                shards.run(batch, reach)
+        return shards.result()
 
     def _actions(self, microbatches: int, send: bool) -> list[Action]:
         if (microbatches, send) not in self._schedules:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.held_tensors import HeldTensors
-from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.reseed import random_key
 from cerebro_hydra.shards.shard_graph import ShardGraph
@@ -180,39 +179,36 @@ class GraphTasks:
 
 
 class GraphPredictor:
-    """Runs the evaluation graphs of all shards, on copies of buffers that they write to."""
+    """Runs the evaluation graphs of all shards.
+
+    `states[k]` must be bound before F of shard k; what `held` has is read there.
+    """
 
     def __init__(
-        self,
-        cut_model: CutModel,
-        layout: TrialLayout,
-        need: Callable[[int], tuple[Segments, Any]],
+        self, cut_model: CutModel, states: Mapping[int, ShardState], held: HeldTensors
     ) -> None:
         assert cut_model.graphs is not None
         self._graphs = cut_model.graphs
-        self._layout = layout
-        self._need = need
         self._owner = {t.name: t.owner for t in (*cut_model.params, *cut_model.buffers)}
-        self._shards: dict[int, ShardState] = {}
-        self._scratch: dict[str, Tensor] = {}
+        self._states = states
+        self._held: Mapping[str, Tensor] = held.copies
 
-    def __call__(self, inputs: Sequence[Tensor]) -> Any:
-        """Return the model's outputs."""
+    def run(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
+        """Return the model's outputs, after `reach` has allowed F of each shard."""
         graphs = self._graphs.of(inputs)
-        for k, graph in enumerate(graphs.eval):
-            if k not in self._shards:
-                segments, _ = self._need(k)
-                self._shards[k] = ShardState(self._layout.shards[k], segments)
-                for name in graph.mutates:
-                    self._scratch[name] = self._shards[self._owner[name]].buffers[name].clone()
         values: dict[str, Any] = {}
         out: Sequence[Any] = ()
-        for graph in graphs.eval:
-            tensors = [self._shards[self._owner[n]].evaluated[n] for n in graph.params]
-            tensors += [
-                self._scratch.get(n, self._shards[self._owner[n]].buffers[n]) for n in graph.buffers
-            ]
-            live = [values[n] for n in graph.live_in]
-            out = graph.run(*tensors, *live, *(inputs[i] for i in graph.inputs))
+        for k, graph in enumerate(graphs.eval):
+            reach("F", k)
+            out = graph.run(
+                *(self._parameter(name) for name in graph.params),
+                *(self._held[name] for name in graph.buffers),
+                *(values[name] for name in graph.live_in),
+                *(inputs[i] for i in graph.inputs),
+            )
             values = dict(zip(graph.live_out, out, strict=False))
         return graphs.outputs(out, False)
+
+    def _parameter(self, name: str) -> Tensor:
+        held = self._held.get(name)
+        return self._states[self._owner[name]].values[name] if held is None else held

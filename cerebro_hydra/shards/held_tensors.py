@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.shards.differences import same_bits
@@ -39,6 +40,10 @@ class HeldTensors:
         """Return what is held of a shard."""
         return self.copies.keys() & (state.values.keys() | state.buffers.keys())
 
+    def drop(self, names: Iterable[str]) -> list[str]:
+        """Hold the copies of these names no more, and return those that there were."""
+        return [name for name in names if self.copies.pop(name, None) is not None]
+
     def write_back(self, state: ShardState) -> None:
         """Copy to a shard's memory what the forward wrote to the copies.
 
@@ -54,6 +59,25 @@ class HeldTensors:
                 buffer.copy_(copy)
             elif not same_bits(copy, buffer):
                 raise written_late("buffer", name)
+
+
+def storages(state: ShardState) -> dict[str, StorageWeakRef]:
+    """Return the memory of each parameter's value."""
+    return {name: StorageWeakRef(v.untyped_storage()) for name, v in state.values.items()}
+
+
+def check_released(memory: Mapping[str, StorageWeakRef]) -> None:
+    """Check that nobody refers to the memory of parameters any more.
+
+    Raises:
+        ConfigurationError: the forward keeps a view of one.
+    """
+    for name, storage in memory.items():
+        if not storage.expired():
+            raise ConfigurationError(
+                f"the forward keeps a view of parameter {name!r}, whose shard has to leave the "
+                "device before the forward is over; set recompute=False, or cut elsewhere"
+            )
 
 
 def written_late(kind: str, name: str) -> ConfigurationError:

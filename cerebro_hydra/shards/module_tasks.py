@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.randomness import unit_hooks
-from cerebro_hydra.shards.bound_model import BoundModel, bound_model
+from cerebro_hydra.shards.bound_model import BoundModel
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.cut_spec import module_of
-from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.unit_profile import content_of, same_content
 
@@ -182,33 +181,32 @@ def boundary_hooks(
             handle.remove()
 
 
-@contextmanager
-def predict_by_modules(
-    cut_model: CutModel,
-    layout: TrialLayout,
-    recipe: Recipe,
-    need: Callable[[int], tuple[Segments, Any]],
-) -> Iterator[Callable[[Sequence[Tensor]], Any]]:
-    """Let the recipe's model evaluate; a shard is needed when the forward first enters it."""
-    there = -1
+class ModulePredictor:
+    """Lets a recipe's model evaluate, which is bound to the trial's shards."""
 
-    def go_to(shard: int) -> None:
-        nonlocal there
-        while there < shard:
-            there += 1
-            segments, _ = need(there)
-            bound.bind_evaluated(layout.shards[there], segments)
+    def __init__(self, cut_model: CutModel, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._shard_of = cut_model.shard_of_unit
+        self._last = cut_model.num_shards - 1
+        self._reach: Reach
+        self._at = -1
 
-    def predict(inputs: Sequence[Tensor]) -> Any:
-        go_to(0)
-        outputs = recipe.call(recipe.model, inputs)
-        go_to(cut_model.num_shards - 1)  # the loss may use any parameter
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Install hooks on the model for a while."""
+        modules = dict(self._recipe.model.named_modules())
+        with boundary_hooks(modules, self._shard_of, lambda shard, _: self._go_to(shard)):
+            yield
+
+    def run(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
+        """Return the model's outputs, after `reach` has allowed F of each shard."""
+        self._reach, self._at = reach, -1
+        self._go_to(0)
+        outputs = self._recipe.call(self._recipe.model, inputs)
+        self._go_to(self._last)  # the loss may use any parameter
         return outputs
 
-    model = recipe.model.eval()
-    modules = dict(model.named_modules())
-    with (
-        bound_model(model) as bound,
-        boundary_hooks(modules, cut_model.shard_of_unit, lambda shard, _: go_to(shard)),
-    ):
-        yield predict
+    def _go_to(self, shard: int) -> None:
+        while self._at < shard:
+            self._at += 1
+            self._reach("F", self._at)

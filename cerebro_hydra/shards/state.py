@@ -91,11 +91,6 @@ class ShardState:
         elif name == EXISTS:
             self._exists = view
 
-    @property
-    def evaluated(self) -> dict[str, Tensor]:
-        """Return the parameters that evaluation uses: the moving averages, if there are any."""
-        return {**self.params, **self.ema}
-
     def average(self, decay: float, first: bool) -> None:
         """Move the averages towards the parameters, as `torch.optim.swa_utils.AveragedModel` does.
 

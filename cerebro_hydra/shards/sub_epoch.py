@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.bound_model import BoundModel, bound_model
 from cerebro_hydra.shards.clipping import clip_coefficient, grad_norms, scale_grads
@@ -18,7 +17,7 @@ from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.graph_tasks import GraphTasks
-from cerebro_hydra.shards.held_tensors import HeldTensors
+from cerebro_hydra.shards.held_tensors import HeldTensors, check_released, storages
 from cerebro_hydra.shards.layout import Bytes, Segments, TrialLayout
 from cerebro_hydra.shards.module_tasks import ModuleTasks
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
@@ -138,11 +137,9 @@ class SubEpoch:
         """Let a shard's memory have what is held of it, and hold it no more."""
         assert self._held is not None
         self._write_back(state)
-        names = self._held.names_of(state)
+        names = self._held.drop(self._held.names_of(state))
         if self._bound is not None:
             self._bound.end_copies(names, state)
-        for name in names:
-            del self._held.copies[name]
 
     def _write_back(self, state: ShardState) -> None:
         assert self._held is not None
@@ -222,10 +219,10 @@ class SubEpoch:
             for parameter in state.params.values():
                 parameter.data = absent_value(parameter)
         self._optimizers[k][0].state.clear()
-        memory = {n: StorageWeakRef(v.untyped_storage()) for n, v in state.values.items()}
+        memory = storages(state)
         del self._states[k], state
         if needed:
-            _check_released(memory)
+            check_released(memory)
 
     def update(self, k: int) -> None:
         """Take the optimizer step of a shard."""
@@ -278,12 +275,3 @@ class SubEpoch:
         self._gradients.clear()
         if self._held is not None:
             self._held.copies.clear()
-
-
-def _check_released(memory: Mapping[str, StorageWeakRef]) -> None:
-    for name, storage in memory.items():
-        if not storage.expired():
-            raise ConfigurationError(
-                f"the forward keeps a view of parameter {name!r}, whose shard has to leave the "
-                "device between forward and backward; set recompute=False, or cut elsewhere"
-            )

@@ -25,6 +25,7 @@ from cerebro_hydra.plan.worker_events import (
 from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import Bytes, Segments, aligned
+from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
 from tests.shards.hopping import Trial
 
@@ -56,7 +57,7 @@ class Resident:
     """Holds one run at the worker: its trial, and where its shards are."""
 
     trial: Trial
-    run: ShardRun
+    run: ShardRun | ShardEvaluation
     spec: RunSpec
     home: dict[int, Slot] = field(default_factory=dict)
     disk: dict[int, bytes] = field(default_factory=dict)
@@ -64,7 +65,9 @@ class Resident:
     cursors: dict[int, str] = field(default_factory=dict)
 
 
-def spec_of(run: int, trial: Trial, microbatches: int, recompute: bool, training=True) -> RunSpec:
+def spec_of(
+    run: int, trial: Trial, microbatches: int, recompute: bool, training: bool = True
+) -> RunSpec:
     """Describe a run to the queues."""
     shards = []
     written = set(trial.cut_model.spec.written)
@@ -114,12 +117,11 @@ class DeviceLoop:
         left = {resident.spec.run for resident in self.residents}
         while left:
             following: list[WorkerEvent] = []
+            ended: list[int] = []
             for answer in self._state.handle(events):
                 if isinstance(answer, RunEnded):
                     assert answer.outcome == "finished", answer
-                    left.remove(answer.run)
-                    self.residents[answer.run].run.close()
-                    following.append(RunReleased(answer.run))
+                    ended.append(answer.run)
                 elif isinstance(answer, Action) and answer.kind is ActionKind.DROP:
                     self.check.begin(answer)
                     self._drop(answer)
@@ -129,6 +131,10 @@ class DeviceLoop:
                     kind = "compute" if answer.kind.computes else str(answer.kind)
                     place = HOST if answer.device is None else answer.device
                     self._lanes.setdefault((place, kind), deque()).append(answer)
+            for run in ended:
+                left.remove(run)
+                self.residents[run].run.close()
+                following.append(RunReleased(run))
             self._state.validate()
             waiting = [lane for lane, actions in self._lanes.items() if actions]
             if waiting:
@@ -161,8 +167,11 @@ class DeviceLoop:
             case ActionKind.LOAD:
                 slot = resident.device[k] = Slot.of(resident.trial, k)
                 slot.memory[:] = resident.home[k].memory
-                cursor = json.loads(resident.cursors[k])
-                resident.run.load(k, slot.segments, cursor, slot.gradients)
+                if isinstance(resident.run, ShardRun):
+                    cursor = json.loads(resident.cursors[k])
+                    resident.run.load(k, slot.segments, cursor, slot.gradients)
+                else:
+                    resident.run.load(k, slot.segments)
             case ActionKind.SPILL:
                 resident.run.unload(k)
                 slot = resident.device.pop(k)
@@ -174,7 +183,7 @@ class DeviceLoop:
             case _:
                 self.tasks.append(action)
                 resident.run.perform(action)
-                if action.kind is ActionKind.U:
+                if action.kind is ActionKind.U and isinstance(resident.run, ShardRun):
                     resident.cursors[k] = json.dumps(resident.run.cursor(k))
 
     def _from_disk(self, resident: Resident, k: int) -> Slot:
