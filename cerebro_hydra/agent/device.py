@@ -28,7 +28,6 @@ from cerebro_hydra.agent.device_messages import (
     Closed,
     Compute,
     Done,
-    EvaluationSums,
     Failed,
     Move,
     Open,
@@ -134,11 +133,11 @@ class Device:
             run.cancel()
             return
         try:
-            run.close()
+            evaluation = run.close()
         except (Exception, SystemExit) as error:
             self._fail(order.run, self._trials[order.run], error)
         else:
-            self._answer(Closed(order.run))
+            self._answer(Closed(order.run, evaluation))
 
     def _fail(self, number: int | None, trial: int, error: BaseException) -> None:
         """Tell of an error that only the trial's own code can have caused."""
@@ -158,21 +157,21 @@ class Device:
                 trial = self._trials[task.trial]
                 try:
                     with current_trial(trial):
-                        done = self._perform(task, unit.sums, last=task is unit.tasks[-1])
+                        done = self._perform(task, last=task is unit.tasks[-1])
                 except (Exception, SystemExit) as error:
                     self._fail(task.trial, trial, error)
             self._answer(replace(done, seconds=time.perf_counter() - begun))
 
-    def _perform(self, task: Action, sums: EvaluationSums, last: bool) -> Done:
+    def _perform(self, task: Action, last: bool) -> Done:
         key, run = (task.trial, task.shard), self._runs[task.trial]
         if key in self._unbound:
             cursor, _ = self._unbound.pop(key)
             run.load(task.shard, self._slots[key], cursor)
-        loss, sums_so_far = run.perform(task, sums)
+        loss = run.perform(task)
         self._memory.finish()
         if last and not run.stays:
             self._unbound[key] = run.unload(task.shard)
-        return Done(task, loss=loss, sums=sums_so_far)
+        return Done(task, loss=loss)
 
     def _move(self, order: Move) -> None:
         """Move a shard; one that a run stays bound to is let go of by the computing thread."""

@@ -9,19 +9,10 @@ from typing import Any
 from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch
+from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Bytes
 
 Cursor = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationSums:
-    """Holds what the batches of a partition gave so far; it goes where the next batch does."""
-
-    batches: int = 0
-    rows: int = 0
-    totals: Mapping[str, float] = field(default_factory=dict)
-    states: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +48,9 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device is to do the tasks of a unit, one after the other.
-
-    ``sums`` has what the batches before gave, for a unit of an evaluation.
-    """
+    """The device is to do the tasks of a unit, one after the other."""
 
     tasks: tuple[Action, ...]
-    sums: EvaluationSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +104,6 @@ class Done:
         cursor: of a shard that was written back.
         has_gradients: whether its gradients were written back too.
         loss: the mean loss of a microbatch and its rows, after its last backward.
-        sums: what the batches of an evaluation gave so far, after the last forward of one.
     """
 
     action: Action
@@ -126,14 +112,14 @@ class Done:
     cursor: Cursor | None = None
     has_gradients: bool = False
     loss: tuple[float, int] | None = None
-    sums: EvaluationSums | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The device has ended a run that was not cancelled."""
+    """The device has ended a run that was not cancelled, with what an evaluation gave."""
 
     run: int
+    evaluation: Evaluation | None = None
 
 
 @dataclass(frozen=True, slots=True)

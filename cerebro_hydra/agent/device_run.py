@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from cerebro_hydra.agent.device_messages import EvaluationSums, RunOrder
+from cerebro_hydra.agent.device_messages import RunOrder
 from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.plan.actions import Action
+from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Segments
 
 
@@ -28,13 +29,11 @@ class DeviceRun(Protocol):
         """Let go of a shard; return its cursor, and whether it has gradients in their slot."""
         ...
 
-    def perform(
-        self, task: Action, sums: EvaluationSums
-    ) -> tuple[tuple[float, int] | None, EvaluationSums | None]:
-        """Do F, B or U of a shard; return what ``Done`` tells as ``loss`` and ``sums``."""
+    def perform(self, task: Action) -> tuple[float, int] | None:
+        """Do F, B or U of a shard; return what ``Done`` tells as ``loss``."""
         ...
 
-    def close(self) -> None:
+    def close(self) -> Evaluation | None:
         """End the run after its last task, or say why its results can't be used."""
         ...
 

@@ -277,7 +277,7 @@ class QueueTrainer:
         assert tasks[0].device is not None
         if run.begins_last_step(tasks[0]):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
-        self._devices[tasks[0].device].give(Compute(tuple(tasks), run.sums))
+        self._devices[tasks[0].device].give(Compute(tuple(tasks)))
 
     def _move(self, run: QueuedRun, action: Action) -> None:
         assert action.device is not None
@@ -352,6 +352,7 @@ class QueueTrainer:
                     self._report_failure(task, answer.kind, answer.error)
             case Closed():
                 if (run := self._runs.get(answer.run)) is not None:
+                    run.evaluation = answer.evaluation
                     self._closed(run, device)
             case Done():
                 self._note(self._runs[answer.action.trial], answer)
@@ -363,8 +364,6 @@ class QueueTrainer:
             return
         if done.action.kind is ActionKind.SPILL and done.action.shard in run.homes:
             run.homes[done.action.shard].changed(done.cursor, done.has_gradients)
-        if done.sums is not None:
-            run.sums = done.sums
         if done.loss is not None:
             assert done.action.microbatch is not None
             run.losses[done.action.microbatch] = done.loss

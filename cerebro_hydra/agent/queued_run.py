@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cerebro_hydra.agent.device_messages import EvaluationSums, RunOrder
+from cerebro_hydra.agent.device_messages import RunOrder
 from cerebro_hydra.agent.device_start import WorkerDevice
 from cerebro_hydra.agent.shard_home import ShardHome
 from cerebro_hydra.agent.shard_store import HeldShard, Shard, State
@@ -16,6 +16,7 @@ from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.events import EvaluationDone, Hop, SubEpochDone
 from cerebro_hydra.plan.run_progress import RunSpec
+from cerebro_hydra.recipe import Evaluation
 
 
 @dataclass(eq=False)
@@ -45,7 +46,7 @@ class QueuedRun:
     closing: set[WorkerDevice] = field(default_factory=set)
     begun: float | None = None
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
-    sums: EvaluationSums = field(default_factory=EvaluationSums)
+    evaluation: Evaluation | None = None
     digests: dict[int, tuple[str, str]] = field(default_factory=dict)
     nbytes: int = 0
 
@@ -60,7 +61,6 @@ class QueuedRun:
         self.opened.clear()
         self.losses.clear()
         self.digests.clear()
-        self.sums = EvaluationSums()
         self.nbytes = 0
 
     def order(self, cursor: Mapping[str, Any] | None) -> RunOrder:
@@ -141,7 +141,8 @@ class QueuedRun:
 
     def _evaluated(self, incarnation: str, hop: Hop) -> EvaluationDone:
         """Return what an evaluation gave."""
-        sums = {name: (total, self.sums.rows) for name, total in self.sums.totals.items()}
+        assert self.evaluation is not None
+        found = self.evaluation
         return EvaluationDone(
-            self.task.attempt, incarnation, sums, self.seconds(), hop, dict(self.sums.states)
+            self.task.attempt, incarnation, found.sums, self.seconds(), hop, found.states
         )

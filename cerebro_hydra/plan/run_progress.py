@@ -242,11 +242,13 @@ class RunProgress:
     def _unit(self, tasks: list[Action], following: Action | None) -> Unit:
         """Return a unit; ``following`` is the task after it, None at the end of a window.
 
-        Gradients of a tied parameter are summed where the microbatches of its window ran.
+        Gradients of a tied parameter are summed where all microbatches of its window run, and an
+        evaluation is summed where all of its batches do.
         """
-        goes_on = following is not None and (
-            following.microbatch == tasks[-1].microbatch or bool(self.spec.graph.tied)
-        )
+        if following is None:
+            goes_on = not self.spec.graph.training and not self.is_in_last_window
+        else:
+            goes_on = following.microbatch == tasks[-1].microbatch or bool(self.spec.graph.tied)
         return Unit(
             tuple(tasks),
             starts_microbatch=tasks[0].kind is F and tasks[0].shard == 0,

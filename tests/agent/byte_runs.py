@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra.agent.device_messages import EvaluationSums, RunOrder
+from cerebro_hydra.agent.device_messages import RunOrder
 from cerebro_hydra.agent.trial_profile import ShardBytes, TrialProfile
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Bytes, Segments
 
 ROWS = 4  # of each microbatch
@@ -75,6 +76,8 @@ class ByteRun:
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)
     gradients: dict[int, Bytes] = field(default_factory=dict)
     first: dict[int, Segments] = field(default_factory=dict)
+    total: float = 0.0
+    rows: int = 0
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         self.shards[shard] = slots
@@ -95,9 +98,7 @@ class ByteRun:
             slots["gradients"][0] = gradients is not None
         return self.cursors.pop(shard), gradients is not None
 
-    def perform(
-        self, task: Action, sums: EvaluationSums
-    ) -> tuple[tuple[float, int] | None, EvaluationSums | None]:
+    def perform(self, task: Action) -> tuple[float, int] | None:
         time.sleep(self.trials.seconds)
         self._die()
         slots = self.shards[task.shard]
@@ -109,11 +110,9 @@ class ByteRun:
                 read = self.first[task.shard] if self.trials.stale else slots
                 loss = loss_of(read, task.microbatch)
                 if last and isinstance(self.order.task, StartSubEpoch):
-                    return (loss, ROWS), None
+                    return loss, ROWS
                 if last:
-                    total = sums.totals.get("loss", 0.0) + loss * ROWS
-                    new = EvaluationSums(sums.batches + 1, sums.rows + ROWS, {"loss": total})
-                    return None, new
+                    self.total, self.rows = self.total + loss * ROWS, self.rows + ROWS
             case ActionKind.B:
                 if self.order.task.trial in self.trials.always_lethal:
                     os._exit(1)
@@ -125,10 +124,11 @@ class ByteRun:
             case ActionKind.U:
                 trainable += self.gradients.pop(task.shard)
                 self.cursors[task.shard]["step"] += 1
-        return None, None
+        return None
 
-    def close(self) -> None:
+    def close(self) -> Evaluation | None:
         assert not self.shards
+        return Evaluation({"loss": (self.total, self.rows)}, {})
 
     def cancel(self) -> None:
         self.shards.clear()
