@@ -31,6 +31,7 @@ from cerebro_hydra.agent.device_messages import (
     Failed,
     Move,
     Open,
+    Opened,
     Order,
     Profile,
     Profiled,
@@ -124,6 +125,7 @@ class Device:
                 self._runs[order.run] = self._opener.open(order)
             except (Exception, SystemExit) as error:
                 self._fail(order.run, order.task.trial, error)
+        self._answer(Opened(order.run))
 
     def _close(self, order: Close) -> None:
         run = self._runs.pop(order.run, None)

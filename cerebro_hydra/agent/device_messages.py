@@ -95,6 +95,13 @@ class Profiled:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """The device has opened a run, or failed to."""
+
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The device has carried out an action.
 
@@ -135,4 +142,4 @@ class Failed:
     error: str
 
 
-Answer = Ready | Profiled | Done | Closed | Failed
+Answer = Ready | Profiled | Opened | Done | Closed | Failed

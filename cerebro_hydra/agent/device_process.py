@@ -125,9 +125,13 @@ class DeviceProcess:
             except OSError:
                 pass  # on_gone tells of it
 
-    def close(self) -> None:
+    def kill(self) -> None:
         """End the process at once."""
         self._process.kill()
+
+    def close(self) -> None:
+        """End the process at once."""
+        self.kill()
 
     def _named(self, buffer: Any) -> Any:
         name = self._slabs.name_of(buffer)

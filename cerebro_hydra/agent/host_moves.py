@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from cerebro_hydra.agent.device_messages import Move
-from cerebro_hydra.agent.device_start import WorkerDevice
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.shard_home import ShardHome
 from cerebro_hydra.agent.shard_store import HeldShard, ShardStore
+from cerebro_hydra.agent.worker_devices import WorkerDevice
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.worker_events import ActionDone
 

@@ -17,6 +17,7 @@ import torch
 from cerebro_hydra.agent import watchdog
 from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.checkpoint import write_checkpoint
+from cerebro_hydra.agent.device_starts import device_starts
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.partitions import decode_partitions
@@ -30,7 +31,6 @@ from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.agent.trial_runs import TrialRuns, open_trials
-from cerebro_hydra.agent.worker_devices import device_starts
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.plan import events
@@ -161,14 +161,14 @@ class _Agent:
             self._report,
             self._control.send,
             self._begin,
-            TaskWatch(
-                document.batch_seconds,
-                document.sub_epoch_seconds,
-                self._tell_slow,
-                self._end_overdue,
-            ),
+            self._limits(document)(self._end_overdue),
             document.audit_share,
         )
+
+    def _limits(self, document: RunDocument) -> Callable[..., TaskWatch]:
+        """Return what makes a watch, given what is told of an overdue task, and maybe a clock."""
+        seconds = document.batch_seconds, document.sub_epoch_seconds
+        return partial(TaskWatch, *seconds, self._tell_slow)
 
     def _queue_trainer(
         self,
@@ -188,6 +188,7 @@ class _Agent:
                 partial(open_trials, *trials),
                 slabs,
                 self._control.send,
+                self._end_process,
             ),
             worker_state(spec.document, resources),
             RunPlanner.of(spec.document, spec.manifest, resources.device_memory),
@@ -198,6 +199,7 @@ class _Agent:
             self._begin,
             self._fail,
             start.scratch,
+            self._limits(spec.document),
         )
 
         def look_again() -> None:
@@ -246,6 +248,9 @@ class _Agent:
     def _end_overdue(self, task: Task, why: str) -> None:
         """Fail the trial and end the process: nothing else ends a thread that hangs."""
         self._report(events.TaskFailed(task.attempt, self._incarnation, why))
+        self._end_process()
+
+    def _end_process(self) -> None:
         self._control.flush(FLUSH_SECONDS)
         watchdog.end(watchdog.TASK_OVERDUE)
 

@@ -28,24 +28,26 @@ from cerebro_hydra.agent.device_messages import (
     Failed,
     Move,
     Open,
+    Opened,
     Profile,
     Profiled,
     Ready,
 )
-from cerebro_hydra.agent.device_start import DeviceStart, WorkerDevice
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.host_moves import HostMoves
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.run_planner import RunPlanner
+from cerebro_hydra.agent.run_time import MakeWatch, RunTime
 from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.trial_profile import TrialProfile
+from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.worker_loop import WorkerLoop
 from cerebro_hydra.errors import ConfigurationError, StepDiffers, TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
-from cerebro_hydra.plan.instructions import FetchShards, StartSubEpoch
+from cerebro_hydra.plan.instructions import FetchShards
 from cerebro_hydra.plan.worker_events import (
     ActionDone,
     DeviceJoined,
@@ -65,11 +67,6 @@ PROGRESS_SECONDS = 0.5
 MOST_LOSSES = 3
 """Devices that may die while they compute for a run, before its trial is held to be the cause."""
 
-_FAILURES: dict[str, Callable[[int, str, str], events.Event]] = {
-    TransferError.__name__: events.TransferFailed,
-    StepDiffers.__name__: events.AuditFailed,
-}
-
 
 class QueueTrainer:
     """Trains and evaluates in the queues of a worker; methods may be called from any thread.
@@ -84,6 +81,7 @@ class QueueTrainer:
         begin: tells it of an attempt before any code of the trial runs; returns when it is sent.
         broken: takes an error of the queues or devices themselves, which ends the agent.
         scratch: a folder on a disk of this machine.
+        make_watch: makes what watches a run.
     """
 
     def __init__(
@@ -99,31 +97,33 @@ class QueueTrainer:
         begin: Callable[[int], object],
         broken: Callable[[Exception], object],
         scratch: str,
+        make_watch: MakeWatch,
     ) -> None:
         self._incarnation = incarnation
-        self._starts = starts
         self._state = state
+        self._loop = WorkerLoop(state, self._carry_out, broken, self._check_times)
         self._planner = planner
         self._shard_store = shard_store
         self._fetch_manager = fetch_manager
         self._report = report
         self._send = send
         self._begin = begin
-        self._loop = WorkerLoop(state, self._carry_out, broken)
+        self._make_watch = make_watch
         self._numbers = itertools.count()
         self._runs: dict[int, QueuedRun] = {}
         self._cancelled: set[int] = set()
         self._profiles: dict[int, TrialProfile] = {}
         self._unprofiled: dict[int, list[Task]] = {}  # tasks by trial
         self._arriving: list[Action] = []
-        self._down: set[int] = set()  # devices that died and are not back yet
         self._next_progress = 0.0
-        self._host = HostMoves(shard_store, scratch, self._on_moved)
-        self._devices: list[WorkerDevice] = []
+        self._host = HostMoves(shard_store, scratch, self._loop.through(self._moved))
+        self._devices = WorkerDevices(
+            starts, self._loop.through(self._hear), self._loop.through(self._replace)
+        )
 
     def start(self) -> None:
         """Start the devices and the loop."""
-        self._devices = [start(self._on_answer, self._on_gone) for start in self._starts]
+        self._devices.start()
         self._loop.start()
 
     def perform(self, task: Task, uri: str | None) -> None:
@@ -159,8 +159,7 @@ class QueueTrainer:
         """End the devices, whatever they are doing."""
         self._loop.stop()
         self._loop.join()
-        for device in self._devices:
-            device.close()
+        self._devices.close()
         self._host.close()
 
     # ------------------------------------------------------------------ tasks
@@ -185,16 +184,13 @@ class QueueTrainer:
         profile = self._profiles[task.trial]
         spec = self._planner.run_spec(next(self._numbers), task, profile)
         look = self._shard_store.follow(task.trial, task.source.visit)
-        self._announce(run := QueuedRun(task, profile, spec, look))
+        timed = RunTime(task, self._make_watch, self._end_overdue)
+        run = QueuedRun(task, profile, spec, look, timed)
+        run.announce(self._shard_store)
         known = self._state.runs.keys()
         self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}
         self._runs[spec.run] = run
         self._loop.tell(RunAdded(spec))
-
-    def _announce(self, run: QueuedRun) -> None:
-        if isinstance(task := run.task, StartSubEpoch):
-            shards = run.spec.graph.shards
-            run.state = self._shard_store.expect(task.trial, task.visit, shards)
 
     def _cancel(self, attempt: int) -> None:
         self._cancelled.add(attempt)
@@ -204,8 +200,7 @@ class QueueTrainer:
 
     def _end_early(self, run: QueuedRun) -> None:
         run.over = True
-        if run.state is not None:
-            self._shard_store.retract(run.state)
+        run.retract(self._shard_store)
         self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
         for device in run.opened:
             device.give(Close(run.number, cancelled=True))
@@ -222,11 +217,15 @@ class QueueTrainer:
             self._report_failure(run.task, kind, why)
 
     def _report_failure(self, task: Task, kind: str, why: str) -> None:
+        if task.attempt in self._cancelled:
+            return
+        report: Callable[[int, str, str], events.Event] = events.TaskFailed
         if kind == TransferError.__name__:
             why = self._fetch_manager.error(task.trial, task.source.visit) or why
-        if task.attempt not in self._cancelled:
-            failure = _FAILURES.get(kind, events.TaskFailed)
-            self._report(failure(task.attempt, self._incarnation, why))
+            report = events.TransferFailed
+        elif kind == StepDiffers.__name__:
+            report = events.AuditFailed
+        self._report(report(task.attempt, self._incarnation, why))
 
     # ------------------------------------------------------------------ what the queues decide
 
@@ -268,15 +267,15 @@ class QueueTrainer:
     def _restart(self, run: QueuedRun) -> None:
         for device in run.opened:
             device.give(Close(run.number, cancelled=True))
-        if run.state is not None:
-            self._shard_store.retract(run.state)
+        run.retract(self._shard_store)
         run.begin_anew()
-        self._announce(run)
+        run.announce(self._shard_store)
 
     def _compute(self, run: QueuedRun, tasks: list[Action]) -> None:
         assert tasks[0].device is not None
         if run.begins_last_step(tasks[0]):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
+        run.time.start()
         self._devices[tasks[0].device].give(Compute(tuple(tasks)))
 
     def _move(self, run: QueuedRun, action: Action) -> None:
@@ -287,6 +286,7 @@ class QueueTrainer:
                 home = run.homes[action.shard]
                 if device not in run.opened:
                     run.opened.add(device)
+                    run.time.build()
                     device.give(Open(run.order(home.cursor)))
                 gradients = run.gradients(action.shard)
                 device.give(Move(action, home.slabs, home.cursor, gradients))
@@ -314,9 +314,6 @@ class QueueTrainer:
             else:
                 self._host.receive(run, action, held)
 
-    def _on_moved(self, run: QueuedRun, moved: ActionDone, error: Exception | None) -> None:
-        self._loop.put(partial(self._moved, run, moved, error))
-
     def _moved(self, run: QueuedRun, moved: ActionDone, error: Exception | None) -> None:
         action = moved.action
         if error is not None:
@@ -328,17 +325,12 @@ class QueueTrainer:
         else:
             self._loop.tell(moved)
 
-    def _on_answer(self, device: WorkerDevice, answer: Answer) -> None:
-        self._loop.put(partial(self._hear, device, answer))
-
     def _hear(self, device: WorkerDevice, answer: Answer) -> None:
         if device not in self._devices:
             return  # it has died
         match answer:
             case Ready():
-                number = self._devices.index(device)
-                if number in self._down:
-                    self._down.remove(number)
+                if (number := self._devices.ready(device)) is not None:
                     self._loop.tell(DeviceJoined(number))
             case Profiled():
                 self._profiles[answer.trial] = answer.profile
@@ -350,6 +342,9 @@ class QueueTrainer:
             case Failed():
                 for task in self._unprofiled.pop(answer.trial, ()):
                     self._report_failure(task, answer.kind, answer.error)
+            case Opened():
+                if (run := self._runs.get(answer.run)) is not None:
+                    run.time.built()
             case Closed():
                 if (run := self._runs.get(answer.run)) is not None:
                     run.evaluation = answer.evaluation
@@ -358,8 +353,25 @@ class QueueTrainer:
                 self._note(self._runs[answer.action.trial], answer)
                 self._loop.tell(ActionDone(answer.action, answer.seconds))
 
+    def _check_times(self) -> None:
+        for run in self._runs.values():
+            if not run.over:
+                run.time.check()
+
+    def _end_overdue(self, task: Task, why: str) -> None:
+        """Fail a run whose code takes too long, and end the device that runs it."""
+        (run,) = (run for run in self._runs.values() if run.task is task)
+        self._fail(run, "", why)
+        for number, queue in self._state.queues.items():
+            if queue.running is not None and queue.running.key[0] == run.number:
+                self._devices[number].kill()
+
     def _note(self, run: QueuedRun, done: Done) -> None:
         """Keep what an action gave."""
+        if done.action.kind.computes:
+            run.time.stop(run.ends_batch(done.action))
+            if len(self._state.queues[done.action.device or 0].unanswered) > 1:
+                run.time.start()
         if run.over:
             return
         if done.action.kind is ActionKind.SPILL and done.action.shard in run.homes:
@@ -371,22 +383,17 @@ class QueueTrainer:
                 self._next_progress = time.monotonic() + PROGRESS_SECONDS
                 self._send({"progress": run.progress(done.action.microbatch)})
 
-    def _on_gone(self, device: WorkerDevice) -> None:
-        self._loop.put(partial(self._replace, device))
-
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""
-        number = self._devices.index(device)
+        number, was_up = self._devices.replace(device)
         running = self._state.queues[number].running
         run = None if running is None else self._runs[running.key[0]]
-        if number not in self._down:
-            self._down.add(number)
+        if was_up:
             self._loop.tell(DeviceLost(number))
         for each in self._runs.values():
             each.opened.discard(device)
             if device in each.closing:
                 self._closed(each, device)
-        self._devices[number] = self._starts[number](self._on_answer, self._on_gone)
         if run is not None:
             run.lost += 1
             if run.lost == MOST_LOSSES:

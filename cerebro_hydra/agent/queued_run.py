@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cerebro_hydra.agent.device_messages import RunOrder
-from cerebro_hydra.agent.device_start import WorkerDevice
+from cerebro_hydra.agent.run_time import RunTime
 from cerebro_hydra.agent.shard_home import ShardHome
-from cerebro_hydra.agent.shard_store import HeldShard, Shard, State
+from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
 from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.trial_profile import TrialProfile
+from cerebro_hydra.agent.worker_devices import WorkerDevice
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.events import EvaluationDone, Hop, SubEpochDone
+from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.recipe import Evaluation
 
@@ -26,6 +28,7 @@ class QueuedRun:
     Attributes:
         state: what the run publishes; None for an evaluation.
         look: finds a shard of the state before, or says that it will never come.
+        time: of its own computing.
         opened: the devices that have opened the run.
         lost: how many devices died while they computed for it.
         over: whether it has been reported how the run ended.
@@ -38,6 +41,7 @@ class QueuedRun:
     profile: TrialProfile
     spec: RunSpec
     look: Callable[[int], HeldShard | None]
+    time: RunTime
     state: State | None = None
     homes: dict[int, ShardHome] = field(default_factory=dict)
     opened: set[WorkerDevice] = field(default_factory=set)
@@ -54,6 +58,17 @@ class QueuedRun:
     def number(self) -> int:
         """Return what tells the runs of a worker apart."""
         return self.spec.run
+
+    def announce(self, store: ShardStore) -> None:
+        """Announce the state that a sub-epoch will publish."""
+        if isinstance(self.task, StartSubEpoch):
+            shards = self.spec.graph.shards
+            self.state = store.expect(self.task.trial, self.task.visit, shards)
+
+    def retract(self, store: ShardStore) -> None:
+        """Take back what was published."""
+        if self.state is not None:
+            store.retract(self.state)
 
     def begin_anew(self) -> None:
         """Forget what the run gave."""
@@ -94,6 +109,12 @@ class QueuedRun:
         last = graph.window_of(graph.microbatches - 1).start
         first = action.kind is ActionKind.F and action.shard == 0 and action.microbatch == last
         return first and graph.training
+
+    def ends_batch(self, task: Action) -> bool:
+        """Return whether a batch has been through all shards with a task."""
+        if self.spec.graph.training:
+            return task.kind is ActionKind.B and task.shard == 0
+        return task.shard == self.spec.graph.shards - 1
 
     def seconds(self) -> float:
         """Return the seconds since the run's first shard was there."""

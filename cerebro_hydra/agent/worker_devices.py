@@ -1,67 +1,77 @@
-"""Starts the devices of an agent: itself if there is one, else a process for each."""
+"""Keeps the devices of a worker up, wherever they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from cerebro_hydra.agent.device import Device
-from cerebro_hydra.agent.device_memory import DeviceMemory
 from cerebro_hydra.agent.device_messages import Answer, Order
-from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings, fork_server
-from cerebro_hydra.agent.device_run import RunOpener
-from cerebro_hydra.agent.device_start import DeviceStart, WorkerDevice
-from cerebro_hydra.agent.slabs import Slabs
 
 
-class OwnDevice:
-    """Is a device in the agent's own process."""
-
-    def __init__(
-        self,
-        opener: RunOpener,
-        double_buffering: bool,
-        on_answer: Callable[[WorkerDevice, Answer], object],
-        on_gone: Callable[[WorkerDevice], object],  # with the agent
-    ) -> None:
-        self._device = Device(
-            opener,
-            DeviceMemory(),
-            lambda answer: on_answer(self, answer),
-            double_buffering=double_buffering,
-        )
-        self._device.start()
+class WorkerDevice(Protocol):
+    """Takes orders for a device, here or in another process. Thread-safe."""
 
     def give(self, order: Order) -> None:
         """Take an order and return at once."""
-        self._device.give(order)
+        ...
+
+    def kill(self) -> None:
+        """End the process of the device, because it hangs."""
+        ...
 
     def close(self) -> None:
-        """End the device after what it is doing."""
-        self._device.close()
+        """End the device; nothing that was ordered needs to be done any more."""
+        ...
 
 
-def device_starts(
-    devices: int,
-    opener: RunOpener,
-    make_opener: Callable[[], RunOpener],
-    slabs: Slabs,
-    on_said: Callable[[Mapping[str, Any]], object],
-    double_buffering: bool = True,
-) -> Sequence[DeviceStart]:
-    """Return what starts each device.
+OnAnswer = Callable[[WorkerDevice, Answer], object]
+OnGone = Callable[[WorkerDevice], object]
+DeviceStart = Callable[[OnAnswer, OnGone], WorkerDevice]
+"""Starts a device, and is told what takes its answers and what hears of its death."""
+
+
+class WorkerDevices:
+    """Holds the present devices of a worker by their numbers; one thread uses it.
 
     Args:
-        opener: opens runs in this process.
-        make_opener: makes what opens them in another process.
-        on_said: takes what code in another process prints and logs.
+        starts: each starts the device of its place.
     """
-    if devices == 1:
-        return [partial(OwnDevice, opener, double_buffering)]
-    settings = DeviceSettings(fork_server(), make_opener, double_buffering)
 
-    def start(on_answer: Any, on_gone: Any) -> DeviceProcess:
-        return DeviceProcess(settings, slabs, on_answer, on_gone, on_said)
+    def __init__(self, starts: Sequence[DeviceStart], on_answer: OnAnswer, on_gone: OnGone) -> None:
+        self._starts = starts
+        self._on_answer, self._on_gone = on_answer, on_gone
+        self._devices: list[WorkerDevice] = []
+        self._down: set[int] = set()  # their numbers, from a death until the next one is ready
 
-    return [start] * devices
+    def start(self) -> None:
+        """Start them all."""
+        self._devices = [start(self._on_answer, self._on_gone) for start in self._starts]
+
+    def __getitem__(self, number: int) -> WorkerDevice:
+        """Return a device."""
+        return self._devices[number]
+
+    def __contains__(self, device: WorkerDevice) -> bool:
+        """Return whether it was not replaced."""
+        return device in self._devices
+
+    def replace(self, device: WorkerDevice) -> tuple[int, bool]:
+        """Start a device that died again; return its number and whether it was ready before."""
+        number = self._devices.index(device)
+        was_up = number not in self._down
+        self._down.add(number)
+        self._devices[number] = self._starts[number](self._on_answer, self._on_gone)
+        return number, was_up
+
+    def ready(self, device: WorkerDevice) -> int | None:
+        """Note that a device is ready; return its number if one of that number had died."""
+        number = self._devices.index(device)
+        if number not in self._down:
+            return None
+        self._down.remove(number)
+        return number
+
+    def close(self) -> None:
+        """End them all."""
+        for device in self._devices:
+            device.close()

@@ -21,6 +21,7 @@ from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Bytes, Segments
+from tests.agent.standins import SECONDS
 
 ROWS = 4  # of each microbatch
 
@@ -34,6 +35,7 @@ class ByteTrials:
         seconds: how long each task takes.
         lethal: a file that ends the process in the first task after it was made, once.
         always_lethal: the trials whose code ends the process in a backward.
+        hanging: the trials whose code never returns from a backward.
         faulty: the trials whose code raises in a backward.
         stale: the code reads the first slots that a shard lay in.
     """
@@ -43,6 +45,7 @@ class ByteTrials:
     seconds: float = 0.0
     lethal: str | None = None
     always_lethal: frozenset[int] = frozenset()
+    hanging: frozenset[int] = frozenset()
     faulty: frozenset[int] = frozenset()
     stale: bool = False
 
@@ -116,6 +119,8 @@ class ByteRun:
             case ActionKind.B:
                 if self.order.task.trial in self.trials.always_lethal:
                     os._exit(1)
+                if self.order.task.trial in self.trials.hanging:
+                    time.sleep(10 * SECONDS)
                 if self.order.task.trial in self.trials.faulty:
                     raise ValueError("the user's code is wrong")
                 gradient = gradient_of(trainable, task.microbatch)

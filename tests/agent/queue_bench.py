@@ -6,6 +6,7 @@ import queue
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.agent.shard_store import Shard, ShardStore
 from cerebro_hydra.agent.slabs import Slabs
+from cerebro_hydra.agent.task_watch import TaskWatch
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch, StateSource
@@ -110,6 +112,7 @@ class QueueBench:
         recompute: bool | None = None,
         double_buffering: bool = True,
         context: Any = None,
+        batch_seconds: float | None = None,
     ) -> None:
         self.slabs = Slabs()
         self._scratch = tempfile.TemporaryDirectory()
@@ -141,6 +144,7 @@ class QueueBench:
             lambda attempt: None,
             self.reported.put,
             self._scratch.name,
+            partial(TaskWatch, batch_seconds, None, print),
         )
         self.store.on_change = self.trainer.look_again
         self.trainer.start()

@@ -188,3 +188,13 @@ def _lives(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_task_that_hangs_ends_with_its_device() -> None:
+    trials = ByteTrials(SIZES, hanging=frozenset({1}))
+    with bench(trials, len(SIZES), [4500, 4500], batch_seconds=0.5) as made:
+        begin(made, trials, 2)
+        results = {result.attempt: result for result in (made.result(), made.result())}
+        assert isinstance(results[1], events.TaskFailed)
+        assert "longer than batch_seconds=0.5" in results[1].error
+        assert_trained(made, trials, 0, results[0], trials.initial(0))
