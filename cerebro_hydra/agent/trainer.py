@@ -93,6 +93,18 @@ class Trainer:
         self._watch.forget(trial)
         self._fetch_manager.forget(trial)
 
+    def start(self) -> None:
+        """Begin to watch tasks."""
+        self._watch.start()
+
+    def close(self) -> None:
+        """Watch tasks no more."""
+        self._watch.close()
+
+    def drop(self, trial: int, visit: int) -> None:
+        """Forget a state, and end its fetch."""
+        self._fetch_manager.drop(trial, visit)
+
     def cancel(self, attempt: int) -> None:
         """Take an attempt back, running or not, with what it published; called from any thread."""
         with self._lock:

@@ -36,7 +36,8 @@ class TrialSpec:
     """Describes one trial: all that an agent needs, with the user's code, which travels once.
 
     `seed` keys the trial's random numbers; `cut` and `template` are what admission found;
-    `nbytes` is the size of its state; `steps` holds optimizer steps per partition.
+    `nbytes` is the size of its state; `steps` holds optimizer steps per partition. `recompute` says
+    whether activations are computed again in backward; None leaves it to the worker.
     """
 
     trial: Count
@@ -57,6 +58,8 @@ class TrialSpec:
     """Whether its result is the state after its best epoch, or after its last."""
     custom_metrics: tuple[str, ...] = ()
     """The names of the metrics that the user's code merges from partitions."""
+    schedule: Annotated[str, one_of("sequential", "sharp")] = "sequential"
+    recompute: bool | None = None
 
     @property
     def steps_per_epoch(self) -> int:

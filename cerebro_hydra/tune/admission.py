@@ -189,6 +189,8 @@ class Admission:
             patience=recipe.early_stopping,
             keep=self._kept_by(recipe),
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
+            schedule=recipe.schedule,
+            recompute=recipe.recompute if isinstance(recipe.recompute, bool) else None,
         )
         self._folder.write_trial(spec)
         self._report_cut(spec, admission.report)
