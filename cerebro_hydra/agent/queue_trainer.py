@@ -6,8 +6,8 @@
     shards arrived ──┤  WorkerState  ├──► host: disk, digests, publishing
     devices' answers ┴──  one loop ──┴──► reports
 
-The loop is one thread, which never waits: moves within the host run on threads of their own, and
-whatever happens comes back as a piece of work for the loop.
+The loop never waits: moves within the host have threads of their own, and whatever happens comes
+back as work for the loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.worker_loop import WorkerLoop
-from cerebro_hydra.errors import ConfigurationError, StepDiffers, TransferError
+from cerebro_hydra.errors import StepDiffers, TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import FetchShards
@@ -62,14 +62,13 @@ from cerebro_hydra.plan.worker_events import (
 from cerebro_hydra.plan.worker_events import Answer as Decision
 from cerebro_hydra.plan.worker_state import WorkerState
 
+_REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
 PROGRESS_SECONDS = 0.5
-
-MOST_LOSSES = 3
-"""Devices that may die while they compute for a run, before its trial is held to be the cause."""
+MOST_LOSSES = 3  # devices that may die while they compute for a run, until its trial is the cause
 
 
 class QueueTrainer:
-    """Trains and evaluates in the queues of a worker; methods may be called from any thread.
+    """Trains and evaluates in the queues of a worker. Thread-safe.
 
     Args:
         incarnation: names this agent.
@@ -116,10 +115,9 @@ class QueueTrainer:
         self._unprofiled: dict[int, list[Task]] = {}  # tasks by trial
         self._arriving: list[Action] = []
         self._next_progress = 0.0
-        self._host = HostMoves(shard_store, scratch, self._loop.through(self._moved))
-        self._devices = WorkerDevices(
-            starts, self._loop.through(self._hear), self._loop.through(self._replace)
-        )
+        through = self._loop.through
+        self._host = HostMoves(shard_store, scratch, through(self._moved))
+        self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
 
     def start(self) -> None:
         """Start the devices and the loop."""
@@ -172,10 +170,9 @@ class QueueTrainer:
         if task.trial in self._profiles:
             self._enter(task)
             return
-        waiting = self._unprofiled.setdefault(task.trial, [])
-        waiting.append(task)
-        if len(waiting) == 1:
+        if task.trial not in self._unprofiled:
             self._devices[0].give(Profile(task.trial))
+        self._unprofiled.setdefault(task.trial, []).append(task)
 
     def _enter(self, task: Task) -> None:
         """Hand a task to the queues."""
@@ -247,7 +244,7 @@ class QueueTrainer:
 
     def _end(self, run: QueuedRun, ended: RunEnded) -> None:
         if ended.outcome == "refused":
-            self._fail(run, ConfigurationError.__name__, ended.reason)
+            self._fail(run, "", f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
             run.closing = set(run.opened)
             for device in run.opened:

@@ -94,9 +94,7 @@ class QueuedRun:
 
     def gradients(self, shard: int) -> int:
         """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
-        graph = self.spec.graph
-        lasting = graph.training and (graph.window > 1 or graph.barrier or bool(graph.tied))
-        return self.profile.shards[shard].gradients if lasting else 0
+        return self.profile.kept_gradients(shard, self.spec.graph)
 
     def published(self, number: int, shard: Shard) -> None:
         """Note what was published of a shard."""

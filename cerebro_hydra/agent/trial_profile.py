@@ -53,17 +53,23 @@ class TrialProfile:
     @property
     def state_bytes(self) -> int:
         """Return the bytes that training needs on a device which holds all shards."""
-        return sum(shard.state for shard in self.training(0, 1, 1, False).shards)
+        return sum(shard.frozen + shard.trainable + shard.gradients for shard in self.shards)
+
+    def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
+        """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
+        kept = graph.training and (graph.window > 1 or graph.barrier or bool(graph.tied))
+        return self.shards[shard].gradients if kept else 0
 
     def training(self, run: int, microbatches: int, window: int, recompute: bool) -> RunSpec:
         """Return the run of a sub-epoch."""
         graph = TaskGraph(len(self.shards), microbatches, window, self.barrier, self.tied)
         shards = tuple(
             ShardSpec(
-                state=shard.frozen + shard.trainable + shard.gradients,
+                state=shard.frozen + shard.trainable + self.kept_gradients(number, graph),
+                activations=shard.gradients,
                 forward_writes=shard.forward_writes,
             )
-            for shard in self.shards
+            for number, shard in enumerate(self.shards)
         )
         return RunSpec(run, graph, shards, by_modules=True, recompute=recompute)
 

@@ -54,7 +54,7 @@ def test_any_budgets_neighbours_and_killed_devices_leave_the_bytes_alone(seed: i
     choice = random.Random(seed)
     sizes = tuple(choice.randrange(64, 5000) for _ in range(choice.randrange(1, 5)))
     trials = ByteTrials(sizes, choice.choice([1, 1, 3]), choice.choice([0, 0.002]))
-    need = max(shard.state for shard in trials.profile(0).training(0, 1, 1, True).shards)
+    need = trials.profile(0).training(0, 1, trials.window, True).device_need
     budgets = [choice.choice([need, 2 * need, None]) for _ in range(choice.randrange(1, 4))]
     number = choice.randrange(1, 5)
     kills = [choice.random() / 10 for _ in range(choice.choice([0, 1, 2]))]
