@@ -29,6 +29,7 @@ from cerebro_hydra.agent.device_messages import (
     Compute,
     Done,
     Failed,
+    Forget,
     Move,
     Open,
     Opened,
@@ -39,8 +40,10 @@ from cerebro_hydra.agent.device_messages import (
 )
 from cerebro_hydra.agent.device_run import DeviceRun, RunOpener
 from cerebro_hydra.agent.logs import current_trial
+from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.storage.run_document import TrialSpec
 
 Key = tuple[int, int]  # run and shard
 Cursor = Mapping[str, Any]
@@ -93,6 +96,8 @@ class Device:
         match order:
             case Profile():
                 self._computing.put(partial(self._profile, order.trial))
+            case Forget():
+                self._computing.put(partial(self._opener.forget, order.trial))
             case Open():
                 self._over.discard(order.order.run)
                 self._computing.put(partial(self._open, order.order))
@@ -109,14 +114,14 @@ class Device:
 
     # ------------------------------------------------------------------ runs
 
-    def _profile(self, trial: int) -> None:
-        with current_trial(trial):
+    def _profile(self, trial: TrialSpec) -> None:
+        with current_trial(trial.trial):
             try:
                 profile = self._opener.profile(trial)
             except (Exception, SystemExit) as error:
-                self._fail(None, trial, error)
+                self._fail(None, trial.trial, error)
             else:
-                self._answer(Profiled(trial, profile))
+                self._answer(Profiled(trial.trial, profile))
 
     def _open(self, order: RunOrder) -> None:
         self._trials[order.run] = order.task.trial
@@ -148,7 +153,8 @@ class Device:
             self._over.add(number)
             self._computing.put(partial(self._close, Close(number, cancelled=True)))
         self._computing.put(gc.collect)  # frames can refer to the trial's memory in a circle
-        self._answer(Failed(number, trial, type(error).__name__, story))
+        lacking = memory_that_ran_out(error)
+        self._answer(Failed(number, trial, type(error).__name__, story, lacking))
 
     # ------------------------------------------------------------------ actions
 

@@ -11,6 +11,7 @@ from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Bytes
+from cerebro_hydra.storage.run_document import TrialSpec
 
 Cursor = Mapping[str, Any]
 
@@ -21,12 +22,14 @@ class RunOrder:
 
     Args:
         run: its number, which its actions carry as their trial.
+        trial: what is trained or evaluated.
         task: what the coordinator asked for.
         start_step: the optimizer steps that the trial has done before.
         recompute: whether a backward computes its forward again.
     """
 
     run: int
+    trial: TrialSpec
     task: StartSubEpoch | Evaluate
     start_step: int
     recompute: bool
@@ -35,6 +38,13 @@ class RunOrder:
 @dataclass(frozen=True, slots=True)
 class Profile:
     """The device is to build a trial and to tell its profile."""
+
+    trial: TrialSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The device is to forget a trial, which is over."""
 
     trial: int
 
@@ -78,7 +88,7 @@ class Close:
     cancelled: bool = False
 
 
-Order = Profile | Open | Compute | Move | Close
+Order = Profile | Forget | Open | Compute | Move | Close
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +143,14 @@ class Closed:
 class Failed:
     """Code of a trial has failed: a run's, or the factory that was to build the trial.
 
-    ``kind`` names the exception's class.
+    ``kind`` names the exception's class, and ``lacking`` says what memory ran out.
     """
 
     run: int | None
     trial: int
     kind: str
     error: str
+    lacking: str | None = None
 
 
 Answer = Ready | Profiled | Opened | Done | Closed | Failed

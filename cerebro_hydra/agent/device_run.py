@@ -10,6 +10,7 @@ from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.storage.run_document import TrialSpec
 
 
 class DeviceRun(Protocol):
@@ -45,8 +46,12 @@ class DeviceRun(Protocol):
 class RunOpener(Protocol):
     """Builds trials in the process of a device."""
 
-    def profile(self, trial: int) -> TrialProfile:
+    def profile(self, trial: TrialSpec) -> TrialProfile:
         """Build a trial, unless it was built before, and describe it."""
+        ...
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
         ...
 
     def open(self, order: RunOrder) -> DeviceRun:

@@ -44,6 +44,7 @@ from cerebro_hydra.plan.instructions import (
     Instruction,
     StartSubEpoch,
 )
+from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -209,7 +210,11 @@ class _Agent:
                 self._control.send,
                 self._end_process,
             ),
-            resources.queues(planner.rule),
+            WorkerState(
+                [resources.device_memory] * resources.devices,
+                resources.queued_memory,
+                planner.rule,
+            ),
             planner,
             self._shard_store,
             self._fetch_manager,
@@ -299,7 +304,6 @@ class _Agent:
             if self._resources.host_memory is None:
                 states = self._resources.most_residents * budget_of(spec.nbytes)
                 self._shard_store.segments.raise_budget(states)
-            self._builder.add(spec)
             self._trainer.learn(spec)
         self._obey(from_json(message["do"]), message["uri"])
 

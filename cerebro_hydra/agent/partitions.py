@@ -14,10 +14,10 @@ Partitions = dict[int, CachedPartition]
 
 def decode_partitions(
     manifest: Manifest,
-    own: Sequence[int],
     store: Store,
     scratch: str,
-    stopping: threading.Event | None = None,
+    stopping: threading.Event | None,
+    own: Sequence[int],
 ) -> dict[str, Partitions]:
     """Return partitions by split and number; those that come after ``stopping`` are left out.
 

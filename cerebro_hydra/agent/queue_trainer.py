@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from cerebro_hydra.agent.attempt_reports import AttemptReports
 from cerebro_hydra.agent.device_messages import (
     Answer,
     Close,
@@ -26,25 +27,27 @@ from cerebro_hydra.agent.device_messages import (
     Compute,
     Done,
     Failed,
+    Forget,
     Move,
     Open,
     Opened,
-    Profile,
     Profiled,
     Ready,
 )
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.host_moves import HostMoves
+from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.run_time import MakeWatch, RunTime
 from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.task_entrance import TaskEntrance
 from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.worker_loop import WorkerLoop
-from cerebro_hydra.errors import StepDiffers, TransferError
+from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import FetchShards
@@ -61,6 +64,7 @@ from cerebro_hydra.plan.worker_events import (
 )
 from cerebro_hydra.plan.worker_events import Answer as Decision
 from cerebro_hydra.plan.worker_state import WorkerState
+from cerebro_hydra.storage.run_document import TrialSpec
 
 _REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
 PROGRESS_SECONDS = 0.5
@@ -105,24 +109,35 @@ class QueueTrainer:
         self._shard_store = shard_store
         self._fetch_manager = fetch_manager
         self._report = report
+        self._reports = AttemptReports(incarnation, fetch_manager, report)
         self._send = send
         self._begin = begin
         self._make_watch = make_watch
         self._numbers = itertools.count()
         self._runs: dict[int, QueuedRun] = {}
-        self._cancelled: set[int] = set()
-        self._profiles: dict[int, TrialProfile] = {}
-        self._unprofiled: dict[int, list[Task]] = {}  # tasks by trial
         self._arriving: list[Action] = []
         self._next_progress = 0.0
         through = self._loop.through
         self._host = HostMoves(shard_store, scratch, through(self._moved))
         self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
+        self._entrance = TaskEntrance(planner, self._devices, self._reports, self._enter)
 
     def start(self) -> None:
         """Start the devices and the loop."""
         self._devices.start()
         self._loop.start()
+
+    def learn(self, spec: TrialSpec) -> None:
+        """Take in what a trial is, before anything else is asked of it."""
+        self._planner.learn(spec)
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
+        self._loop.put(partial(self._forget, trial))
+
+    def accept(self, attempt: int) -> None:
+        """Note that an attempt will be performed, so that it can be taken back until it is done."""
+        self._loop.put(partial(self._reports.accept, attempt))
 
     def perform(self, task: Task, uri: str | None) -> None:
         """Take a task, and report later how it ended."""
@@ -131,7 +146,7 @@ class QueueTrainer:
     def prefetch(self, task: Task | FetchShards, uri: str | None) -> None:
         """Start fetching the state that a task begins with."""
         source = task.source
-        shards = self._planner.num_shards(task.trial)
+        shards = len(self._planner.trial(task.trial).shards)
         self._fetch_manager.fetch(
             FetchRequest(task.trial, source.visit, shards, source.incarnation, uri)
         )
@@ -163,26 +178,19 @@ class QueueTrainer:
     # ------------------------------------------------------------------ tasks
 
     def _add(self, task: Task, uri: str | None) -> None:
-        if task.attempt in self._cancelled:
+        if task.attempt not in self._reports:
             return
         self._begin(task.attempt)
         self.prefetch(task, uri)
-        if task.trial in self._profiles:
-            self._enter(task)
-            return
-        if task.trial not in self._unprofiled:
-            self._devices[0].give(Profile(task.trial))
-        self._unprofiled.setdefault(task.trial, []).append(task)
+        self._entrance.enter(task)
 
-    def _enter(self, task: Task) -> None:
+    def _enter(self, task: Task, profile: TrialProfile) -> None:
         """Hand a task to the queues."""
-        if task.attempt in self._cancelled:
-            return
-        profile = self._profiles[task.trial]
+        trial = self._planner.trial(task.trial)
         spec = self._planner.run_spec(next(self._numbers), task, profile)
         look = self._shard_store.follow(task.trial, task.source.visit)
         timed = RunTime(task, self._make_watch, self._end_overdue)
-        run = QueuedRun(task, profile, spec, look, timed)
+        run = QueuedRun(trial, task, profile, spec, look, timed)
         run.announce(self._shard_store)
         known = self._state.runs.keys()
         self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}
@@ -190,39 +198,36 @@ class QueueTrainer:
         self._loop.tell(RunAdded(spec))
 
     def _cancel(self, attempt: int) -> None:
-        self._cancelled.add(attempt)
+        self._reports.take_back(attempt)
         for run in self._runs.values():
             if run.task.attempt == attempt:
                 self._end_early(run)
 
     def _end_early(self, run: QueuedRun) -> None:
-        run.over = True
+        was_over, run.over = run.over, True
         run.retract(self._shard_store)
         self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
         for device in run.opened:
             device.give(Close(run.number, cancelled=True))
         self._look()
+        if not was_over:
+            self._entrance.leave(run.task.trial)
 
     def _release(self, trial: int, visit: int) -> None:
         for run in self._runs.values():
             if run.state is not None and (run.task.trial, run.state.visit) == (trial, visit):
                 self._loop.tell(RunReleased(run.number))
 
-    def _fail(self, run: QueuedRun, kind: str, why: str) -> None:
+    def _forget(self, trial: int) -> None:
+        self._planner.forget(trial)
+        self._entrance.forget(trial)
+        self._fetch_manager.forget(trial)
+        self._devices.tell(Forget(trial))
+
+    def _fail(self, run: QueuedRun, kind: str, why: str, lacking: str | None = None) -> None:
         if not run.over:
             self._end_early(run)
-            self._report_failure(run.task, kind, why)
-
-    def _report_failure(self, task: Task, kind: str, why: str) -> None:
-        if task.attempt in self._cancelled:
-            return
-        report: Callable[[int, str, str], events.Event] = events.TaskFailed
-        if kind == TransferError.__name__:
-            why = self._fetch_manager.error(task.trial, task.source.visit) or why
-            report = events.TransferFailed
-        elif kind == StepDiffers.__name__:
-            report = events.AuditFailed
-        self._report(report(task.attempt, self._incarnation, why))
+            self._reports.failed(run.task, kind, why, lacking)
 
     # ------------------------------------------------------------------ what the queues decide
 
@@ -259,7 +264,8 @@ class QueueTrainer:
         result = run.result(self._incarnation, self._fetch_manager.take_hop(run.task.trial))
         if isinstance(result, events.SubEpochDone):
             self._planner.check_rows(run.task, result.rows)
-        self._report(result)
+        self._reports.done(result)
+        self._entrance.leave(run.task.trial)
 
     def _restart(self, run: QueuedRun) -> None:
         for device in run.opened:
@@ -315,7 +321,7 @@ class QueueTrainer:
         action = moved.action
         if error is not None:
             why = "".join(traceback.format_exception(error))
-            self._fail(run, type(error).__name__, why)
+            self._fail(run, type(error).__name__, why, memory_that_ran_out(error))
         if action.kind is ActionKind.RECV:
             run.begun = run.begun or time.perf_counter()
             self._loop.tell(ShardArrived(action.trial, action.shard))
@@ -329,16 +335,11 @@ class QueueTrainer:
             case Ready():
                 if (number := self._devices.ready(device)) is not None:
                     self._loop.tell(DeviceJoined(number))
-            case Profiled():
-                self._profiles[answer.trial] = answer.profile
-                for task in self._unprofiled.pop(answer.trial, ()):
-                    self._enter(task)
             case Failed(run=int(number)):
                 if (run := self._runs.get(number)) is not None:
-                    self._fail(run, answer.kind, answer.error)
-            case Failed():
-                for task in self._unprofiled.pop(answer.trial, ()):
-                    self._report_failure(task, answer.kind, answer.error)
+                    self._fail(run, answer.kind, answer.error, answer.lacking)
+            case Profiled() | Failed():
+                self._entrance.hear(answer)
             case Opened():
                 if (run := self._runs.get(answer.run)) is not None:
                     run.time.built()
@@ -396,5 +397,4 @@ class QueueTrainer:
             if run.lost == MOST_LOSSES:
                 self._fail(run, "", f"its code ended the process of a device {run.lost} times")
         if number == 0:
-            for trial in self._unprofiled:
-                self._devices[0].give(Profile(trial))
+            self._entrance.ask_again()

@@ -19,6 +19,7 @@ from cerebro_hydra.plan.events import EvaluationDone, Hop, SubEpochDone
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.storage.run_document import TrialSpec
 
 
 @dataclass(eq=False)
@@ -37,6 +38,7 @@ class QueuedRun:
         losses: the mean loss of each microbatch and its rows.
     """
 
+    trial: TrialSpec
     task: Task
     profile: TrialProfile
     spec: RunSpec
@@ -80,9 +82,8 @@ class QueuedRun:
 
     def order(self, cursor: Mapping[str, Any] | None) -> RunOrder:
         """Return what a device must know to open the run, one of whose shards has this cursor."""
-        return RunOrder(
-            self.number, self.task, int((cursor or {}).get("step", 0)), self.spec.recompute
-        )
+        step = int((cursor or {}).get("step", 0))
+        return RunOrder(self.number, self.trial, self.task, step, self.spec.recompute)
 
     def saved_sizes(self, shard: int) -> dict[str, int]:
         """Return the bytes of slabs that a shard's changes are written back to, by name."""

@@ -12,39 +12,54 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.plan.run_progress import RunSpec
-from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from cerebro_hydra.plan.schedules.candidate import Candidate, oldest_first
+from cerebro_hydra.plan.schedules.sharp import sharp
+from cerebro_hydra.storage.run_document import TrialSpec
 
 Split = Literal["train", "val"]
 
 
 class RunPlanner:
-    """Knows the trials and the rows of a run.
+    """Knows the trials that the agent was told of, and the rows of a run.
 
     Args:
-        trials: by their number.
         rows: returns how many rows a partition of a split has.
         budget: the bytes of the smallest device; None if that has no limit.
     """
 
-    def __init__(
-        self,
-        trials: Sequence[TrialSpec],
-        rows: Callable[[Split, int], int],
-        budget: int | None,
-    ) -> None:
-        self._trials = trials
+    def __init__(self, rows: Callable[[Split, int], int], budget: int | None) -> None:
+        self._trials: dict[int, TrialSpec] = {}
         self._rows = rows
         self._budget = budget
+        self._rule: Callable[[Sequence[Candidate]], Candidate] = oldest_first
 
     @classmethod
-    def of(cls, document: RunDocument, manifest: Manifest, budget: int | None) -> RunPlanner:
+    def of(cls, manifest: Manifest, budget: int | None) -> RunPlanner:
         """Return the planner of a run."""
         rows = {(info.split, info.index): info.rows for info in manifest.partitions}
-        return cls(document.trials, lambda split, partition: rows[split, partition], budget)
+        return cls(lambda split, partition: rows[split, partition], budget)
 
-    def num_shards(self, trial: int) -> int:
-        """Return how many shards a trial has."""
-        return len(self._trials[trial].shards)
+    def learn(self, spec: TrialSpec) -> None:
+        """Take in what a trial is, before anything else is asked of it; called from any thread."""
+        self._trials[spec.trial] = spec
+        if spec.schedule == "sharp":
+            self._rule = sharp
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
+        self._trials.pop(trial, None)
+
+    def knows(self, trial: int) -> bool:
+        """Return whether a trial is not over."""
+        return trial in self._trials
+
+    def trial(self, trial: int) -> TrialSpec:
+        """Return what a trial is."""
+        return self._trials[trial]
+
+    def rule(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Pick by SHARP once a trial of that schedule was here, else the oldest run first."""
+        return self._rule(candidates)
 
     def run_spec(self, number: int, task: Task, profile: TrialProfile) -> RunSpec:
         """Describe a task as a run."""
@@ -67,6 +82,6 @@ class RunPlanner:
         expected = self._rows("train", task.partition)
         if rows != expected:
             raise DataError(
-                f"epoch {task.epoch} trained on {rows} rows of partition {task.partition}, "
+                f"epoch {task.epoch + 1} trained on {rows} rows of partition {task.partition}, "
                 f"which has {expected}"
             )

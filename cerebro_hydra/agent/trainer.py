@@ -86,6 +86,10 @@ class Trainer:
         with self._lock:
             self._open.add(attempt)
 
+    def learn(self, spec: TrialSpec) -> None:
+        """Take in what a trial is, before anything else is asked of it."""
+        self._builder.add(spec)
+
     def forget(self, trial: int) -> None:
         """Forget a trial that is over; called on the main thread."""
         self._builder.forget(trial)

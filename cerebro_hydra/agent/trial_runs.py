@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from cerebro_hydra.agent.device_messages import RunOrder
 from cerebro_hydra.agent.device_run import DeviceRun
-from cerebro_hydra.agent.partitions import decode_partitions
+from cerebro_hydra.agent.partitions import Partitions, decode_partitions
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.data.manifest import Manifest
@@ -21,7 +22,7 @@ from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
 from cerebro_hydra.storage import Store
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 
 
 def open_trials(
@@ -34,24 +35,42 @@ def open_trials(
     """Return what opens runs in a process of its own."""
     torch.set_num_threads(document.threads)
     store = Store.from_dict(dict(document.store))
-    splits = decode_partitions(manifest, own, store, scratch)
-    return TrialRuns(TrialBuilder(document, factory, splits["train"], splits["val"]))
+    decoded = partial(decode_partitions, manifest, store, scratch, None)
+    splits = decoded(own)
+    return TrialRuns(TrialBuilder(document, factory, splits["train"], splits["val"]), decoded)
 
 
 class TrialRuns:
-    """Opens runs of the trials of a builder."""
+    """Opens runs of the trials of a builder.
 
-    def __init__(self, builder: TrialBuilder) -> None:
+    Args:
+        decoded: decodes the partitions that a lost worker had, when the first task on them comes.
+    """
+
+    def __init__(
+        self, builder: TrialBuilder, decoded: Callable[[Sequence[int]], Mapping[str, Partitions]]
+    ) -> None:
         self._builder = builder
+        self._decoded = decoded
 
-    def profile(self, trial: int) -> TrialProfile:
+    def profile(self, trial: TrialSpec) -> TrialProfile:
         """Build a trial, unless it was built before, and describe it."""
-        runtime = self._builder.get(trial)
+        self._builder.add(trial)
+        runtime = self._builder.get(trial.trial)
         return TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout)
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
+        self._builder.forget(trial)
 
     def open(self, order: RunOrder) -> DeviceRun:
         """Return a run of a trial."""
-        runtime, task = self._builder.get(order.task.trial), order.task
+        task = order.task
+        self._builder.add(order.trial)
+        if not self._builder.has(task.partition):
+            splits = self._decoded([task.partition])
+            self._builder.add_partitions(splits["train"], splits["val"])
+        runtime = self._builder.get(task.trial)
         cut = (runtime.cut_model, runtime.layout, runtime.recipe, runtime.spec.seed)
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)

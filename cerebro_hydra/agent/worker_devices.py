@@ -55,6 +55,11 @@ class WorkerDevices:
         """Return whether it was not replaced."""
         return device in self._devices
 
+    def tell(self, order: Order) -> None:
+        """Give an order to all of them."""
+        for device in self._devices:
+            device.give(order)
+
     def replace(self, device: WorkerDevice) -> tuple[int, bool]:
         """Start a device that died again; return its number and whether it was ready before."""
         number = self._devices.index(device)

@@ -8,6 +8,9 @@ from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError
 
+QUEUED_SHARE = 0.75
+"""The share of `host_memory` that shard queues plan with; the rest is for transfers under way."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1} | {
     unit + binary: (1024 if binary else 1000) ** power
@@ -72,7 +75,20 @@ class WorkerResources:
     @property
     def asks_for_queues(self) -> bool:
         """Return whether a worker needs more than one device that holds a whole trial."""
-        return self.devices > 1 or self.device_memory is not None or self.host_memory is not None
+        budgets = self.device_memory, self.host_memory
+        return self.devices > 1 or (self.residents or 1) > 1 or budgets != (None, None)
+
+    @property
+    def most_residents(self) -> int:
+        """Return how many sub-epochs a worker holds at once: one more than it has devices."""
+        if self.residents is not None:
+            return self.residents
+        return self.devices + 1 if self.asks_for_queues else 1
+
+    @property
+    def queued_memory(self) -> int | None:
+        """Return the bytes of DRAM that shard queues plan with; None means no limit."""
+        return None if self.host_memory is None else int(self.host_memory * QUEUED_SHARE)
 
 
 DEFAULT_RESOURCES = WorkerResources()

@@ -53,7 +53,10 @@ class ByteTrials:
         """Be what makes the opener, too."""
         return self
 
-    def profile(self, trial: int) -> TrialProfile:
+    def forget(self, trial: int) -> None:
+        pass
+
+    def profile(self, trial: Any) -> TrialProfile:
         shards = (ShardBytes(n // 2, n, n + 1 if self.window > 1 else 0, False) for n in self.sizes)
         return TrialProfile(tuple(shards), (), False)
 

@@ -18,7 +18,7 @@ from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.agent.shard_store import Shard, ShardStore
 from cerebro_hydra.agent.slabs import Slabs
-from cerebro_hydra.agent.task_watch import TaskWatch
+from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch, StateSource
@@ -123,10 +123,13 @@ class QueueBench:
         connect: Any = None
         folder: Any = None
         fetch_manager = FetchManager(ME, self.store, folder, connect, lambda trial, visit: None)
-        trial: Any = SimpleNamespace(
-            shards=[None] * num_shards, batch_size=batch_size, accumulate=window,
-            recompute=recompute,
-        )  # fmt: skip
+        self._told: dict[str, Any] = {
+            "shards": [None] * num_shards,
+            "batch_size": batch_size,
+            "accumulate": window,
+            "recompute": recompute,
+            "schedule": "sharp",
+        }
         known = [budget for budget in budgets if budget is not None]
         self.state = CheckedState(budgets, host_budget, double_buffering=double_buffering)
         if context is None:
@@ -136,7 +139,7 @@ class QueueBench:
             ME,
             [self._start] * len(budgets),
             self.state,
-            RunPlanner([trial] * 100, lambda split, partition: rows, min(known, default=None)),
+            RunPlanner(lambda split, partition: rows, min(known, default=None)),
             self.store,
             fetch_manager,
             self.reported.put,
@@ -153,6 +156,13 @@ class QueueBench:
         device = DeviceProcess(self.settings, self.slabs, on_answer, on_gone, print)
         self.devices.append(device)
         return device
+
+    def perform(self, task: Task) -> None:
+        """Give the worker a task, as a coordinator would."""
+        spec: Any = SimpleNamespace(trial=task.trial, **self._told)
+        self.trainer.learn(spec)
+        self.trainer.accept(task.attempt)
+        self.trainer.perform(task, None)
 
     def put(self, trial: int, visit: int, state: Sequence[Segments], step: int = 0) -> None:
         """Publish a state here, as a fetch would."""

@@ -39,7 +39,7 @@ def assert_trained(
 def begin(made: QueueBench, trials: ByteTrials, number: int) -> None:
     for trial in range(number):
         made.put(trial, 0, trials.initial(trial))
-        made.trainer.perform(train(trial, trial, 1), None)
+        made.perform(train(trial, trial, 1))
 
 
 def end(made: QueueBench, trials: ByteTrials, number: int) -> None:
@@ -67,7 +67,7 @@ def test_any_budgets_neighbours_and_killed_devices_leave_the_bytes_alone(seed: i
             made.devices[-len(budgets)].close()  # one of the present ones
         end(made, trials, number)
         for trial in range(number):
-            made.trainer.perform(evaluate(10 + trial, trial, 1), None)
+            made.perform(evaluate(10 + trial, trial, 1))
         for _ in range(number):
             assert isinstance(made.result(), events.EvaluationDone)
 
@@ -79,7 +79,7 @@ def test_an_evaluation_is_summed_in_the_order_of_its_batches_on_whatever_devices
         with bench(trials, len(SIZES), budgets) as made:
             for trial in range(2):
                 made.put(trial, 0, trials.initial(trial))
-                made.trainer.perform(evaluate(trial, trial, 0), None)
+                made.perform(evaluate(trial, trial, 0))
             results = sorted((made.result() for _ in range(2)), key=lambda r: r.attempt)
             found.append([result.sums for result in results])
     assert found[0] == found[1]
@@ -162,7 +162,7 @@ def test_a_device_ends_with_an_agent_that_is_killed() -> None:
         trials = ByteTrials((1000, 3000), seconds=60)
         made = QueueBench(trials, 2, [None], context=multiprocessing.get_context("forkserver"))
         made.put(0, 0, trials.initial(0))
-        made.trainer.perform(train(0, 0, 1), None)
+        made.perform(train(0, 0, 1))
         while not made.devices:
             time.sleep(0.01)
         print(made.devices[0].pid, flush=True)
