@@ -260,10 +260,11 @@ class QueueTrainer:
         run.closing.discard(device)
         if run.closing or run.over:
             return
-        run.over = True
         result = run.result(self._incarnation, self._fetch_manager.take_hop(run.task.trial))
-        if isinstance(result, events.SubEpochDone):
-            self._planner.check_rows(run.task, result.rows)
+        if (fault := self._planner.fault(run.task, result)) is not None:
+            self._fail(run, "", fault)
+            return
+        run.over = True
         self._reports.done(result)
         self._entrance.leave(run.task.trial)
 
@@ -275,11 +276,10 @@ class QueueTrainer:
         run.announce(self._shard_store)
 
     def _compute(self, run: QueuedRun, tasks: list[Action]) -> None:
-        assert tasks[0].device is not None
         if run.begins_last_step(tasks[0]):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
         run.time.start()
-        self._devices[tasks[0].device].give(Compute(tuple(tasks)))
+        self._devices[tasks[0].device or 0].give(Compute(tuple(tasks)))
 
     def _move(self, run: QueuedRun, action: Action) -> None:
         assert action.device is not None

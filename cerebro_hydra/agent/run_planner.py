@@ -9,7 +9,7 @@ from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.data.batches import batch_sizes
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import DataError
+from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.plan.schedules.candidate import Candidate, oldest_first
@@ -73,15 +73,12 @@ class RunPlanner:
             recompute = self._budget is not None and profile.state_bytes > self._budget
         return profile.training(number, len(sizes), trial.accumulate, recompute)
 
-    def check_rows(self, task: Task, rows: int) -> None:
-        """Check that a sub-epoch trained on every row of its partition.
-
-        Raises:
-            DataError: it did not.
-        """
+    def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
+        """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""
         expected = self._rows("train", task.partition)
-        if rows != expected:
-            raise DataError(
-                f"epoch {task.epoch + 1} trained on {rows} rows of partition {task.partition}, "
-                f"which has {expected}"
-            )
+        if isinstance(result, EvaluationDone) or result.rows == expected:
+            return None
+        return (
+            f"epoch {task.epoch + 1} trained on {result.rows} rows of partition {task.partition}, "
+            f"which has {expected}"
+        )
