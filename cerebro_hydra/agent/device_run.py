@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from cerebro_hydra.agent.device_messages import RunOrder
-from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
 

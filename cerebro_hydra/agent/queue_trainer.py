@@ -44,7 +44,6 @@ from cerebro_hydra.agent.run_time import MakeWatch, RunTime
 from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_entrance import TaskEntrance
 from cerebro_hydra.agent.task_watch import Task
-from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.worker_loop import WorkerLoop
 from cerebro_hydra.errors import TransferError
@@ -64,6 +63,7 @@ from cerebro_hydra.plan.worker_events import (
 )
 from cerebro_hydra.plan.worker_events import Answer as Decision
 from cerebro_hydra.plan.worker_state import WorkerState
+from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
 _REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"

@@ -12,13 +12,13 @@ from cerebro_hydra.agent.run_time import RunTime
 from cerebro_hydra.agent.shard_home import ShardHome
 from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
 from cerebro_hydra.agent.task_watch import Task
-from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.agent.worker_devices import WorkerDevice
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.events import EvaluationDone, Hop, SubEpochDone
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
 

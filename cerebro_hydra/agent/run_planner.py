@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from cerebro_hydra.agent.task_watch import Task
-from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.data.batches import batch_sizes
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone
@@ -14,6 +13,7 @@ from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.plan.schedules.candidate import Candidate, oldest_first
 from cerebro_hydra.plan.schedules.sharp import sharp
+from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
 Split = Literal["train", "val"]
@@ -68,9 +68,7 @@ class RunPlanner:
             sizes = batch_sizes(self._rows("val", task.partition), trial.batch_size)
             return profile.evaluation(number, len(sizes))
         sizes = batch_sizes(self._rows("train", task.partition), trial.batch_size)
-        recompute = trial.recompute
-        if recompute is None:
-            recompute = self._budget is not None and profile.state_bytes > self._budget
+        recompute = profile.recomputes(trial.recompute, self._budget)
         return profile.training(number, len(sizes), trial.accumulate, recompute)
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:

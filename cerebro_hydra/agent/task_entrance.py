@@ -9,8 +9,8 @@ from cerebro_hydra.agent.attempt_reports import AttemptReports
 from cerebro_hydra.agent.device_messages import Failed, Profile, Profiled
 from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.task_watch import Task
-from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.agent.worker_devices import WorkerDevices
+from cerebro_hydra.shards.trial_profile import TrialProfile
 
 
 class TaskEntrance:

@@ -12,7 +12,6 @@ from cerebro_hydra.agent.device_messages import RunOrder
 from cerebro_hydra.agent.device_run import DeviceRun
 from cerebro_hydra.agent.partitions import Partitions, decode_partitions
 from cerebro_hydra.agent.trial_builder import TrialBuilder
-from cerebro_hydra.agent.trial_profile import TrialProfile
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import Evaluate
@@ -21,6 +20,7 @@ from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
+from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 

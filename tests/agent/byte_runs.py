@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from cerebro_hydra.agent.device_messages import RunOrder
-from cerebro_hydra.agent.trial_profile import ShardBytes, TrialProfile
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Bytes, Segments
+from cerebro_hydra.shards.trial_profile import ShardBytes, TrialProfile
 from tests.agent.standins import SECONDS
 
 ROWS = 4  # of each microbatch

@@ -88,7 +88,7 @@ def mixed(params: dict[str, Any]) -> Recipe:
         case "bert":
             model = Bert()
         case "gpt2":
-            model = TiedGPT2(VOCABULARY, layers=LAYERS)
+            model = TiedGPT2(VOCABULARY, layers=12)
         case _:
             model = Llama()
     speaks = name in ("gpt2", "llama")
@@ -97,7 +97,7 @@ def mixed(params: dict[str, Any]) -> Recipe:
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.003),
         loss=next_token_loss if speaks else class_loss,
         batch_size=8,
-        shards=params.get("shards", 9),
+        shards=params.get("shards", 18),
         cut="export" if name == "graph" else "modules",
         accumulate=3 if name == "accumulated" else 1,
         clip_grad_norm=1.0 if name in ("accumulated", "gpt2") else None,

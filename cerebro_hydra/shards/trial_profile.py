@@ -55,6 +55,12 @@ class TrialProfile:
         """Return the bytes that training needs on a device which holds all shards."""
         return sum(shard.frozen + shard.trainable + shard.gradients for shard in self.shards)
 
+    def recomputes(self, asked: bool | None, budget: int | None) -> bool:
+        """Return whether a backward computes its forward again on devices with this budget."""
+        if asked is not None:
+            return asked
+        return budget is not None and self.state_bytes > budget
+
     def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
         """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
         kept = graph.training and (graph.window > 1 or graph.barrier or bool(graph.tied))
