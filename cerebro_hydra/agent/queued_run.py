@@ -28,6 +28,7 @@ class QueuedRun:
 
     Attributes:
         state: what the run publishes; None for an evaluation.
+        start_step: the optimizer steps that the trial has done before the run.
         look: finds a shard of the state before, or says that it will never come.
         time: of its own computing.
         opened: the devices that have opened the run.
@@ -45,6 +46,7 @@ class QueuedRun:
     look: Callable[[int], HeldShard | None]
     time: RunTime
     state: State | None = None
+    start_step: int | None = None
     homes: dict[int, ShardHome] = field(default_factory=dict)
     opened: set[WorkerDevice] = field(default_factory=set)
     lost: int = 0
@@ -82,8 +84,9 @@ class QueuedRun:
 
     def order(self, cursor: Mapping[str, Any] | None) -> RunOrder:
         """Return what a device must know to open the run, one of whose shards has this cursor."""
-        step = int((cursor or {}).get("step", 0))
-        return RunOrder(self.number, self.trial, self.task, step, self.spec.recompute)
+        if self.start_step is None:  # the first device opens a run before any update
+            self.start_step = int((cursor or {}).get("step", 0))
+        return RunOrder(self.number, self.trial, self.task, self.start_step, self.spec.recompute)
 
     def saved_sizes(self, shard: int) -> dict[str, int]:
         """Return the bytes of slabs that a shard's changes are written back to, by name."""

@@ -130,6 +130,8 @@ class ByteRun:
                 before = self.gradients.get(task.shard)
                 self.gradients[task.shard] = gradient if before is None else before * 3 + gradient
             case ActionKind.U:
+                step = self.order.start_step + task.microbatch // self.trials.window
+                assert self.cursors[task.shard]["step"] == step
                 trainable += self.gradients.pop(task.shard)
                 self.cursors[task.shard]["step"] += 1
         return None
