@@ -11,7 +11,8 @@ import numpy as np
 
 from cerebro_hydra.shards.layout import Bytes, aligned
 
-_POISON = 0xFF  # as floats it is NaN
+POISON = 0xFF
+"""As floats it is NaN."""
 
 
 class BufferPool:
@@ -23,10 +24,12 @@ class BufferPool:
 
     Args:
         poison: overwrite what is given back, so that a test sees whoever still reads it.
+        allocate: takes memory from the system, aligned as `aligned` does.
     """
 
-    def __init__(self, poison: bool = False) -> None:
+    def __init__(self, poison: bool = False, allocate: Callable[[int], Bytes] = aligned) -> None:
         self._poison = poison
+        self._allocate = allocate
         self._lock = threading.Lock()
         self._ended: deque[Bytes] = deque()
         self._free: list[Bytes] = []  # the longest unused first
@@ -45,7 +48,7 @@ class BufferPool:
             memory = self._take(nbytes)
             self._shrink(max(self._peak, leased) - nbytes)
             if memory is None:
-                memory = aligned(nbytes)
+                memory = self._allocate(nbytes)
             self._leased, self._peak = leased, max(self._peak, leased)
         return np.asarray(_Lease(memory, self._give_back))
 
@@ -82,7 +85,7 @@ class BufferPool:
     def _give_back(self, memory: Bytes) -> None:
         # The garbage collector may call this at any moment, even while this thread has the lock.
         if self._poison:
-            memory.fill(_POISON)
+            memory.fill(POISON)
         self._ended.append(memory)
 
     def _collect(self) -> None:

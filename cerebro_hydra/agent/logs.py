@@ -26,7 +26,7 @@ _trial: int | None = None  # one task at a time: the main thread's trial is the 
 
 
 @contextmanager
-def current_trial(trial: int) -> Iterator[None]:
+def current_trial(trial: int | None) -> Iterator[None]:
     """Attribute whatever the body prints and logs to a trial."""
     global _trial
     _trial = trial

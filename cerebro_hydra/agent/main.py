@@ -17,15 +17,19 @@ import torch
 from cerebro_hydra.agent import watchdog
 from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.checkpoint import CheckpointWriter
+from cerebro_hydra.agent.device_starts import device_starts
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
+from cerebro_hydra.agent.partitions import decode_partitions
+from cerebro_hydra.agent.queue_trainer import QueueTrainer
+from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.segment_store import SegmentStore, budget_of
 from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.slabs import Slabs
 from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.agent.trial_builder import TrialBuilder
-from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.agent.trial_runs import TrialRuns, open_trials
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.plan import events
@@ -40,10 +44,10 @@ from cerebro_hydra.plan.instructions import (
     Instruction,
     StartSubEpoch,
 )
+from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.recipe import numeric_fingerprint
-from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import digest
-from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.wire.address import own_host
 from cerebro_hydra.wire.client_pool import ClientPool
 from cerebro_hydra.wire.control_client import ControlClient
@@ -52,8 +56,6 @@ from cerebro_hydra.wire.shard_server import Look, ShardServer
 
 FLUSH_SECONDS = 5.0
 """How long a busy network may keep the last words of a process."""
-
-Partitions = dict[int, CachedPartition]
 
 
 def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -> None:
@@ -78,17 +80,6 @@ def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -
         released.set()
 
 
-def _decode(
-    manifest: Manifest, store: Store, scratch: str, stopping: threading.Event, own: Sequence[int]
-) -> dict[str, Partitions]:
-    splits: dict[str, Partitions] = {"train": {}, "val": {}}
-    for info in manifest.partitions:
-        if info.index in own and not stopping.is_set():
-            cached = CachedPartition.build(info, manifest, store, scratch)
-            splits[info.split][info.index] = cached
-    return splits
-
-
 class _Agent:
     """Connects the parts of an agent; instructions come on the wire's thread, tasks run on main."""
 
@@ -103,7 +94,14 @@ class _Agent:
         self._incarnation = uuid.uuid4().hex
         self._released = released
         self._folder = spec.open_folder()
-        self._shard_store = ShardStore(SegmentStore(budget_of(0), start.scratch, BufferPool()))
+        self._resources = start.resources
+        slabs = Slabs() if start.resources.asks_for_queues else None
+        segments = SegmentStore(
+            start.resources.host_memory or budget_of(0),
+            start.scratch,
+            BufferPool() if slabs is None else BufferPool(allocate=slabs.allocate),
+        )
+        self._shard_store = ShardStore(segments)
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._decoding = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._stopping = threading.Event()
@@ -146,21 +144,35 @@ class _Agent:
             raise
         own = spec.partitions(start.worker)
         self._decoded = partial(
-            _decode, spec.manifest, self._folder.store, start.scratch, self._stopping
+            decode_partitions, spec.manifest, self._folder.store, start.scratch, self._stopping
         )
         try:
             splits = self._decoded(own)
         except Exception as error:
             self._fail(error)
             raise
-        self._watch = TaskWatch(
-            spec.document.batch_seconds,
-            spec.document.sub_epoch_seconds,
-            self._tell_slow,
-            self._end_overdue,
-        )
         self._builder = TrialBuilder(spec.document, factory, splits["train"], splits["val"])
-        self._trainer = Trainer(
+        self._trainer: Trainer | QueueTrainer
+        if slabs is None:
+            self._trainer = self._resident_trainer(spec.document)
+        else:
+            self._trainer = self._queue_trainer(spec, start, factory, own, slabs)
+        self._checkpoints = CheckpointWriter(
+            self._incarnation, self._folder, self._shard_store, self._report
+        )
+        self._report(
+            events.WorkerJoined(
+                start.worker,
+                self._incarnation,
+                tuple(own),
+                self._resources.devices,
+                self._resources.most_residents,
+            )
+        )
+        self._ready.set()
+
+    def _resident_trainer(self, document: RunDocument) -> Trainer:
+        return Trainer(
             self._incarnation,
             self._builder,
             self._shard_store,
@@ -168,24 +180,68 @@ class _Agent:
             self._report,
             self._control.send,
             self._begin,
-            self._watch,
-            spec.document.audit_share,
+            self._limits(document)(self._end_overdue),
+            document.audit_share,
         )
-        self._checkpoints = CheckpointWriter(
-            self._incarnation, self._folder, self._shard_store, self._report
+
+    def _limits(self, document: RunDocument) -> Callable[..., TaskWatch]:
+        """Return what makes a watch, given what is told of an overdue task, and maybe a clock."""
+        seconds = document.batch_seconds, document.sub_epoch_seconds
+        return partial(TaskWatch, *seconds, self._tell_slow)
+
+    def _queue_trainer(
+        self,
+        spec: AgentSpec,
+        start: AgentStart,
+        factory: Callable[..., Any],
+        own: Sequence[int],
+        slabs: Slabs,
+    ) -> QueueTrainer:
+        trials = (spec.document, spec.manifest, own, start.scratch, factory)
+        resources = start.resources
+        planner = RunPlanner.of(spec.manifest, resources.device_memory)
+        trainer = QueueTrainer(
+            self._incarnation,
+            device_starts(
+                resources.devices,
+                TrialRuns(self._builder, self._decoded),
+                partial(open_trials, *trials),
+                slabs,
+                self._control.send,
+                self._end_process,
+            ),
+            WorkerState(
+                [resources.device_memory] * resources.devices,
+                resources.queued_memory,
+                planner.rule,
+            ),
+            planner,
+            self._shard_store,
+            self._fetch_manager,
+            self._report,
+            self._control.send,
+            self._begin,
+            self._fail,
+            start.scratch,
+            self._limits(spec.document),
         )
-        self._report(events.WorkerJoined(start.worker, self._incarnation, tuple(own)))
-        self._ready.set()
+
+        def look_again() -> None:
+            self._server.look_again()
+            trainer.look_again()
+
+        self._shard_store.on_change = look_again
+        return trainer
 
     def run(self) -> None:
         """Carry out tasks until told to stop."""
-        self._watch.start()
+        self._trainer.start()
         try:
             with forwarded(self._control.send):
                 while (task := self._tasks.get()) is not None:
                     task()
         finally:
-            self._watch.close()
+            self._trainer.close()
             self._fetch_manager.close()  # the interpreter would wait for its threads
         self._decoding.shutdown(cancel_futures=True)
         self._checkpoints.close()
@@ -217,6 +273,9 @@ class _Agent:
     def _end_overdue(self, task: Task, why: str) -> None:
         """Fail the trial and end the process: nothing else ends a thread that hangs."""
         self._report(events.TaskFailed(task.attempt, self._incarnation, why))
+        self._end_process()
+
+    def _end_process(self) -> None:
         self._control.flush(FLUSH_SECONDS)
         watchdog.end(watchdog.TASK_OVERDUE)
 
@@ -242,8 +301,10 @@ class _Agent:
             return
         if message["spec"] is not None:
             spec = TrialSpec.from_json(message["spec"], "the coordinator's spec of a trial")
-            self._shard_store.segments.raise_budget(budget_of(spec.nbytes))
-            self._builder.add(spec)
+            if self._resources.host_memory is None:
+                states = self._resources.most_residents * budget_of(spec.nbytes)
+                self._shard_store.segments.raise_budget(states)
+            self._trainer.learn(spec)
         self._obey(from_json(message["do"]), message["uri"])
 
     def _stop(self) -> None:
@@ -266,7 +327,7 @@ class _Agent:
             case Cancel():
                 self._trainer.cancel(instruction.attempt)
             case Drop():
-                self._fetch_manager.drop(instruction.trial, instruction.visit)
+                self._trainer.drop(instruction.trial, instruction.visit)
             case AdoptPartitions():
                 self._decoding.submit(self._adopt, instruction.partitions)
             case Checkpoint():

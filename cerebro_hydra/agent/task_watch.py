@@ -34,7 +34,7 @@ class _Timed:
     """Records the task that is timed; its moments leave out the wait for shards."""
 
     task: Task
-    thread: int
+    thread: int | None  # None if it is none of this process
     begun: float | None = None  # with its first batch, when its model is built
     batch_begun: float = 0.0
     batches: int = 1  # that are timed together, because they make one optimizer step
@@ -90,11 +90,15 @@ class TaskWatch:
             for kind in (StartSubEpoch, Evaluate):
                 self._seconds.pop((trial, kind), None)
 
+    def begin(self, task: Task, thread: int | None = None) -> None:
+        """Time a task, on a thread of this process or elsewhere, until another one begins."""
+        with self._lock:
+            self._timed = _Timed(task, thread)
+
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
         """Time the body, which is a task on the calling thread."""
-        with self._lock:
-            self._timed = _Timed(task, threading.get_ident())
+        self.begin(task, threading.get_ident())
         try:
             yield
         finally:
@@ -168,11 +172,12 @@ class TaskWatch:
 
 
 def _where(timed: _Timed) -> str:
-    """Return which task it is, and the stack of its thread."""
+    """Return which task it is, and the stack of its thread if that is one of this process."""
+    where = f"in {described(timed.task)}; allow more, or look for what hangs"
+    if timed.thread is None:
+        return where
     frame = sys._current_frames().get(timed.thread)
-    return f"in {described(timed.task)}; allow more, or look for what hangs:\n" + "".join(
-        traceback.format_stack(frame)
-    )
+    return f"{where}:\n" + "".join(traceback.format_stack(frame))
 
 
 def described(task: Task) -> str:

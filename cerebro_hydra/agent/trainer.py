@@ -86,12 +86,28 @@ class Trainer:
         with self._lock:
             self._open.add(attempt)
 
+    def learn(self, spec: TrialSpec) -> None:
+        """Take in what a trial is, before anything else is asked of it."""
+        self._builder.add(spec)
+
     def forget(self, trial: int) -> None:
         """Forget a trial that is over; called on the main thread."""
         self._builder.forget(trial)
         self._auditor.forget(trial)
         self._watch.forget(trial)
         self._fetch_manager.forget(trial)
+
+    def start(self) -> None:
+        """Begin to watch tasks."""
+        self._watch.start()
+
+    def close(self) -> None:
+        """Watch tasks no more."""
+        self._watch.close()
+
+    def drop(self, trial: int, visit: int) -> None:
+        """Forget a state, and end its fetch."""
+        self._fetch_manager.drop(trial, visit)
 
     def cancel(self, attempt: int) -> None:
         """Take an attempt back, running or not, with what it published; called from any thread."""

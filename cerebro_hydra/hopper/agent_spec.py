@@ -9,6 +9,7 @@ from typing import Any
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
+from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.wire.credentials import Credentials
@@ -75,6 +76,7 @@ class AgentStart:
         host: the address on which the agent shall listen; None for the one that leads to the
             coordinator.
         gpus: addresses of the GPUs that it was given.
+        resources: what it may train with.
     """
 
     worker: int
@@ -82,6 +84,7 @@ class AgentStart:
     scratch: str
     host: str | None = None
     gpus: tuple[str, ...] = ()
+    resources: WorkerResources = DEFAULT_RESOURCES
 
 
 _KINDS = {"incarnation": str, "start": int, "uri": str, "host": str, "pid": int, "numeric": dict}

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.hopper.launcher import Launcher
+from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.storage import Store
 
 
@@ -14,10 +15,12 @@ from cerebro_hydra.storage import Store
 class Backend(Protocol):
     """Offers what a search needs of the place where it runs.
 
-    `num_workers` is the number of agents, and of partitions of the data.
+    `num_workers` is the number of agents, and of partitions of the data; `resources` is what each
+    of them may train with.
     """
 
     num_workers: int
+    resources: WorkerResources
 
     def prepare(self, store: Store, df: Any, spec: DataSpec) -> Manifest:
         """Write rows to the store as prepared data, or find them prepared there already.

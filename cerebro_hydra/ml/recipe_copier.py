@@ -23,6 +23,8 @@ GRID_OPTIONS = (
     "autocast",
     "ema",
     "early_stopping",
+    "schedule",
+    "recompute",
 )
 """The options of a recipe that are plain JSON, and so can vary from trial to trial."""
 

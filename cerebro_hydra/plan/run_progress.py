@@ -207,7 +207,7 @@ class RunProgress:
             if task.shard != before.shard or not fuses:
                 break
             unit.append(task)
-        return self._unit(unit)
+        return self._unit(unit, next(islice(tasks, len(unit), None), None))
 
     def take(self, unit: Unit) -> None:
         """Take the next unit off the tasks that are left."""
@@ -248,14 +248,20 @@ class RunProgress:
             self._remaining = None
         return self._left
 
-    def _unit(self, tasks: list[Action]) -> Unit:
-        first, last = 0, self.spec.graph.shards - 1
-        ends = B if self.spec.graph.training else F
-        end_shard = first if self.spec.graph.training else last
+    def _unit(self, tasks: list[Action], following: Action | None) -> Unit:
+        """Return a unit; ``following`` is the task after it, None at the end of a window.
+
+        Gradients of a tied parameter are summed where all microbatches of its window run, and an
+        evaluation is summed where all of its batches do.
+        """
+        if following is None:
+            goes_on = not self.spec.graph.training and not self.is_in_last_window
+        else:
+            goes_on = following.microbatch == tasks[-1].microbatch or bool(self.spec.graph.tied)
         return Unit(
             tuple(tasks),
-            starts_microbatch=tasks[0].kind is F and tasks[0].shard == first,
-            ends_microbatch=any(t.kind is ends and t.shard == end_shard for t in tasks),
+            starts_microbatch=tasks[0].kind is F and tasks[0].shard == 0,
+            ends_microbatch=not goes_on,
         )
 
 

@@ -30,6 +30,9 @@ from cerebro_hydra.recipe.randomness import RandomKey
 CUTS = ("export", "modules")
 """The ways to cut a model that a user may ask for."""
 
+SCHEDULES = ("sequential", "sharp")
+"""The orders in which a worker may run the shards of trials."""
+
 
 @dataclass(eq=False)  # a recipe is itself alone: tensors have no one answer to ==
 class Recipe:
@@ -66,6 +69,10 @@ class Recipe:
         warm_start: a state dict, or the path of a safetensors file with one, to begin with.
         cut: "modules" lets the model's own forward run and stops it between modules; "export" cuts
             the graph of `torch.export`, or by modules where that can't be had.
+        schedule: "sequential" trains one shard after the other; "sharp" lets each device of a
+            worker take the trial with the longest remaining time, shard by shard.
+        recompute: whether a backward computes its shard's activations again, so that a device needs
+            only the shard at hand; "auto" does so where a device can't hold the whole trial.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
@@ -90,6 +97,8 @@ class Recipe:
     collate: Collate | None = None
     warm_start: Mapping[str, Tensor] | str | None = None
     cut: str = "modules"
+    schedule: str = "sequential"
+    recompute: bool | str = "auto"
     columns: Columns | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -128,6 +137,14 @@ class Recipe:
             )
         if self.cut not in CUTS:
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}")
+        if self.schedule not in SCHEDULES:
+            raise ConfigurationError(
+                f"schedule is {self.schedule!r}; it is one of {list(SCHEDULES)}"
+            )
+        if self.recompute != "auto" and not isinstance(self.recompute, bool):
+            raise ConfigurationError(
+                f"recompute is {self.recompute!r}; it is True, False or 'auto'"
+            )
         if self.autocast not in (None, *AUTOCAST):
             raise ConfigurationError(
                 f"autocast is {self.autocast!r}; it is one of {sorted(AUTOCAST)}, or None"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.loss_limits import LossLimits
+from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.session import context_of, workers_of
@@ -46,6 +47,14 @@ class SparkBackend:
         max_failures: how many agents of one worker may be lost in a row of which none began a task;
             then that worker gets no more, and the others take over. Losses with work between them
             don't add up, and Spark's own `spark.task.maxFailures` ends no run.
+        devices_per_worker: devices on which an agent runs shards at the same time, each in a
+            process of its own: CUDA devices where Spark gives it GPUs, else CPU devices.
+        device_memory: bytes of each device for shards, or a size such as "2GiB"; None is all that
+            the device has.
+        host_memory: bytes of DRAM for the shards of an agent, or a size; None lets it choose.
+        scratch: a folder on a local disk of every worker for what DRAM can't hold; None takes
+            Spark's local folder.
+        residents: sub-epochs that an agent holds at once, or "auto".
 
     While other jobs hold the task slots that agents need, or a cluster still starts executors, the
     constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
@@ -66,7 +75,15 @@ class SparkBackend:
         heartbeat_interval: float = 0.5,
         missed_heartbeats: int = 20,
         max_failures: int = 8,
+        devices_per_worker: int = 1,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        scratch: str | None = None,
+        residents: int | str = "auto",
     ) -> None:
+        self.resources = WorkerResources.checked(
+            devices_per_worker, device_memory, host_memory, scratch, residents
+        )
         self.spark_context = context_of(spark_context)
         if not isinstance(verbose, int):
             raise ConfigurationError(f"verbose is {verbose!r}; it is 0 or 1")
@@ -180,7 +197,13 @@ class SparkBackend:
             SetupError: the session has been stopped.
         """
         context_of(self.spark_context)
-        return SparkLauncher(self.spark_context, self.num_workers, tls=self.tls, limits=self.limits)
+        return SparkLauncher(
+            self.spark_context,
+            self.num_workers,
+            tls=self.tls,
+            limits=self.limits,
+            resources=self.resources,
+        )
 
 
 def _replacement_seconds(spark_context: SparkContext) -> float:

@@ -10,7 +10,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from cerebro_hydra.errors import Cancelled, ConfigurationError, JobStopped, Setu
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
 from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
+from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
 from cerebro_hydra.spark.agent_gpus import pinned
 from cerebro_hydra.spark.last_attempt import run_in_child
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder
@@ -64,6 +65,7 @@ class SparkLauncher:
         agent: what a task runs; the default is the agent itself.
         tls: whether control and shards use TLS, and with which certificate.
         limits: which losses a run outlasts.
+        resources: what each agent may train with.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class SparkLauncher:
         agent: Agent = run_agent,
         tls: bool | TLS = False,
         limits: LossLimits = DEFAULT_LIMITS,
+        resources: WorkerResources = DEFAULT_RESOURCES,
     ) -> None:
         self.num_workers = num_workers
         self.host = driver_host(spark_context)
@@ -80,6 +83,7 @@ class SparkLauncher:
         self.limits = limits
         self._spark_context = spark_context
         self._agent = agent
+        self._resources = resources
         self._thread: threading.Thread | None = None
         self._group = ""
         self._cancelled = threading.Event()
@@ -103,7 +107,13 @@ class SparkLauncher:
         self._cancelled.clear()
         text = json.dumps(spec.to_json())
         task = partial(
-            run_task, text, pickle_factory(factory), self._agent, self._group, self._last_attempt()
+            run_task,
+            text,
+            PickledFactory(pickle_factory(factory)),
+            self._agent,
+            self._group,
+            self._last_attempt(),
+            self._resources,
         )
         self._thread = InheritableThread(
             target=self._run, args=(task, on_exit), name="cerebro-hydra-agents", daemon=True
@@ -211,25 +221,49 @@ def pickle_factory(factory: Callable[..., Any]) -> bytes:
         ) from error
 
 
+class PickledFactory:
+    """Is the user's function in every process that it travels to, once it is called there.
+
+    Spark's pickles are by value, so the processes of an agent's devices need no module of the user.
+    """
+
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self.loaded(*args)
+
+    @cached_property
+    def loaded(self) -> Factory:
+        """Return the function."""
+        from pyspark.serializers import CloudPickleSerializer
+
+        return CloudPickleSerializer().loads(self._pickled)  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PickledFactory, (self._pickled,)
+
+
 def run_task(
     spec: str,
-    factory: bytes,
+    factory: PickledFactory,
     agent: Agent,
     run: str,
     last_attempt: int,
+    resources: WorkerResources,
     worker: int,
     rows: Iterable[int],
 ) -> Iterable[int]:
     """Run an agent in one task, in Spark's Python worker."""
     from pyspark import TaskContext
-    from pyspark.serializers import CloudPickleSerializer
 
     for _ in rows:  # Spark reuses a Python worker only if its input was read to the end
         pass
     context = TaskContext.get()
     assert context is not None
     # The same folder in every incarnation, so that a relaunched agent finds its caches.
-    scratch = Path(spark_folder()) / run / f"worker-{worker}"
+    scratch = Path(resources.scratch or spark_folder()) / run / f"worker-{worker}"
     scratch.mkdir(parents=True, exist_ok=True)
     gpus = context.resources().get("gpu")
     start = AgentStart(
@@ -238,10 +272,11 @@ def run_task(
         scratch=str(scratch),
         host=os.environ.get(LOCAL_IP),
         gpus=tuple(gpus.addresses) if gpus else (),
+        resources=resources,
     )
     with pinned(start.gpus):
-        loaded = CloudPickleSerializer().loads(factory)
-        work = partial(agent, AgentSpec.from_json(json.loads(spec)), start, loaded)
+        factory.loaded  # noqa: B018  # what it refers to is missing here, or nowhere
+        work = partial(agent, AgentSpec.from_json(json.loads(spec)), start, factory)
         if context.attemptNumber() < last_attempt:
             work()
         else:

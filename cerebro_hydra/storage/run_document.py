@@ -37,7 +37,8 @@ class TrialSpec:
 
     `seed` keys the trial's random numbers; `cut` and `template` are what admission found;
     `nbytes` is the size of its state; `steps` holds optimizer steps per partition; `parameters`
-    counts the model's elements, frozen ones too.
+    counts the model's elements, frozen ones too; `recompute` says whether
+    activations are computed again in backward, None leaves it to the worker.
     """
 
     trial: Count
@@ -59,6 +60,8 @@ class TrialSpec:
     custom_metrics: tuple[str, ...] = ()
     """The names of the metrics that the user's code merges from partitions."""
     parameters: Count = 0
+    schedule: Annotated[str, one_of("sequential", "sharp")] = "sequential"
+    recompute: bool | None = None
 
     @property
     def steps_per_epoch(self) -> int:

@@ -11,6 +11,7 @@ from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.existing import describe
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
+from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.storage import Store
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.testing.local_launcher import LocalLauncher
@@ -39,6 +40,7 @@ class LocalBackend:
         preloaded: modules that agents load before they start; see `LocalLauncher`.
         tls: whether connections are encrypted; see `LocalLauncher`.
         limits: which losses a run outlasts.
+        devices_per_worker, device_memory, host_memory, scratch, residents: see `SparkBackend`.
     """
 
     def __init__(
@@ -47,11 +49,19 @@ class LocalBackend:
         preloaded: Sequence[str] = (),
         tls: bool | TLS = False,
         limits: LossLimits = DEFAULT_LIMITS,
+        devices_per_worker: int = 1,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        scratch: str | None = None,
+        residents: int | str = "auto",
     ) -> None:
         self.num_workers = num_workers
         self._preloaded = preloaded
         self._tls = tls
         self._limits = limits
+        self.resources = WorkerResources.checked(
+            devices_per_worker, device_memory, host_memory, scratch, residents
+        )
         self.agents = self.launcher()
 
     def prepare(self, store: Store, df: Arrays, spec: DataSpec) -> Manifest:
@@ -67,6 +77,10 @@ class LocalBackend:
     def launcher(self) -> LocalLauncher:
         """Return a launcher of local processes, which becomes `agents`."""
         self.agents = LocalLauncher(
-            self.num_workers, preloaded=self._preloaded, tls=self._tls, limits=self._limits
+            self.num_workers,
+            preloaded=self._preloaded,
+            tls=self._tls,
+            limits=self._limits,
+            resources=self.resources,
         )
         return self.agents

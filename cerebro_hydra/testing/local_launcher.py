@@ -16,10 +16,18 @@ from cerebro_hydra.errors import SetupError
 from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
 from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
+from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
 from cerebro_hydra.spark.daemon import PRELOADED
 from cerebro_hydra.wire.credentials import TLS
 
 _OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission", "torch.export._trace")
+
+
+def fork_server(preloaded: Sequence[str] = ()) -> Any:
+    """Return a context whose processes are forked from one that has loaded what agents need."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
+    return context
 
 
 class LocalLauncher:
@@ -35,6 +43,7 @@ class LocalLauncher:
         preloaded: modules that this process loads too.
         tls: whether control and shards use TLS, and with which certificate.
         limits: which losses a run outlasts.
+        resources: what each agent may train with.
     """
 
     def __init__(
@@ -44,14 +53,15 @@ class LocalLauncher:
         preloaded: Sequence[str] = (),
         tls: bool | TLS = False,
         limits: LossLimits = DEFAULT_LIMITS,
+        resources: WorkerResources = DEFAULT_RESOURCES,
     ) -> None:
         self.num_workers = num_workers
         self.host = "127.0.0.1"
         self.tls = tls
         self.limits = limits
         self._max_failures = max_failures
-        self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
+        self._resources = resources
+        self._context = fork_server(preloaded)
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, BaseProcess] = {}
@@ -64,7 +74,7 @@ class LocalLauncher:
     def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
         """Start a process per worker; see `Launcher`."""
         self._scratch = tempfile.TemporaryDirectory(
-            prefix="cerebro-hydra-", ignore_cleanup_errors=True
+            prefix="cerebro-hydra-", dir=self._resources.scratch, ignore_cleanup_errors=True
         )
         for worker in range(self.num_workers):
             thread = threading.Thread(
@@ -111,7 +121,8 @@ class LocalLauncher:
         on_exit: OnExit,
     ) -> None:
         for number in itertools.count():
-            process = self._start_process(AgentStart(worker, number, scratch), spec, factory)
+            start = AgentStart(worker, number, scratch, resources=self._resources)
+            process = self._start_process(start, spec, factory)
             process.join()
             if process.exitcode == 0 or self._stopping.is_set():
                 self._leave(None, on_exit)

@@ -28,12 +28,14 @@ from cerebro_hydra.shards.admission_key import admission_key
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, ShardReport
 from cerebro_hydra.shards.layout import initial_segments
-from cerebro_hydra.shards.sample import Example
+from cerebro_hydra.shards.sample import Example, Sample
+from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.tune.example_batches import ExampleBatches
+from cerebro_hydra.tune.memory_bill import MemoryBill
 from cerebro_hydra.tune.range_check import check_value_ranges
 
 
@@ -91,6 +93,7 @@ class Admission:
         seed: int,
         evaluation_metric: str,
         report: Callable[[str], None],
+        memory_bill: MemoryBill,
         keep: str | None = None,
     ) -> None:
         """Admit nothing yet; `report` is given a description of every new cut."""
@@ -101,6 +104,7 @@ class Admission:
         self._seed = seed
         self._evaluation_metric = evaluation_metric
         self._report = report
+        self._memory_bill = memory_bill
         self._keep = keep
         self.metrics: dict[str, str] = {}
         """Direction of every measured name, "loss" first; empty before a trial is admitted."""
@@ -190,7 +194,15 @@ class Admission:
             keep=self._kept_by(recipe),
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
             parameters=sum(p.numel() for p in recipe.model.parameters()),
+            schedule=recipe.schedule,
+            recompute=recipe.recompute if isinstance(recipe.recompute, bool) else None,
         )
+        if self._memory_bill.is_due:
+            sample = Sample.of(recipe, examples[0])
+            cut_model = self._cut_models.get(recipe.model, admission.spec, sample)
+            profile = TrialProfile.of(recipe, cut_model, admission.layout)
+            with _refusing():
+                self._memory_bill.check(spec, profile)
         self._folder.write_trial(spec)
         self._report_cut(spec, admission.report)
         return spec, recipe

@@ -169,6 +169,7 @@ class RunToResume:
             self.document.seed,
             self.document.evaluation_metric,
             around.report,
+            around.memory_bill,
             self.document.keep,
         )
         admission.metrics = dict(self.document.metrics)

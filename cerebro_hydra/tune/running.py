@@ -15,6 +15,7 @@ from cerebro_hydra.observe import Observer, ReportWriter, console_observer
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.tune.all_failed import all_failed
+from cerebro_hydra.tune.memory_bill import MemoryBill
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.search_trials import SearchTrials
 from cerebro_hydra.tune.winner_archive import WinnerArchive
@@ -33,6 +34,11 @@ class Surroundings:
         """Print a line, unless nothing is to be shown."""
         if self.verbose:
             print(line)
+
+    @property
+    def memory_bill(self) -> MemoryBill:
+        """Return what bills trials for the workers."""
+        return MemoryBill(self.backend.resources, self.backend.num_workers, self.report)
 
 
 def run_trials(

@@ -301,6 +301,7 @@ class Search(ABC):
             self.seed,
             self.evaluation_metric,
             self._surroundings.report,
+            self._surroundings.memory_bill,
             self.keep,
         )
 

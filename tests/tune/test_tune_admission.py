@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
@@ -20,6 +21,7 @@ from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.tune.admission import Admission, Refused
 from cerebro_hydra.tune.admission_progress import AdmissionProgress
 from cerebro_hydra.tune.example_batches import ExampleBatches
+from cerebro_hydra.tune.memory_bill import MemoryBill
 from tests.tune import tune_models
 
 COLUMNS = Columns(("features",), ("label",))
@@ -52,10 +54,18 @@ def admit_with(
     batches: ExampleBatches,
     candidates: Sequence[dict[str, Any]],
     evaluation_metric: str = "loss",
+    resources: WorkerResources = DEFAULT_RESOURCES,
 ) -> Outcome:
     found = Outcome()
     admission = Admission(
-        factory, COLUMNS, batches, folder, 3, evaluation_metric, found.told.append
+        factory,
+        COLUMNS,
+        batches,
+        folder,
+        3,
+        evaluation_metric,
+        found.told.append,
+        MemoryBill(resources, 2, found.told.append),
     )
     for number, params in enumerate(candidates):
         try:
@@ -262,3 +272,20 @@ def test_slow_admission_reports_how_far_it_is() -> None:
     with AdmissionProgress(report, seconds=60) as progress:
         progress.trials = 8
     assert len(told) == count, "a fast admission tells nothing"
+
+
+def test_what_no_device_can_hold_is_refused_with_the_numbers_before_training(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    batches = examples(tmp_path, 70)
+    tight, ample = WorkerResources(device_memory=300), WorkerResources(device_memory=1 << 20)
+    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=tight)
+    assert "a device needs " in found.refused[0]
+    assert "the largest device has 300 B" in found.refused[0]
+    assert "raise device_memory" in found.refused[0]
+    assert not found.specs
+    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=ample)
+    assert any("device: least" in line for line in found.told)
+    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}])
+    assert not any("device: least" in line for line in found.told)

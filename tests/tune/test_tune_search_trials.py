@@ -15,6 +15,7 @@ import torch
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.trial_source import NewTrial
+from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES
 from cerebro_hydra.observe import Decision, Record
 from cerebro_hydra.plan.events import (
     BudgetExtended,
@@ -34,6 +35,7 @@ from cerebro_hydra.tune import CustomSearch, GridSearch, SearchResult, hp_choice
 from cerebro_hydra.tune.admission import Admission
 from cerebro_hydra.tune.candidate_list import CandidateList
 from cerebro_hydra.tune.list_search import ListSearch
+from cerebro_hydra.tune.memory_bill import MemoryBill
 from cerebro_hydra.tune.search_course import SearchCourse
 from cerebro_hydra.tune.search_trials import SearchTrials
 from cerebro_hydra.tune.timed_call import Overdue, TimedCall
@@ -132,7 +134,14 @@ def trials_of(path: Path, candidates: list[dict[str, Any]], seconds: float) -> S
     folder = RunFolder(LocalStore(str(path)), "run")
     batches = examples(path, 70)
     admission = Admission(
-        open_models.hanging, COLUMNS, batches, folder, 3, "loss", lambda line: None
+        open_models.hanging,
+        COLUMNS,
+        batches,
+        folder,
+        3,
+        "loss",
+        lambda line: None,
+        MemoryBill(DEFAULT_RESOURCES, 2, print),
     )
     admission.admit(0, {})  # what is imported late is imported
     course = SearchCourse(CandidateList(candidates, 1), 1, 2)

@@ -1,0 +1,234 @@
+"""A device carries out actions: it computes on one thread and moves shards on another one.
+
+::
+
+    orders ──┬── F, B, U ───► computing thread ──┐
+             │                                   ├──► answers
+             └── LOAD, SPILL ──► copying thread ─┘
+
+Its orders come from the agent, either in the agent's own process or through a pipe.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from cerebro_hydra.agent.device_memory import DeviceMemory
+from cerebro_hydra.agent.device_messages import (
+    Answer,
+    Close,
+    Closed,
+    Compute,
+    Done,
+    Failed,
+    Forget,
+    Move,
+    Open,
+    Opened,
+    Order,
+    Profile,
+    Profiled,
+    RunOrder,
+)
+from cerebro_hydra.agent.device_run import DeviceRun, RunOpener
+from cerebro_hydra.agent.logs import current_trial
+from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
+from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.storage.run_document import TrialSpec
+
+Key = tuple[int, int]  # run and shard
+Cursor = Mapping[str, Any]
+
+
+class Device:
+    """Carries out the orders for one device. `give` is thread-safe and returns at once.
+
+    An error of a trial's code is told once; what else is ordered of the run is answered without
+    being done.
+
+    Args:
+        opener: builds trials and opens runs of them.
+        memory: has the device's slots.
+        answer: takes what is to be told, from any thread.
+        double_buffering: whether shards are moved beside the computing.
+    """
+
+    def __init__(
+        self,
+        opener: RunOpener,
+        memory: DeviceMemory,
+        answer: Callable[[Answer], object],
+        *,
+        double_buffering: bool = True,
+    ) -> None:
+        self._opener = opener
+        self._memory = memory
+        self._answer = answer
+        self._runs: dict[int, DeviceRun] = {}
+        self._trials: dict[int, int] = {}  # of the runs
+        self._over: set[int] = set()  # runs that failed or were closed
+        self._slots: dict[Key, Segments] = {}
+        self._unbound: dict[Key, tuple[Cursor | None, bool]] = {}  # what unloading gave
+        self._computing = _Lane("device-computes")
+        self._copying = _Lane("device-copies") if double_buffering else self._computing
+
+    def start(self) -> None:
+        """Begin to work."""
+        for lane in {self._computing, self._copying}:
+            lane.start()
+
+    def close(self) -> None:
+        """End the threads after what they are doing."""
+        for lane in {self._computing, self._copying}:
+            lane.close()
+
+    def give(self, order: Order) -> None:
+        """Take an order; those of one thread are carried out one after the other."""
+        match order:
+            case Profile():
+                self._computing.put(partial(self._profile, order.trial))
+            case Forget():
+                self._computing.put(partial(self._opener.forget, order.trial))
+            case Open():
+                self._over.discard(order.order.run)
+                self._computing.put(partial(self._open, order.order))
+            case Close():
+                self._over.add(order.run)
+                self._computing.put(partial(self._close, order))
+            case Compute():
+                self._computing.put(partial(self._compute, order))
+            case Move():
+                key = (order.action.trial, order.action.shard)
+                bound = order.action.kind is not ActionKind.LOAD and key not in self._unbound
+                lane = self._computing if bound else self._copying
+                lane.put(partial(self._move, order))
+
+    # ------------------------------------------------------------------ runs
+
+    def _profile(self, trial: TrialSpec) -> None:
+        with current_trial(trial.trial):
+            try:
+                profile = self._opener.profile(trial)
+            except (Exception, SystemExit) as error:
+                self._fail(None, trial.trial, error)
+            else:
+                self._answer(Profiled(trial.trial, profile))
+
+    def _open(self, order: RunOrder) -> None:
+        self._trials[order.run] = order.task.trial
+        with current_trial(order.task.trial):
+            try:
+                self._runs[order.run] = self._opener.open(order)
+            except (Exception, SystemExit) as error:
+                self._fail(order.run, order.task.trial, error)
+        self._answer(Opened(order.run))
+
+    def _close(self, order: Close) -> None:
+        run = self._runs.pop(order.run, None)
+        if run is None:
+            return
+        if order.cancelled:
+            run.cancel()
+            return
+        try:
+            evaluation = run.close()
+        except (Exception, SystemExit) as error:
+            self._fail(order.run, self._trials[order.run], error)
+        else:
+            self._answer(Closed(order.run, evaluation))
+
+    def _fail(self, number: int | None, trial: int, error: BaseException) -> None:
+        """Tell of an error that only the trial's own code can have caused."""
+        story = "".join(traceback.format_exception(error))
+        if number is not None:
+            self._over.add(number)
+            self._computing.put(partial(self._close, Close(number, cancelled=True)))
+        self._computing.put(gc.collect)  # frames can refer to the trial's memory in a circle
+        lacking = memory_that_ran_out(error)
+        self._answer(Failed(number, trial, type(error).__name__, story, lacking))
+
+    # ------------------------------------------------------------------ actions
+
+    def _compute(self, unit: Compute) -> None:
+        for task in unit.tasks:
+            begun, done = time.perf_counter(), Done(task)
+            if task.trial not in self._over:
+                trial = self._trials[task.trial]
+                try:
+                    with current_trial(trial):
+                        done = self._perform(task, last=task is unit.tasks[-1])
+                except (Exception, SystemExit) as error:
+                    self._fail(task.trial, trial, error)
+            self._answer(replace(done, seconds=time.perf_counter() - begun))
+
+    def _perform(self, task: Action, last: bool) -> Done:
+        key, run = (task.trial, task.shard), self._runs[task.trial]
+        if key in self._unbound:
+            cursor, _ = self._unbound.pop(key)
+            run.load(task.shard, self._slots[key], cursor)
+        loss = run.perform(task)
+        self._memory.finish()
+        if last and not run.stays:
+            self._unbound[key] = run.unload(task.shard)
+        return Done(task, loss=loss)
+
+    def _move(self, order: Move) -> None:
+        """Move a shard; one that a run stays bound to is let go of by the computing thread."""
+        action, begun = order.action, time.perf_counter()
+        key, done = (action.trial, action.shard), Done(action)
+        try:
+            if action.trial in self._over:
+                self._give_up(key)
+            elif action.kind is ActionKind.LOAD:
+                self._slots[key] = self._memory.promote(order.slabs, order.gradients)
+                self._unbound[key] = order.cursor, False
+            elif key not in self._unbound:
+                self._unbound[key] = self._runs[action.trial].unload(action.shard)
+                self._copying.put(partial(self._move, order))
+                return
+            else:
+                cursor, has_gradients = self._unbound[key]
+                if action.kind is ActionKind.SPILL:
+                    self._memory.demote(self._slots[key], order.slabs)
+                self._give_up(key)
+                done = replace(done, cursor=cursor, has_gradients=has_gradients)
+        except (Exception, SystemExit) as error:
+            self._fail(action.trial, self._trials[action.trial], error)
+        if action.kind is not ActionKind.DROP:
+            moved = sum(slab.nbytes for slab in order.slabs.values())
+            self._answer(replace(done, seconds=time.perf_counter() - begun, nbytes=moved))
+
+    def _give_up(self, key: Key) -> None:
+        self._unbound.pop(key, None)
+        if (slots := self._slots.pop(key, None)) is not None:
+            self._memory.give_up(slots)
+
+
+class _Lane:
+    """Does one thing after the other on a thread of its own, once it is started."""
+
+    def __init__(self, name: str) -> None:
+        self._items: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        self._items.put(work)
+
+    def close(self) -> None:
+        self._items.put(None)
+
+    def _run(self) -> None:
+        while (work := self._items.get()) is not None:
+            work()

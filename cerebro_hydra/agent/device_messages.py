@@ -1,0 +1,156 @@
+"""What an agent and its devices tell one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cerebro_hydra.plan.actions import Action
+from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch
+from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.shards.layout import Bytes
+from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.storage.run_document import TrialSpec
+
+Cursor = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOrder:
+    """Describes a run to the device that is to open it.
+
+    Args:
+        run: its number, which its actions carry as their trial.
+        trial: what is trained or evaluated.
+        task: what the coordinator asked for.
+        start_step: the optimizer steps that the trial has done before.
+        recompute: whether a backward computes its forward again.
+    """
+
+    run: int
+    trial: TrialSpec
+    task: StartSubEpoch | Evaluate
+    start_step: int
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The device is to build a trial and to tell its profile."""
+
+    trial: TrialSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The device is to forget a trial, which is over."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """The device is to open a run, of which actions follow."""
+
+    order: RunOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The device is to do the tasks of a unit, one after the other."""
+
+    tasks: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The device is to take a shard, to write it back, or to let it go.
+
+    Args:
+        slabs: host memory by the names "frozen", "trainable" and "gradients"; LOAD reads them all,
+            SPILL writes to those that it is given.
+        cursor: of the shard that is loaded.
+        gradients: bytes to keep on the device for gradients, if LOAD is given none to read.
+    """
+
+    action: Action
+    slabs: Mapping[str, Bytes] = field(default_factory=dict)
+    cursor: Cursor | None = None
+    gradients: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The run is over on the device, at its end or, if it is ``cancelled``, where it stands."""
+
+    run: int
+    cancelled: bool = False
+
+
+Order = Profile | Forget | Open | Compute | Move | Close
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The device takes orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The device has built a trial."""
+
+    trial: int
+    profile: TrialProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The device has opened a run, or failed to."""
+
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The device has carried out an action.
+
+    Args:
+        seconds: what it took, without the wait for its turn.
+        nbytes: the bytes that were moved.
+        cursor: of a shard that was written back.
+        has_gradients: whether its gradients were written back too.
+        loss: the mean loss of a microbatch and its rows, after its last backward.
+    """
+
+    action: Action
+    seconds: float = 0.0
+    nbytes: int = 0
+    cursor: Cursor | None = None
+    has_gradients: bool = False
+    loss: tuple[float, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The device has ended a run that was not cancelled, with what an evaluation gave."""
+
+    run: int
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Code of a trial has failed: a run's, or the factory that was to build the trial.
+
+    ``kind`` names the exception's class, and ``lacking`` says what memory ran out.
+    """
+
+    run: int | None
+    trial: int
+    kind: str
+    error: str
+    lacking: str | None = None
+
+
+Answer = Ready | Profiled | Opened | Done | Closed | Failed

@@ -1,0 +1,203 @@
+"""Runs a device in a process of its own, so that a crash in it ends no other device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+from cerebro_hydra.agent import watchdog
+from cerebro_hydra.agent.device import Device
+from cerebro_hydra.agent.device_memory import DeviceMemory
+from cerebro_hydra.agent.device_messages import Answer, Move, Order, Ready
+from cerebro_hydra.agent.device_run import RunOpener
+from cerebro_hydra.agent.logs import forwarded
+from cerebro_hydra.agent.slabs import MappedSlabs, Slabs
+
+_PRELOADED = ("cerebro_hydra.agent.trial_runs", "torch._dynamo")  # the latter for optimizers
+
+
+def fork_server() -> Any:
+    """Return a context whose processes are forked from one that has loaded what devices need.
+
+    No tensor operation ever runs in that one, so that they may use any number of threads.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOADED])
+    return context
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """Describes a device to the process that is to be it.
+
+    Args:
+        context: starts processes; see `fork_server`.
+        make_opener: makes what opens runs there; a module's function, or a partial of one.
+        double_buffering: whether shards are moved beside the computing.
+        poison: whether slots that are given up are overwritten, as tests ask for.
+    """
+
+    context: Any
+    make_opener: Callable[[], RunOpener]
+    double_buffering: bool = True
+    poison: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The file descriptor of a slab follows."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Forget:
+    """A slab is there no more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """The process prints or logs something."""
+
+    message: Mapping[str, Any]
+
+
+class DeviceProcess:
+    """Is the agent's end of a device's process. Thread-safe.
+
+    Args:
+        settings: of the device.
+        slabs: the memory of which orders name parts.
+        on_answer: takes what the device tells, from a thread of this object.
+        on_gone: is called once when the process is dead, after its last answer.
+        on_said: takes what its code prints and logs.
+    """
+
+    def __init__(
+        self,
+        settings: DeviceSettings,
+        slabs: Slabs,
+        on_answer: Callable[[DeviceProcess, Answer], object],
+        on_gone: Callable[[DeviceProcess], object],
+        on_said: Callable[[Mapping[str, Any]], object],
+    ) -> None:
+        self._settings = settings
+        self._slabs = slabs
+        self._on_answer, self._on_gone, self._on_said = on_answer, on_gone, on_said
+        self._lock = threading.Lock()
+        self._mapped: set[int] = set()
+        self._freed: list[int] = []  # may be added to by a finalizer at any moment
+        slabs.on_freed.append(self._freed.append)
+        context = settings.context
+        pipe: tuple[Any, Any] = context.Pipe()  # of Connections, which send what they are given
+        self._connection, theirs = pipe
+        given = replace(settings, context=None)
+        self._process = context.Process(
+            target=run_device, args=(theirs, given), daemon=True, name="cerebro-hydra-device"
+        )
+        self._process.start()
+        theirs.close()
+        threading.Thread(target=self._listen, name="device-answers", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Return the process's id."""
+        return int(self._process.pid)
+
+    def give(self, order: Order) -> None:
+        """Send an order; it is lost if the process has died."""
+        with self._lock:
+            try:
+                while self._freed:
+                    self._forget(self._freed.pop())
+                if isinstance(order, Move) and order.slabs:
+                    named = {name: self._named(slab) for name, slab in order.slabs.items()}
+                    order = replace(order, slabs=named)
+                self._connection.send(order)
+            except OSError:
+                pass  # on_gone tells of it
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process at once."""
+        self.kill()
+
+    def _named(self, buffer: Any) -> Any:
+        name = self._slabs.name_of(buffer)
+        if name.number not in self._mapped:
+            self._connection.send(_Map(name.number))
+            send_handle(self._connection, self._slabs.file_of(buffer), self._process.pid)
+            self._mapped.add(name.number)
+        return name
+
+    def _forget(self, number: int) -> None:
+        if number in self._mapped:
+            self._mapped.discard(number)
+            self._connection.send(_Forget(number))
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                answer = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            if isinstance(answer, _Said):
+                self._on_said(answer.message)
+            else:
+                self._on_answer(self, answer)
+        self._process.kill()
+        self._process.join()
+        self._slabs.on_freed.remove(self._freed.append)
+        self._on_gone(self)
+
+
+def run_device(connection: Any, settings: DeviceSettings) -> None:
+    """Be the process of a device until the agent closes its end, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    watchdog.watch_parent()
+    lock = threading.Lock()
+    slabs = MappedSlabs()
+
+    def tell(answer: Answer | _Said) -> None:
+        try:
+            with lock:
+                connection.send(answer)
+        except OSError:
+            os._exit(0)
+
+    with forwarded(lambda message: tell(_Said(message))):
+        device = Device(
+            settings.make_opener(),
+            DeviceMemory(settings.poison),
+            tell,
+            double_buffering=settings.double_buffering,
+        )
+        device.start()
+        tell(Ready())
+        while True:
+            try:
+                order = connection.recv()
+                if isinstance(order, _Map):
+                    slabs.map(order.number, recv_handle(connection))
+                    continue
+            except (EOFError, OSError):
+                os._exit(0)  # whatever the trials' code does meanwhile
+            if isinstance(order, _Forget):
+                slabs.forget(order.number)
+                continue
+            if isinstance(order, Move):
+                names: Mapping[str, Any] = order.slabs
+                found = {name: slabs.find(slab) for name, slab in names.items()}
+                order = replace(order, slabs=found)
+            device.give(order)

@@ -1,0 +1,75 @@
+"""Starts the devices of an agent: itself if there is one, else a process for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from cerebro_hydra.agent.device import Device
+from cerebro_hydra.agent.device_memory import DeviceMemory
+from cerebro_hydra.agent.device_messages import Answer, Order
+from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings, fork_server
+from cerebro_hydra.agent.device_run import RunOpener
+from cerebro_hydra.agent.slabs import Slabs
+from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice
+
+
+class OwnDevice:
+    """Is a device in the agent's own process."""
+
+    def __init__(
+        self,
+        opener: RunOpener,
+        double_buffering: bool,
+        end_process: Callable[[], object],
+        on_answer: Callable[[WorkerDevice, Answer], object],
+        on_gone: Callable[[WorkerDevice], object],  # with the agent
+    ) -> None:
+        self._device = Device(
+            opener,
+            DeviceMemory(),
+            lambda answer: on_answer(self, answer),
+            double_buffering=double_buffering,
+        )
+        self._device.start()
+        self._end_process = end_process
+
+    def give(self, order: Order) -> None:
+        """Take an order and return at once."""
+        self._device.give(order)
+
+    def kill(self) -> None:
+        """End this process: nothing else ends a thread that hangs."""
+        self._end_process()
+
+    def close(self) -> None:
+        """End the device after what it is doing."""
+        self._device.close()
+
+
+def device_starts(
+    devices: int,
+    opener: RunOpener,
+    make_opener: Callable[[], RunOpener],
+    slabs: Slabs,
+    on_said: Callable[[Mapping[str, Any]], object],
+    end_process: Callable[[], object],
+    double_buffering: bool = True,
+) -> Sequence[DeviceStart]:
+    """Return what starts each device.
+
+    Args:
+        opener: opens runs in this process.
+        make_opener: makes what opens them in another process.
+        on_said: takes what code in another process prints and logs.
+        end_process: ends this process once all is sent that was reported.
+    """
+    if devices == 1:
+        return [partial(OwnDevice, opener, double_buffering, end_process)]
+    settings = DeviceSettings(fork_server(), make_opener, double_buffering)
+
+    def start(on_answer: Any, on_gone: Any) -> DeviceProcess:
+        return DeviceProcess(settings, slabs, on_answer, on_gone, on_said)
+
+    return [start] * devices

@@ -1,0 +1,400 @@
+"""Carries out sub-epochs and evaluations through the shard queues of a worker.
+
+::
+
+    tasks, cancels ──┐               ┌──► devices: load, compute, write back
+    shards arrived ──┤  WorkerState  ├──► host: disk, digests, publishing
+    devices' answers ┴──  one loop ──┴──► reports
+
+The loop never waits: moves within the host have threads of their own, and whatever happens comes
+back as work for the loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from cerebro_hydra.agent.attempt_reports import AttemptReports
+from cerebro_hydra.agent.device_messages import (
+    Answer,
+    Close,
+    Closed,
+    Compute,
+    Done,
+    Failed,
+    Forget,
+    Move,
+    Open,
+    Opened,
+    Profiled,
+    Ready,
+)
+from cerebro_hydra.agent.fetch import FetchRequest
+from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.host_moves import HostMoves
+from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
+from cerebro_hydra.agent.queued_run import QueuedRun
+from cerebro_hydra.agent.run_planner import RunPlanner
+from cerebro_hydra.agent.run_time import MakeWatch, RunTime
+from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.task_entrance import TaskEntrance
+from cerebro_hydra.agent.task_watch import Task
+from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
+from cerebro_hydra.agent.worker_loop import WorkerLoop
+from cerebro_hydra.errors import TransferError
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.instructions import FetchShards
+from cerebro_hydra.plan.worker_events import (
+    ActionDone,
+    DeviceJoined,
+    DeviceLost,
+    RunAdded,
+    RunCancelled,
+    RunEnded,
+    RunReleased,
+    RunRestarted,
+    ShardArrived,
+)
+from cerebro_hydra.plan.worker_events import Answer as Decision
+from cerebro_hydra.plan.worker_state import WorkerState
+from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.storage.run_document import TrialSpec
+
+_REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
+PROGRESS_SECONDS = 0.5
+MOST_LOSSES = 3  # devices that may die while they compute for a run, until its trial is the cause
+
+
+class QueueTrainer:
+    """Trains and evaluates in the queues of a worker. Thread-safe.
+
+    Args:
+        incarnation: names this agent.
+        starts: each starts one device of the worker, again after it died.
+        state: the queues, which know the same devices.
+        planner: describes runs to the queues.
+        report: takes an event for the coordinator.
+        send: takes a message of progress for it.
+        begin: tells it of an attempt before any code of the trial runs; returns when it is sent.
+        broken: takes an error of the queues or devices themselves, which ends the agent.
+        scratch: a folder on a disk of this machine.
+        make_watch: makes what watches a run.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        starts: Sequence[DeviceStart],
+        state: WorkerState,
+        planner: RunPlanner,
+        shard_store: ShardStore,
+        fetch_manager: FetchManager,
+        report: Callable[[events.Event], None],
+        send: Callable[[dict[str, Any]], object],
+        begin: Callable[[int], object],
+        broken: Callable[[Exception], object],
+        scratch: str,
+        make_watch: MakeWatch,
+    ) -> None:
+        self._incarnation = incarnation
+        self._state = state
+        self._loop = WorkerLoop(state, self._carry_out, broken, self._check_times)
+        self._planner = planner
+        self._shard_store = shard_store
+        self._fetch_manager = fetch_manager
+        self._report = report
+        self._reports = AttemptReports(incarnation, fetch_manager, report)
+        self._send = send
+        self._begin = begin
+        self._make_watch = make_watch
+        self._numbers = itertools.count()
+        self._runs: dict[int, QueuedRun] = {}
+        self._arriving: list[Action] = []
+        self._next_progress = 0.0
+        through = self._loop.through
+        self._host = HostMoves(shard_store, scratch, through(self._moved))
+        self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
+        self._entrance = TaskEntrance(planner, self._devices, self._reports, self._enter)
+
+    def start(self) -> None:
+        """Start the devices and the loop."""
+        self._devices.start()
+        self._loop.start()
+
+    def learn(self, spec: TrialSpec) -> None:
+        """Take in what a trial is, before anything else is asked of it."""
+        self._planner.learn(spec)
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
+        self._loop.put(partial(self._forget, trial))
+
+    def accept(self, attempt: int) -> None:
+        """Note that an attempt will be performed, so that it can be taken back until it is done."""
+        self._loop.put(partial(self._reports.accept, attempt))
+
+    def perform(self, task: Task, uri: str | None) -> None:
+        """Take a task, and report later how it ended."""
+        self._loop.put(partial(self._add, task, uri))
+
+    def prefetch(self, task: Task | FetchShards, uri: str | None) -> None:
+        """Start fetching the state that a task begins with."""
+        source = task.source
+        shards = len(self._planner.trial(task.trial).shards)
+        self._fetch_manager.fetch(
+            FetchRequest(task.trial, source.visit, shards, source.incarnation, uri)
+        )
+
+    def cancel(self, attempt: int) -> None:
+        """Take an attempt back, running or not, with what it published."""
+        self._loop.put(partial(self._cancel, attempt))
+
+    def drop(self, trial: int, visit: int) -> None:
+        """Forget a state, which nobody needs from here any more."""
+        self._fetch_manager.drop(trial, visit)
+        self._loop.put(partial(self._release, trial, visit))
+
+    def look_again(self) -> None:
+        """Look whether shards have arrived; returns at once."""
+        self._loop.put(self._look)
+
+    def stop(self) -> None:
+        """Take every attempt back, because the run is over; returns at once."""
+        self._loop.stop()
+
+    def close(self) -> None:
+        """End the devices, whatever they are doing."""
+        self._loop.stop()
+        self._loop.join()
+        self._devices.close()
+        self._host.close()
+
+    # ------------------------------------------------------------------ tasks
+
+    def _add(self, task: Task, uri: str | None) -> None:
+        if task.attempt not in self._reports:
+            return
+        self._begin(task.attempt)
+        self.prefetch(task, uri)
+        self._entrance.enter(task)
+
+    def _enter(self, task: Task, profile: TrialProfile) -> None:
+        """Hand a task to the queues."""
+        trial = self._planner.trial(task.trial)
+        spec = self._planner.run_spec(next(self._numbers), task, profile)
+        look = self._shard_store.follow(task.trial, task.source.visit)
+        timed = RunTime(task, self._make_watch, self._end_overdue)
+        run = QueuedRun(trial, task, profile, spec, look, timed)
+        run.announce(self._shard_store)
+        known = self._state.runs.keys()
+        self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}
+        self._runs[spec.run] = run
+        self._loop.tell(RunAdded(spec))
+
+    def _cancel(self, attempt: int) -> None:
+        self._reports.take_back(attempt)
+        for run in self._runs.values():
+            if run.task.attempt == attempt:
+                self._end_early(run)
+
+    def _end_early(self, run: QueuedRun) -> None:
+        was_over, run.over = run.over, True
+        run.retract(self._shard_store)
+        self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
+        for device in run.opened:
+            device.give(Close(run.number, cancelled=True))
+        self._look()
+        if not was_over:
+            self._entrance.leave(run.task.trial)
+
+    def _release(self, trial: int, visit: int) -> None:
+        for run in self._runs.values():
+            if run.state is not None and (run.task.trial, run.state.visit) == (trial, visit):
+                self._loop.tell(RunReleased(run.number))
+
+    def _forget(self, trial: int) -> None:
+        self._planner.forget(trial)
+        self._entrance.forget(trial)
+        self._fetch_manager.forget(trial)
+        self._devices.tell(Forget(trial))
+
+    def _fail(self, run: QueuedRun, kind: str, why: str, lacking: str | None = None) -> None:
+        if not run.over:
+            self._end_early(run)
+            self._reports.failed(run.task, kind, why, lacking)
+
+    # ------------------------------------------------------------------ what the queues decide
+
+    def _carry_out(self, decision: Decision | list[Action]) -> None:
+        match decision:
+            case list():
+                self._compute(self._runs[decision[0].trial], decision)
+            case RunEnded():
+                self._end(self._runs[decision.run], decision)
+            case RunRestarted():
+                self._restart(self._runs[decision.run])
+            case Action(kind=ActionKind.RECV):
+                self._arriving.append(decision)
+                self._look()
+            case Action(device=None | -1):
+                self._host.move(self._runs[decision.trial], decision)
+            case Action():
+                self._move(self._runs[decision.trial], decision)
+
+    def _end(self, run: QueuedRun, ended: RunEnded) -> None:
+        if ended.outcome == "refused":
+            self._fail(run, "", f"{ended.reason}; {_REMEDY}")
+        elif ended.outcome == "finished" and not run.over:
+            run.closing = set(run.opened)
+            for device in run.opened:
+                device.give(Close(run.number))
+
+    def _closed(self, run: QueuedRun, device: WorkerDevice) -> None:
+        """Report a run that every device has ended."""
+        run.closing.discard(device)
+        if run.closing or run.over:
+            return
+        result = run.result(self._incarnation, self._fetch_manager.take_hop(run.task.trial))
+        if (fault := self._planner.fault(run.task, result)) is not None:
+            self._fail(run, "", fault)
+            return
+        run.over = True
+        self._reports.done(result)
+        self._entrance.leave(run.task.trial)
+
+    def _restart(self, run: QueuedRun) -> None:
+        for device in run.opened:
+            device.give(Close(run.number, cancelled=True))
+        run.retract(self._shard_store)
+        run.begin_anew()
+        run.announce(self._shard_store)
+
+    def _compute(self, run: QueuedRun, tasks: list[Action]) -> None:
+        if run.begins_last_step(tasks[0]):
+            self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
+        run.time.start()
+        self._devices[tasks[0].device or 0].give(Compute(tuple(tasks)))
+
+    def _move(self, run: QueuedRun, action: Action) -> None:
+        assert action.device is not None
+        device = self._devices[action.device]
+        match action.kind:
+            case ActionKind.LOAD:
+                home = run.homes[action.shard]
+                if device not in run.opened:
+                    run.opened.add(device)
+                    run.time.build()
+                    device.give(Open(run.order(home.cursor)))
+                gradients = run.gradients(action.shard)
+                device.give(Move(action, home.slabs, home.cursor, gradients))
+            case ActionKind.SPILL:
+                self._host.write_back(run, action, device)
+            case _:
+                device.give(Move(action))
+
+    # ------------------------------------------------------------------ what has happened
+
+    def _look(self) -> None:
+        """Take shards that have arrived; of a run that is over, none will."""
+        waiting, self._arriving = self._arriving, []
+        for action in waiting:
+            run = self._runs[action.trial]
+            try:
+                held = None if run.over else run.look(action.shard)
+            except TransferError as error:
+                self._fail(run, TransferError.__name__, str(error))
+                held = None
+            if run.over:
+                self._loop.tell(ShardArrived(action.trial, action.shard))
+            elif held is None:
+                self._arriving.append(action)
+            else:
+                self._host.receive(run, action, held)
+
+    def _moved(self, run: QueuedRun, moved: ActionDone, error: Exception | None) -> None:
+        action = moved.action
+        if error is not None:
+            why = "".join(traceback.format_exception(error))
+            self._fail(run, type(error).__name__, why, memory_that_ran_out(error))
+        if action.kind is ActionKind.RECV:
+            run.begun = run.begun or time.perf_counter()
+            self._loop.tell(ShardArrived(action.trial, action.shard))
+        else:
+            self._loop.tell(moved)
+
+    def _hear(self, device: WorkerDevice, answer: Answer) -> None:
+        if device not in self._devices:
+            return  # it has died
+        match answer:
+            case Ready():
+                if (number := self._devices.ready(device)) is not None:
+                    self._loop.tell(DeviceJoined(number))
+            case Failed(run=int(number)):
+                if (run := self._runs.get(number)) is not None:
+                    self._fail(run, answer.kind, answer.error, answer.lacking)
+            case Profiled() | Failed():
+                self._entrance.hear(answer)
+            case Opened():
+                if (run := self._runs.get(answer.run)) is not None:
+                    run.time.built()
+            case Closed():
+                if (run := self._runs.get(answer.run)) is not None:
+                    run.evaluation = answer.evaluation
+                    self._closed(run, device)
+            case Done():
+                self._note(self._runs[answer.action.trial], answer)
+                self._loop.tell(ActionDone(answer.action, answer.seconds))
+
+    def _check_times(self) -> None:
+        for run in self._runs.values():
+            if not run.over:
+                run.time.check()
+
+    def _end_overdue(self, task: Task, why: str) -> None:
+        """Fail a run whose code takes too long, and end the device that runs it."""
+        (run,) = (run for run in self._runs.values() if run.task is task)
+        self._fail(run, "", why)
+        for number, queue in self._state.queues.items():
+            if queue.running is not None and queue.running.key[0] == run.number:
+                self._devices[number].kill()
+
+    def _note(self, run: QueuedRun, done: Done) -> None:
+        """Keep what an action gave."""
+        if done.action.kind.computes:
+            run.time.stop(run.ends_batch(done.action))
+            if len(self._state.queues[done.action.device or 0].unanswered) > 1:
+                run.time.start()
+        if run.over:
+            return
+        if done.action.kind is ActionKind.SPILL and done.action.shard in run.homes:
+            run.homes[done.action.shard].changed(done.cursor, done.has_gradients)
+        if done.loss is not None:
+            assert done.action.microbatch is not None
+            run.losses[done.action.microbatch] = done.loss
+            if time.monotonic() >= self._next_progress:
+                self._next_progress = time.monotonic() + PROGRESS_SECONDS
+                self._send({"progress": run.progress(done.action.microbatch)})
+
+    def _replace(self, device: WorkerDevice) -> None:
+        """Start a device that has died anew; its queue waits until it is ready."""
+        number, was_up = self._devices.replace(device)
+        running = self._state.queues[number].running
+        run = None if running is None else self._runs[running.key[0]]
+        if was_up:
+            self._loop.tell(DeviceLost(number))
+        for each in self._runs.values():
+            each.opened.discard(device)
+            if device in each.closing:
+                self._closed(each, device)
+        if run is not None:
+            run.lost += 1
+            if run.lost == MOST_LOSSES:
+                self._fail(run, "", f"its code ended the process of a device {run.lost} times")
+        if number == 0:
+            self._entrance.ask_again()

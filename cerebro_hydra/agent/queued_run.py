@@ -1,0 +1,171 @@
+"""A run in the queues of a worker, as its shell knows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cerebro_hydra.agent.device_messages import RunOrder
+from cerebro_hydra.agent.run_time import RunTime
+from cerebro_hydra.agent.shard_home import ShardHome
+from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
+from cerebro_hydra.agent.task_watch import Task
+from cerebro_hydra.agent.worker_devices import WorkerDevice
+from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.events import EvaluationDone, Hop, SubEpochDone
+from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.plan.run_progress import RunSpec
+from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.storage.run_document import TrialSpec
+
+
+@dataclass(eq=False)
+class QueuedRun:
+    """Holds what a run has, and what it gave so far.
+
+    Attributes:
+        state: what the run publishes; None for an evaluation.
+        start_step: the optimizer steps that the trial has done before the run.
+        look: finds a shard of the state before, or says that it will never come.
+        time: of its own computing.
+        opened: the devices that have opened the run.
+        lost: how many devices died while they computed for it.
+        over: whether it has been reported how the run ended.
+        closing: the devices that have yet to say that its results can be used.
+        begun: when its first shard was there.
+        losses: the mean loss of each microbatch and its rows.
+    """
+
+    trial: TrialSpec
+    task: Task
+    profile: TrialProfile
+    spec: RunSpec
+    look: Callable[[int], HeldShard | None]
+    time: RunTime
+    state: State | None = None
+    start_step: int | None = None
+    homes: dict[int, ShardHome] = field(default_factory=dict)
+    opened: set[WorkerDevice] = field(default_factory=set)
+    lost: int = 0
+    over: bool = False
+    closing: set[WorkerDevice] = field(default_factory=set)
+    begun: float | None = None
+    losses: dict[int, tuple[float, int]] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+    digests: dict[int, tuple[str, str]] = field(default_factory=dict)
+    nbytes: int = 0
+
+    @property
+    def number(self) -> int:
+        """Return what tells the runs of a worker apart."""
+        return self.spec.run
+
+    def announce(self, store: ShardStore) -> None:
+        """Announce the state that a sub-epoch will publish."""
+        if isinstance(self.task, StartSubEpoch):
+            shards = self.spec.graph.shards
+            self.state = store.expect(self.task.trial, self.task.visit, shards)
+
+    def retract(self, store: ShardStore) -> None:
+        """Take back what was published."""
+        if self.state is not None:
+            store.retract(self.state)
+
+    def begin_anew(self) -> None:
+        """Forget what the run gave."""
+        self.homes.clear()
+        self.opened.clear()
+        self.losses.clear()
+        self.digests.clear()
+        self.nbytes = 0
+
+    def order(self, cursor: Mapping[str, Any] | None) -> RunOrder:
+        """Return what a device must know to open the run, one of whose shards has this cursor."""
+        if self.start_step is None:  # the first device opens a run before any update
+            self.start_step = int((cursor or {}).get("step", 0))
+        return RunOrder(self.number, self.trial, self.task, self.start_step, self.spec.recompute)
+
+    def saved_sizes(self, shard: int) -> dict[str, int]:
+        """Return the bytes of slabs that a shard's changes are written back to, by name."""
+        sizes = {
+            "trainable": self.profile.shards[shard].trainable,
+            "gradients": self.gradients(shard),
+        }
+        return {name: nbytes for name, nbytes in sizes.items() if nbytes}
+
+    def gradients(self, shard: int) -> int:
+        """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
+        return self.profile.kept_gradients(shard, self.spec.graph)
+
+    def published(self, number: int, shard: Shard) -> None:
+        """Note what was published of a shard."""
+        self.digests[number] = shard.digests
+        self.nbytes += sum(buffer.nbytes for _, buffer in shard.segments.values())
+
+    def begins_last_step(self, action: Action) -> bool:
+        """Return whether a task is the first of the last optimizer step."""
+        graph = self.spec.graph
+        last = graph.window_of(graph.microbatches - 1).start
+        first = action.kind is ActionKind.F and action.shard == 0 and action.microbatch == last
+        return first and graph.training
+
+    def ends_batch(self, task: Action) -> bool:
+        """Return whether a batch has been through all shards with a task."""
+        if self.spec.graph.training:
+            return task.kind is ActionKind.B and task.shard == 0
+        return task.shard == self.spec.graph.shards - 1
+
+    def seconds(self) -> float:
+        """Return the seconds since the run's first shard was there."""
+        return 0.0 if self.begun is None else time.perf_counter() - self.begun
+
+    def progress(self, microbatch: int) -> dict[str, Any]:
+        """Return what a view shows after a microbatch's forward."""
+        graph = self.spec.graph
+        return {
+            "trial": self.task.trial,
+            "epoch": self.task.epoch,
+            "partition": self.task.partition,
+            "step": microbatch // graph.window + 1,
+            "steps": graph.windows,
+            "loss": self.window_loss(microbatch),
+        }
+
+    def result(self, incarnation: str, hop: Hop) -> SubEpochDone | EvaluationDone:
+        """Return what the whole run gave."""
+        training = self.spec.graph.training
+        return self._trained(incarnation, hop) if training else self._evaluated(incarnation, hop)
+
+    def window_loss(self, microbatch: int) -> float:
+        """Return the mean loss over the rows of a microbatch's window, as far as it was trained."""
+        window = self.spec.graph.window_of(microbatch)
+        parts = [self.losses[m] for m in window if m in self.losses]
+        return sum(loss * rows for loss, rows in parts) / sum(rows for _, rows in parts)
+
+    def _trained(self, incarnation: str, hop: Hop) -> SubEpochDone:
+        """Return what a sub-epoch gave; losses are summed in the order of its batches."""
+        loss_sum = 0.0
+        for microbatch in sorted(self.losses):
+            loss, rows = self.losses[microbatch]
+            loss_sum += loss * rows
+        return SubEpochDone(
+            attempt=self.task.attempt,
+            incarnation=incarnation,
+            rows=sum(rows for _, rows in self.losses.values()),
+            loss_sum=loss_sum,
+            digests=tuple(self.digests[shard] for shard in sorted(self.digests)),
+            nbytes=self.nbytes,
+            seconds=self.seconds(),
+            hop=hop,
+        )
+
+    def _evaluated(self, incarnation: str, hop: Hop) -> EvaluationDone:
+        """Return what an evaluation gave."""
+        assert self.evaluation is not None
+        found = self.evaluation
+        return EvaluationDone(
+            self.task.attempt, incarnation, found.sums, self.seconds(), hop, found.states
+        )

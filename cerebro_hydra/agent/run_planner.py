@@ -1,0 +1,82 @@
+"""Describes the tasks of an agent to its queues: microbatches, bytes, what is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from cerebro_hydra.agent.task_watch import Task
+from cerebro_hydra.data.batches import batch_sizes
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone
+from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.plan.run_progress import RunSpec
+from cerebro_hydra.plan.schedules.candidate import Candidate, oldest_first
+from cerebro_hydra.plan.schedules.sharp import sharp
+from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.storage.run_document import TrialSpec
+
+Split = Literal["train", "val"]
+
+
+class RunPlanner:
+    """Knows the trials that the agent was told of, and the rows of a run.
+
+    Args:
+        rows: returns how many rows a partition of a split has.
+        budget: the bytes of the smallest device; None if that has no limit.
+    """
+
+    def __init__(self, rows: Callable[[Split, int], int], budget: int | None) -> None:
+        self._trials: dict[int, TrialSpec] = {}
+        self._rows = rows
+        self._budget = budget
+        self._rule: Callable[[Sequence[Candidate]], Candidate] = oldest_first
+
+    @classmethod
+    def of(cls, manifest: Manifest, budget: int | None) -> RunPlanner:
+        """Return the planner of a run."""
+        rows = {(info.split, info.index): info.rows for info in manifest.partitions}
+        return cls(lambda split, partition: rows[split, partition], budget)
+
+    def learn(self, spec: TrialSpec) -> None:
+        """Take in what a trial is, before anything else is asked of it; called from any thread."""
+        self._trials[spec.trial] = spec
+        if spec.schedule == "sharp":
+            self._rule = sharp
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
+        self._trials.pop(trial, None)
+
+    def knows(self, trial: int) -> bool:
+        """Return whether a trial is not over."""
+        return trial in self._trials
+
+    def trial(self, trial: int) -> TrialSpec:
+        """Return what a trial is."""
+        return self._trials[trial]
+
+    def rule(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Pick by SHARP once a trial of that schedule was here, else the oldest run first."""
+        return self._rule(candidates)
+
+    def run_spec(self, number: int, task: Task, profile: TrialProfile) -> RunSpec:
+        """Describe a task as a run."""
+        trial = self._trials[task.trial]
+        if not isinstance(task, StartSubEpoch):
+            sizes = batch_sizes(self._rows("val", task.partition), trial.batch_size)
+            return profile.evaluation(number, len(sizes))
+        sizes = batch_sizes(self._rows("train", task.partition), trial.batch_size)
+        recompute = profile.recomputes(trial.recompute, self._budget)
+        return profile.training(number, len(sizes), trial.accumulate, recompute)
+
+    def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
+        """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""
+        expected = self._rows("train", task.partition)
+        if isinstance(result, EvaluationDone) or result.rows == expected:
+            return None
+        return (
+            f"epoch {task.epoch + 1} trained on {result.rows} rows of partition {task.partition}, "
+            f"which has {expected}"
+        )

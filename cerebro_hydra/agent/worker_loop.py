@@ -1,0 +1,92 @@
+"""The one thread that hands events to the queues of a worker and carries out what they decide."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from cerebro_hydra.agent.units import with_units
+from cerebro_hydra.plan.actions import Action
+from cerebro_hydra.plan.worker_events import Answer, WorkerEvent
+from cerebro_hydra.plan.worker_state import WorkerState
+
+TICK_SECONDS = 0.25
+
+
+class WorkerLoop:
+    """Does pieces of work one after the other; events that they tell of go to the queues at once.
+
+    Args:
+        state: the queues.
+        carry_out: begins what they decide, with the tasks of a unit as a list.
+        broken: takes an error that ends the loop.
+        tick: is called now and then by the loop.
+    """
+
+    def __init__(
+        self,
+        state: WorkerState,
+        carry_out: Callable[[Answer | list[Action]], object],
+        broken: Callable[[Exception], object],
+        tick: Callable[[], object],
+    ) -> None:
+        self._state = state
+        self._carry_out = carry_out
+        self._broken = broken
+        self._tick = tick
+        self._next_tick = 0.0
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._events: list[WorkerEvent] = []
+        self._thread = threading.Thread(target=self._run, name="shard-queues", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Let the loop do something; called from any thread."""
+        self._work.put(work)
+
+    def through(self, work: Callable[..., object]) -> Callable[..., None]:
+        """Return what lets the loop do the work with its arguments; called from any thread."""
+        return lambda *args: self.put(partial(work, *args))
+
+    def tell(self, *events: WorkerEvent) -> None:
+        """Tell the queues of something; called by what the loop does."""
+        self._events += events
+
+    def stop(self) -> None:
+        """End the loop after what it is doing."""
+        self._work.put(None)
+
+    def join(self) -> None:
+        """Wait for the end of the loop."""
+        self._thread.join()
+
+    def _next(self) -> Callable[[], object] | None:
+        try:
+            work = self._work.get(timeout=TICK_SECONDS)
+        except queue.Empty:
+            work = _nothing
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + TICK_SECONDS
+            self._tick()
+        return work
+
+    def _run(self) -> None:
+        try:
+            while (work := self._next()) is not None:
+                work()
+                while self._events:
+                    events, self._events = self._events, []
+                    for decision in with_units(self._state.handle(events)):
+                        self._carry_out(decision)
+        except Exception as error:
+            self._broken(error)
+
+
+def _nothing() -> None:
+    """Is done when nothing has happened for a while."""

@@ -1,0 +1,76 @@
+"""Says before a trial is trained what it needs of a worker's tiers, and refuses what can't fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from cerebro_hydra.hopper.worker_resources import WorkerResources
+from cerebro_hydra.plan.bill import WorkerMemory, bill
+from cerebro_hydra.plan.bill_table import table
+from cerebro_hydra.plan.move_rates import MoveRates
+from cerebro_hydra.plan.run_progress import RunSpec
+from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.storage.run_document import TrialSpec
+
+_COPIED = 32 << 20  # bytes by which the speed of a device's memory is measured
+
+
+class MemoryBill:
+    """Bills trials for workers that are all alike, where a user asks for more than the defaults.
+
+    Args:
+        resources: what each worker has.
+        num_workers: how many there are.
+        report: is given each table whose numbers are new.
+    """
+
+    def __init__(
+        self, resources: WorkerResources, num_workers: int, report: Callable[[str], None]
+    ) -> None:
+        self._resources = resources
+        self._num_workers = num_workers
+        self._report = report
+        self._reported: set[RunSpec] = set()
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether trials are billed at all."""
+        return self._resources.asks_for_queues
+
+    def check(self, spec: TrialSpec, profile: TrialProfile) -> None:
+        """Report what a trial needs.
+
+        Raises:
+            ConfigurationError: it does not fit; the message has the numbers and what to change.
+        """
+        recompute = profile.recomputes(spec.recompute, self._resources.device_memory)
+        microbatches = max(spec.steps) * spec.accumulate
+        run = profile.training(spec.trial, microbatches, spec.accumulate, recompute)
+        # Moves count without the computing that hides them, because nothing has been timed.
+        shards = tuple(replace(each, forward=0.0, backward=0.0) for each in run.shards)
+        found = bill([replace(run, shards=shards)], [self._memory] * self._num_workers)
+        found.check()
+        if (alike := replace(run, run=0)) not in self._reported:
+            self._reported.add(alike)
+            self._report(table(found.lines))
+
+    @cached_property
+    def _memory(self) -> WorkerMemory:
+        devices = (self._resources.device_memory,) * self._resources.devices
+        residents = self._resources.most_residents
+        rates = MoveRates(device=_copied_per_second())
+        return WorkerMemory(devices, self._resources.queued_memory, None, residents, rates)
+
+
+def _copied_per_second() -> float:
+    """Return how many bytes this machine copies in a second."""
+    source = np.ones(_COPIED, np.uint8)
+    target = np.ones(_COPIED, np.uint8)
+    begun = time.perf_counter()
+    target[:] = source
+    return _COPIED / (time.perf_counter() - begun)

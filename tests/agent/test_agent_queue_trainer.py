@@ -1,0 +1,200 @@
+"""A worker's queues with real devices: whatever dies, the bytes are those of plain training."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cerebro_hydra.plan import events
+from cerebro_hydra.shards.layout import Segments
+from tests.agent.byte_runs import ByteTrials, trained
+from tests.agent.queue_bench import QueueBench, bench, evaluate, train
+from tests.agent.standins import SECONDS
+
+MICROBATCHES = 10
+SIZES = (1000, 3000, 2000)
+
+
+def assert_trained(
+    made: QueueBench, trials: ByteTrials, trial: int, result: Any, before: Sequence[Segments]
+) -> None:
+    expected, loss_sum = trained(trials, before, MICROBATCHES)
+    assert isinstance(result, events.SubEpochDone), result
+    assert result.loss_sum == loss_sum
+    found = made.get(trial, 1, len(trials.sizes))
+    for shard, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name in theirs:
+            assert mine[name].tobytes() == theirs[name].tobytes(), f"{name} of shard {shard}"
+
+
+def begin(made: QueueBench, trials: ByteTrials, number: int) -> None:
+    for trial in range(number):
+        made.put(trial, 0, trials.initial(trial))
+        made.perform(train(trial, trial, 1))
+
+
+def end(made: QueueBench, trials: ByteTrials, number: int) -> None:
+    for _ in range(number):
+        result = made.result()
+        assert isinstance(result, events.SubEpochDone), result
+        assert_trained(made, trials, result.attempt, result, trials.initial(result.attempt))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_budgets_neighbours_and_killed_devices_leave_the_bytes_alone(seed: int) -> None:
+    choice = random.Random(seed)
+    sizes = tuple(choice.randrange(64, 5000) for _ in range(choice.randrange(1, 5)))
+    trials = ByteTrials(sizes, choice.choice([1, 1, 3]), choice.choice([0, 0.002]))
+    need = trials.profile(0).training(0, 1, trials.window, True).device_need
+    budgets = [choice.choice([need, 2 * need, None]) for _ in range(choice.randrange(1, 4))]
+    number = choice.randrange(1, 5)
+    kills = [choice.random() / 10 for _ in range(choice.choice([0, 1, 2]))]
+    host = choice.choice([None, 2 * need, 4 * sum(sizes)])
+    options = {"double_buffering": choice.random() < 0.7, "recompute": choice.choice([None, True])}
+    with bench(trials, len(sizes), budgets, host, window=trials.window, **options) as made:
+        begin(made, trials, number)
+        for wait in kills:
+            time.sleep(wait)
+            made.devices[-len(budgets)].close()  # one of the present ones
+        end(made, trials, number)
+        for trial in range(number):
+            made.perform(evaluate(10 + trial, trial, 1))
+        for _ in range(number):
+            assert isinstance(made.result(), events.EvaluationDone)
+
+
+def test_an_evaluation_is_summed_in_the_order_of_its_batches_on_whatever_devices() -> None:
+    trials = ByteTrials(SIZES)
+    found = []
+    for budgets in ([None], [4500, 4500]):
+        with bench(trials, len(SIZES), budgets) as made:
+            for trial in range(2):
+                made.put(trial, 0, trials.initial(trial))
+                made.perform(evaluate(trial, trial, 0))
+            results = sorted((made.result() for _ in range(2)), key=lambda r: r.attempt)
+            found.append([result.sums for result in results])
+    assert found[0] == found[1]
+
+
+def test_code_that_ends_its_process_costs_a_device_and_changes_no_byte(tmp_path: Path) -> None:
+    lethal = tmp_path / "now"
+    trials = ByteTrials(SIZES, seconds=0.005, lethal=str(lethal))
+    lethal.touch()
+    with bench(trials, len(SIZES), [4500, 4500]) as made:
+        begin(made, trials, 3)
+        end(made, trials, 3)
+        assert len(made.devices) == 3
+
+
+def test_code_that_ends_every_process_ends_its_trial() -> None:
+    trials = ByteTrials(SIZES, always_lethal=frozenset({1}))
+    with bench(trials, len(SIZES), [None]) as made:
+        begin(made, trials, 2)
+        results = {result.attempt: result for result in (made.result(), made.result())}
+        assert isinstance(results[1], events.TaskFailed)
+        assert "ended the process of a device 3 times" in results[1].error
+        assert_trained(made, trials, 0, results[0], trials.initial(0))
+
+
+def test_an_error_of_a_trials_code_ends_its_run_alone() -> None:
+    trials = ByteTrials(SIZES, faulty=frozenset({0, 2}))
+    with bench(trials, len(SIZES), [4500, 4500]) as made:
+        begin(made, trials, 4)
+        results = {result.attempt: result for result in (made.result() for _ in range(4))}
+        for trial in (0, 2):
+            assert isinstance(results[trial], events.TaskFailed)
+            assert "the user's code is wrong" in results[trial].error
+            assert not made.store.knows(trial, 1)
+        for trial in (1, 3):
+            assert_trained(made, trials, trial, results[trial], trials.initial(trial))
+
+
+def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:
+    trials = ByteTrials(SIZES, seconds=0.01)
+    with bench(trials, len(SIZES), [4500, 4500]) as made:
+        begin(made, trials, 2)
+        time.sleep(0.2)
+        made.trainer.cancel(0)
+        result = made.result()
+        assert result.attempt == 1
+        assert_trained(made, trials, 1, result, trials.initial(1))
+        assert not made.store.knows(0, 1)
+        made.trainer.drop(1, 1)
+        deadline = time.monotonic() + SECONDS
+        while made.state.runs and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not made.state.runs
+
+
+def test_a_run_that_no_device_can_hold_fails_with_the_numbers() -> None:
+    trials = ByteTrials(SIZES)
+    with bench(trials, len(SIZES), [4000]) as made:
+        begin(made, trials, 1)
+        result = made.result()
+        assert isinstance(result, events.TaskFailed)
+        assert "needs 4500 bytes of a device" in result.error
+        assert "4000" in result.error
+
+
+def test_whoever_reads_a_slot_that_was_given_up_gets_other_bytes() -> None:
+    trials = ByteTrials(SIZES, stale=True)
+    with bench(trials, len(SIZES), [4500], recompute=True) as made:
+        begin(made, trials, 1)
+        _, loss_sum = trained(trials, trials.initial(0), MICROBATCHES)
+        assert made.result().loss_sum != loss_sum
+
+
+def test_a_device_ends_with_an_agent_that_is_killed() -> None:
+    program = """
+        import multiprocessing, time
+        from tests.agent.byte_runs import ByteTrials
+        from tests.agent.queue_bench import QueueBench, train
+
+        trials = ByteTrials((1000, 3000), seconds=60)
+        made = QueueBench(trials, 2, [None], context=multiprocessing.get_context("forkserver"))
+        made.put(0, 0, trials.initial(0))
+        made.perform(train(0, 0, 1))
+        while not made.devices:
+            time.sleep(0.01)
+        print(made.devices[0].pid, flush=True)
+        time.sleep(60)
+    """
+    agent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    assert _lives(pid)
+    agent.send_signal(signal.SIGKILL)
+    agent.wait()
+    deadline = time.monotonic() + SECONDS
+    while _lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(pid)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_task_that_hangs_ends_with_its_device() -> None:
+    trials = ByteTrials(SIZES, hanging=frozenset({1}))
+    with bench(trials, len(SIZES), [4500, 4500], batch_seconds=0.5) as made:
+        begin(made, trials, 2)
+        results = {result.attempt: result for result in (made.result(), made.result())}
+        assert isinstance(results[1], events.TaskFailed)
+        assert "longer than batch_seconds=0.5" in results[1].error
+        assert_trained(made, trials, 0, results[0], trials.initial(0))

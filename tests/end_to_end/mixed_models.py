@@ -1,0 +1,105 @@
+"""Seven trials of different models over the same rows: token ids, of which a net sees what it can.
+
+The label is the row again: a language model predicts its next tokens, the others its first token's
+class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.recipe import Recipe
+from tests.end_to_end.models import LongSkips, TiedGPT2, next_token_loss
+
+TOKENS, VOCABULARY, CLASSES, LAYERS = 16, 32, 10, 8
+
+NAMES = ("mlp", "graph", "resnet", "accumulated", "bert", "gpt2", "llama")
+
+
+def class_loss(outputs: Tensor, tokens: Tensor) -> Tensor:
+    """Cross entropy of the class of a row's first token."""
+    return nn.functional.cross_entropy(outputs, tokens[:, 0] % CLASSES)
+
+
+class Scaled(nn.Module):
+    """Takes token ids as numbers, in the shape that a net needs."""
+
+    def __init__(self, shape: tuple[int, ...], net: nn.Module) -> None:
+        super().__init__()
+        self.shape, self.net = shape, net
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens.float().reshape(-1, *self.shape) / VOCABULARY)
+
+
+class Bert(nn.Module):
+    """BERT of `transformers` with dropout and a head for classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        config = BertConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2,
+            intermediate_size=64, max_position_embeddings=TOKENS,
+        )  # fmt: skip
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.head = nn.Linear(32, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.bert(tokens).last_hidden_state[:, 0])
+
+
+class Llama(nn.Module):
+    """Llama of `transformers`, from token ids to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS,
+            use_cache=False,
+        )  # fmt: skip
+        self.llama = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.llama(tokens).logits
+
+
+def perceptron(dropout: float) -> nn.Module:
+    hidden = [nn.Sequential(nn.Linear(48, 48), nn.ReLU(), nn.Dropout(dropout)) for _ in range(8)]
+    return Scaled((TOKENS,), nn.Sequential(nn.Linear(TOKENS, 48), *hidden, nn.Linear(48, CLASSES)))
+
+
+def mixed(params: dict[str, Any]) -> Recipe:
+    """Build the model that `params["model"]` names."""
+    name = params["model"]
+    model: nn.Module
+    match name:
+        case "mlp" | "graph":
+            model = perceptron(0.2 if name == "mlp" else 0.0)
+        case "resnet" | "accumulated":
+            model = Scaled((1, 4, 4), LongSkips(channels=8, blocks=6))
+        case "bert":
+            model = Bert()
+        case "gpt2":
+            model = TiedGPT2(VOCABULARY, layers=12)
+        case _:
+            model = Llama()
+    speaks = name in ("gpt2", "llama")
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.003),
+        loss=next_token_loss if speaks else class_loss,
+        batch_size=8,
+        shards=params.get("shards", 18),
+        cut="export" if name == "graph" else "modules",
+        accumulate=3 if name == "accumulated" else 1,
+        clip_grad_norm=1.0 if name in ("accumulated", "gpt2") else None,
+        schedule=params.get("schedule", "sharp"),
+    )

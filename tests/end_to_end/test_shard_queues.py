@@ -1,0 +1,130 @@
+"""Trials that are larger than their devices: what the queues of real agents train replays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import GridSearch, hp_choice
+from tests.end_to_end import models
+from tests.end_to_end.test_runs import assert_replays, classes
+
+pytestmark = pytest.mark.slow
+
+IMAGES = classes(150, (1, 8, 8), labels=10)
+SKIPS = {"lr": [0.1], "shards": [4], "accumulate": [3]}
+
+
+def search(
+    path: Path, factory: Callable[..., Any], space: dict[str, list[Any]], **resources: Any
+) -> tuple[LocalBackend, GridSearch]:
+    backend = LocalBackend(1, preloaded=["transformers.modeling_utils"], **resources)
+    return backend, GridSearch(
+        backend=backend,
+        store=LocalStore(str(path)),
+        estimator_gen_fn=factory,
+        search_space={name: hp_choice(values) for name, values in space.items()},
+        num_epochs=2,
+        evaluation_metric="loss",
+        verbose=0,
+    )
+
+
+def test_a_net_with_batchnorm_clipping_and_accumulation_is_larger_than_device_and_dram(
+    tmp_path: Path,
+) -> None:
+    options = {"device_memory": 36_000, "host_memory": 90_000}  # its state has 56,128 bytes
+    _, grid = search(tmp_path, models.long_skips, SKIPS, **options)
+    result = grid.fit(IMAGES)
+    assert [trial.status for trial in result.trials] == ["finished"]
+    assert_replays(result)
+
+
+def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
+    space = {"lr": [0.01, 0.02], "dropout": [0.3]}
+    data = classes()
+    options = {"devices_per_worker": 2, "device_memory": 10_000}
+    backend, grid = search(tmp_path, models.feed_forward, space, **options)
+    killed = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while not killed and time.monotonic() < deadline:
+            time.sleep(0.02)
+            for server in _children(_agent(backend)):
+                devices = _children(server)
+                if len(devices) == 2:
+                    time.sleep(0.3)
+                    os.kill(devices[0], signal.SIGKILL)
+                    killed.append(devices[0])
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    result = grid.fit(data)
+    thread.join()
+    assert killed
+    assert [trial.status for trial in result.trials] == ["finished"] * 2
+    assert_replays(result)
+
+
+_TEXT = np.random.default_rng(3).integers(0, 128, (60, 16))
+TOKENS = Arrays({"features": _TEXT, "label": _TEXT})
+TWO = [0.01, 0.02]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("factory", "space", "data", "budget"),
+    [
+        (models.long_skips, SKIPS, IMAGES, 36_000),  # of a state of 56,128 bytes
+        (models.tied_gpt2, {"lr": TWO, "shards": [3]}, TOKENS, 270_000),  # of 383,680
+        (
+            models.feed_forward,
+            {"lr": [0.01, 0.02], "dropout": [0.3]},
+            classes(),
+            10_000,
+        ),  # of 10,752
+    ],
+)
+def test_any_number_of_devices_replays(
+    tmp_path: Path,
+    factory: Callable[..., Any],
+    space: dict[str, list[Any]],
+    data: Arrays,
+    budget: int,
+    devices: int,
+) -> None:
+    options = {"devices_per_worker": devices, "device_memory": budget}
+    _, grid = search(tmp_path, factory, space, **options)
+    assert_replays(grid.fit(data))
+
+
+def _agent(backend: LocalBackend) -> int:
+    try:
+        return backend.agents.pid(0)
+    except (KeyError, AssertionError):  # it is not there yet
+        return 0
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                status = (folder / "stat").read_text()
+            except OSError:
+                continue
+            if int(status.rpartition(")")[2].split()[1]) == pid:
+                found.append(int(folder.name))
+    return sorted(found)

@@ -1,0 +1,56 @@
+"""What a user may say of a worker's devices and memory, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
+
+
+def test_who_asks_for_nothing_gets_no_queues() -> None:
+    assert WorkerResources.checked(1, None, None, None, "auto") == DEFAULT_RESOURCES
+    assert not DEFAULT_RESOURCES.asks_for_queues
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        (5, 5),
+        ("7", 7),
+        ("2GiB", 2 << 30),
+        ("1.5 gb", 1_500_000_000),
+        ("64K", 64_000),
+        ("3mib", 3 << 20),
+    ],
+)
+def test_a_size_is_a_number_of_bytes_or_has_a_unit(size: int | str, nbytes: int) -> None:
+    resources = WorkerResources.checked(2, size, size, "/disk", 3)
+    assert resources == WorkerResources(2, nbytes, nbytes, "/disk", 3)
+    assert resources.asks_for_queues
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("devices_per_worker", 0),
+        ("devices_per_worker", True),
+        ("device_memory", "2GX"),
+        ("device_memory", 0),
+        ("host_memory", -1),
+        ("host_memory", "many"),
+        ("scratch", "relative/folder"),
+        ("scratch", 7),
+        ("residents", 0),
+        ("residents", "many"),
+    ],
+)
+def test_what_can_not_be_used_is_named_with_its_value(name: str, value: Any) -> None:
+    given = {
+        "devices_per_worker": 1, "device_memory": None, "host_memory": None, "scratch": None,
+        "residents": "auto",
+    }  # fmt: skip
+    with pytest.raises(ConfigurationError, match=f"{name} is {value!r}"):
+        WorkerResources.checked(**{**given, name: value})

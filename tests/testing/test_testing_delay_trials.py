@@ -1,0 +1,37 @@
+"""Devices whose tasks are waits work side by side, and count the steps that they took."""
+
+from __future__ import annotations
+
+import time
+
+from cerebro_hydra.plan import events
+from cerebro_hydra.testing.delay_trials import DelayTrials
+from tests.agent.queue_bench import QueueBench, bench, train
+
+ROWS, BATCH, DEVICES, FORWARD = 12, 4, 4, 0.03
+
+
+def sub_epochs(made: QueueBench, visit: int) -> float:
+    """Train every trial from one visit to the next, and return the seconds."""
+    begun = time.monotonic()
+    for trial in range(DEVICES):
+        made.perform(train(10 * visit + trial, trial, visit))
+    for _ in range(DEVICES):
+        assert isinstance(made.result(), events.SubEpochDone)
+    return time.monotonic() - begun
+
+
+def test_four_devices_train_four_trials_at_the_same_time() -> None:
+    trials = DelayTrials(3, 100_000, dict.fromkeys(range(DEVICES), FORWARD))
+    tasks = ROWS // BATCH * trials.shards
+    alone = tasks * FORWARD * (1 + trials.backward)
+    budgets = [2 * trials.nbytes] * DEVICES
+    with bench(trials, trials.shards, budgets, rows=ROWS, batch_size=BATCH) as made:
+        for trial in range(DEVICES):
+            made.put(trial, 0, trials.initial())
+        sub_epochs(made, visit=1)  # devices start meanwhile
+        seconds = sub_epochs(made, visit=2)
+        states = [made.get(trial, 2, trials.shards) for trial in range(DEVICES)]
+    for state in states:
+        assert [shard["trainable"][0] for shard in state] == [2 * ROWS // BATCH] * trials.shards
+    assert alone <= seconds < DEVICES * alone
