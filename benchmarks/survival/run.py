@@ -79,12 +79,13 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
     beside = [sum(each["agents"] == what for each in rounds) for what in ("SIGKILL", "SIGSTOP")]
     changed = sum(each["workers"] != 3 for each in rounds)
     kinds = ", ".join(f"{sum(r['kind'] == kind for r in rounds)} {kind}" for kind in KINDS)
+    twice = sum(each["twice"] for each in rounds)
     lines += [
         "",
-        f"{changed} rounds went on on another number of workers, "
-        f"{sum(r['twice'] for r in rounds)} were resumed twice because the driver that resumed was "
-        f"killed too; in {beside[0]} an agent was killed before the driver, in {beside[1]} "
-        f"one was put to sleep. Kinds: {kinds}.",
+        f"- Rounds by kind: {kinds}.",
+        f"- Resumed on another number of workers: {changed}.",
+        f"- The driver that resumed was killed too: {twice}.",
+        f"- An agent was killed before the driver: {beside[0]}; put to sleep: {beside[1]}.",
     ]
     return "\n".join(lines) + "\n"
 
