@@ -219,7 +219,7 @@ def play(place: Path, planned: Round, expected: dict[str, Any]) -> Outcome:
     with driver(resumes(store, kind, workers, run, command), log) as last:
         begun, status = last.begun, last.wait()
     said = log.read_text()
-    if status != 0 and command and "give it to search.fit" in said.replace("the run ", "it "):
+    if status != 0 and command and "search.fit(df, resume=...)" in said:
         how = "fit(df, resume=)"
         with driver(resumes(store, kind, workers, run, False), log) as last:
             begun, status = last.begun, last.wait()
