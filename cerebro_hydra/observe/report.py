@@ -89,7 +89,7 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
     ranked = view.best_first()
     colours = {trial.trial: place for place, trial in enumerate(ranked[:COLOURS])}
     rows = [_row(trial, colours.get(trial.trial, -1)) for trial in ranked]
-    winner = view.winner
+    winner, leader = view.winner, view.leader
     begun = None
     if timeline.begin is not None:
         begun = f"{datetime.fromtimestamp(timeline.begin, UTC):%Y-%m-%d %H:%M} UTC"
@@ -109,7 +109,8 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
         "metric_title": metric_title(view),
         "winner": winner,
         "troubles": [*not_saved(view), *map(differing, view.differences)],
-        "winner_params": _cells(winner.params) if winner else {},
+        "leader": leader,
+        "leader_params": _cells(leader.params) if leader else {},
         "begun": begun,
         "busy": sum(bar.work_seconds for bar in timeline.tasks) / span,
         "hops": [

@@ -21,7 +21,7 @@ from cerebro_hydra.observe.text import (
     troubles,
     winner_line,
 )
-from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.observe.view import RunView
 
 _SECONDS_BETWEEN_FRAMES = 0.1
 _OTHER_LINES = 8
@@ -75,7 +75,7 @@ def frame(view: RunView, width: int, height: int) -> Group:
 
     Where not all trials fit into `height` lines, they are those in training and the best.
     """
-    trials = _best_so_far(view)
+    trials = view.best_first()
     room = max(_FEWEST_TRIALS, height - _OTHER_LINES)
     shown = sorted(trials, key=lambda trial: trial.worker is None)[:room]
     table, left_out = live_table(view, [trial for trial in trials if trial in shown], width)
@@ -86,20 +86,6 @@ def frame(view: RunView, width: int, height: int) -> Group:
         notes.append(left_out)
     below = [Text(f" {note}", style="dim", no_wrap=True, overflow="ellipsis") for note in notes]
     return Group(table, _bar(view), *below)
-
-
-def _best_so_far(view: RunView) -> list[TrialView]:
-    """Return the trials by their metric so far, then those that have none, failed ones last."""
-
-    def rank(trial: TrialView) -> tuple[int, float]:
-        score = view.score(trial)
-        if trial.status == "failed":
-            return (3, 0.0)
-        if score is None or math.isnan(score):
-            return (2 if trial.worker is None else 1, 0.0)
-        return (0, -score if view.direction == "max" else score)
-
-    return sorted(view.trials.values(), key=rank)
 
 
 def _bar(view: RunView) -> Text:

@@ -218,24 +218,33 @@ class RunView:
         return max(1.0, sum(not t.over for t in self.trials.values()) / len(self.workers))
 
     def best_first(self) -> list[TrialView]:
-        """Return the trials, best first by the evaluation metric, those without a value last."""
+        """Return the finished trials, best first by the evaluation metric, then the others.
+
+        Of these, those that have a value so far come first, again by it, and failed ones last.
+        """
         return sorted(self.trials.values(), key=self._rank)
 
     @property
     def winner(self) -> TrialView | None:
         """Return the best trial; None if no finished trial has a number as its metric."""
+        best = self.leader
+        return best if best is not None and best.status == "finished" else None
+
+    @property
+    def leader(self) -> TrialView | None:
+        """Return the winner, or before any trial has finished the best one so far."""
         best = min(self.trials.values(), key=self._rank, default=None)
-        return best if best is not None and self._rank(best)[0] == 0 else None
+        return best if best is not None and self._rank(best)[0] < 2 else None
 
     def _rank(self, trial: TrialView) -> tuple[int, float]:
-        """Return a sort key: finished trials by the metric of their result, NaN and the rest last.
-
-        Equal trials keep their order, so that the first wins.
-        """
+        """Return a sort key. Equal trials keep their order, so that the first wins."""
         value = self.score(trial)
-        if trial.status != "finished" or value is None or math.isnan(value):
-            return (1 if trial.status == "finished" else 2, 0.0)
-        return (0, -value if self.direction == "max" else value)
+        if trial.status == "failed":
+            return (5, 0.0)
+        if value is None or math.isnan(value):
+            return (2 if trial.status == "finished" else 4 if trial.worker is None else 3, 0.0)
+        group = 0 if trial.status == "finished" else 1
+        return (group, -value if self.direction == "max" else value)
 
     def score(self, trial: TrialView) -> float | None:
         """Return the evaluation metric of the trial's result, or of its result so far."""

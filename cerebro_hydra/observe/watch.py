@@ -69,7 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def __init__(self, *request: object, newest: Callable[[], bytes]) -> None:
         self._newest = newest
-        super().__init__(*request)  # type: ignore[arg-type]
+        with suppress(ConnectionError):  # the browser has left the page
+            super().__init__(*request)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
         # A name of somebody's own that leads to this machine would let their page read this one.

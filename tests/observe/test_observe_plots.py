@@ -51,3 +51,13 @@ def test_an_unknown_parameter_is_named(view: RunView) -> None:
 
     with pytest.raises(ConfigurationError, match=r"no parameter 'depth'; there are \['lr'\]"):
         plot(view, ["depth"])
+
+
+def test_a_falling_metric_over_decades_has_a_log_axis(simulate: Any) -> None:
+    from cerebro_hydra.observe.plots import plot
+
+    for steepness, scale in ((10.0, "log"), (1.1, "linear")):
+        view = RunView()
+        for record in simulate(3, loss=lambda trial, epoch, s=steepness: s**-epoch)[1]:
+            view.apply(record)
+        assert plot(view).axes[1].get_yscale() == scale

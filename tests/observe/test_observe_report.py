@@ -138,6 +138,7 @@ def test_a_run_that_goes_on_says_so(result: SearchResult, tmp_path: Path) -> Non
     assert any("the run goes on" in text for text in page.texts["strong"])
     assert page.data["running"]
     assert "interrupted" not in " ".join(page.texts["td"])
+    assert "Best so far" in page.texts["h2"]
 
 
 def test_data_and_models_are_told(page: Page, folder: RunFolder, result: SearchResult) -> None:

@@ -62,7 +62,7 @@ def column(page: Any, number: int) -> list[str]:
 def test_it_shows_winner_trials_curves_and_lanes(page: Any, result: SearchResult) -> None:
     best = result.best_trial
     assert best.trial_id in page.locator("#winner").inner_text()
-    assert f"{best.history['val_accuracy'][-1]:.4g}" in page.locator("#winner").inner_text()
+    assert f"{best.result_metrics['val_accuracy']:.4g}" in page.locator("#winner").inner_text()
     assert page.locator("#trials tbody tr:visible").count() == len(result.trials)
     for name in best.history:
         points = page.locator(f"[data-curve='{name}'] circle").count()

@@ -196,6 +196,17 @@ def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials() -> 
     assert view.eta(first) == pytest.approx(5 * 2.0)
 
 
+def test_before_any_trial_has_finished_the_best_so_far_leads() -> None:
+    view = fold([*begin(4, validated=False), JOIN])
+    for trial, loss in enumerate([0.1, 0.3, 0.2]):
+        view.apply(journal(QUIET, ended(trial, 0, train_loss=loss)))
+    view.apply(journal(QUIET, ins.FinishTrial(0, "failed", "why", 2)))
+    assert [t.trial for t in view.best_first()] == [2, 1, 3, 0]
+    assert (view.winner, view.leader) == (None, view.trials[2])
+    view.apply(journal(QUIET, ins.FinishTrial(1, "finished", "", 2)))
+    assert view.winner is view.leader is view.trials[1]
+
+
 def test_eta_counts_live_workers_only() -> None:
     view = fold([*begin(1), JOIN])
     view.apply(journal(ev.WorkerLost("a", "killed")))

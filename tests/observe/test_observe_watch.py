@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -26,7 +28,7 @@ def server(folder: RunFolder) -> Iterator[ReportServer]:
     with ReportServer(folder) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
-        server.shutdown()
+        server.shutdown()  # a second time does no harm
 
 
 def asked(
@@ -77,6 +79,20 @@ def test_a_run_that_has_not_begun_is_asked_for_again(tmp_path: Path) -> None:
     assert answer.status == 503
     assert answer.headers["Refresh"] == "2"
     assert "run.json" in content
+
+
+def test_a_browser_that_leaves_is_no_error(
+    server: ReportServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked(server)  # rendering takes a while, the first time
+    for _ in range(5):
+        with socket.create_connection(server.server_address[:2]) as left:
+            left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            left.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+    assert asked(server)[0].status == 200
+    server.shutdown()
+    server.server_close()
+    assert "Exception" not in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken_is_named(server: ReportServer, folder: RunFolder) -> None:
