@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.storage import LocalStore, RunFolder
-from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import GridSearch, hp_choice
