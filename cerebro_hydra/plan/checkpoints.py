@@ -59,6 +59,17 @@ class Checkpoints:
             return None
         return failed.error
 
+    def unsaved(self) -> list[int]:
+        """Return the trials that failed because their result could not be written."""
+        trials = self._tables.trials.items()
+        return [
+            number
+            for number, trial in trials
+            if trial.status == "failed"
+            and trial.failed_write is not None
+            and trial.failed_write.times >= MOST_FAILED_WRITES
+        ]
+
     def write_at_cadence(self, index: int, trial: TrialProgress) -> None:
         """Write the best state of the trial so far, and the newest one that is due."""
         if (best := best_visit(self._config, trial, trial.newest)) is not None and not self.ensure(

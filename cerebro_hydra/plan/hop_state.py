@@ -107,6 +107,12 @@ class HopState:
         """
         invariants.check(self)
 
+    @property
+    def unsaved(self) -> list[int]:
+        """Return the trials without a saved result, which a resume takes up again."""
+        # A searcher that still decides was told that they are over.
+        return self._checkpoints.unsaved() if self.tables.search_closed else []
+
     def story(self, trial: int) -> str:
         """Return what happened to a trial last, one line per event that concerned it."""
         return "\n".join(self.trials[trial].log)
@@ -234,7 +240,12 @@ class HopState:
         for agent in list(self.workers):
             self._fenced.add(agent.incarnation)
             concerned |= self._remove(agent, reason)
-        return self._recover(concerned, lost, reason)
+        recovered = self._recover(concerned, lost, reason)
+        unsaved = self.unsaved
+        for number in unsaved:
+            self._course.reopen(number, self.trials[number])
+        self.finished = self.finished and not unsaved
+        return [*recovered, *unsaved]
 
     def _remove(self, agent: LiveAgent, reason: str) -> set[int]:
         """Forget an agent with its tasks and states; return the trials that it worked for."""

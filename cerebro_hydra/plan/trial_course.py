@@ -104,9 +104,9 @@ class TrialCourse:
                 self._roll_back(index, trial, trial.base, "it is trained again in one piece")
 
     def reopen(self, index: int, trial: TrialProgress) -> None:
-        """Let a finished trial go on from its newest state, or from an older one that was kept."""
+        """Let a trial that is over go on from its newest state, or from an older one there is."""
         self._tables.set_status(index, "waiting")
-        trial.result = None
+        trial.result = trial.failed_write = None
         self._tables.log(index, "goes on after its end")
         self._tables.instructions.append(ReopenTrial(index))
         if not self._retention.intact(index, trial):

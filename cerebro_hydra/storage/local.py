@@ -104,6 +104,14 @@ class LocalStore(Store):
             else:
                 os.unlink(path)
 
+    def delete_unfinished(self, path: str) -> None:
+        """Delete what writers below a folder left when they were killed; nobody may write there."""
+        with explained("delete unfinished files in", path):
+            for at, _, names in os.walk(path):
+                for name in names:
+                    if name.startswith(UNFINISHED):
+                        os.unlink(os.path.join(at, name))
+
     def usage(self, path: str) -> Usage:
         """Return what a file, or a folder with all in it, takes; nothing if it is absent."""
         below = (os.path.join(at, name) for at, _, names in os.walk(path) for name in names)

@@ -99,6 +99,13 @@ class RemoteStore(Store):
         with explained("delete", path), suppress(FileNotFoundError):
             self._files.rm(self._path(path), recursive=True)
 
+    def delete_unfinished(self, path: str) -> None:
+        """Delete what writers below a folder left when they were killed; nobody may write there."""
+        with explained("delete unfinished files in", path):
+            for found in self._files.find(self._path(path)):
+                if str(found).rpartition("/")[2].startswith(UNFINISHED):
+                    self._files.rm_file(found)
+
     def usage(self, path: str) -> Usage:
         """Return what a file, or a folder with all in it, takes; nothing if it is absent."""
         size, modified = 0, None

@@ -309,13 +309,14 @@ class RunFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def sweep(self, kept: Mapping[int, Set[int]]) -> None:
-        """Delete all states of trials but those to keep, then every object that no state names.
+        """Delete unfinished files, all states but those to keep, and objects that no state names.
 
         Nobody may be writing to the run.
 
         Args:
             kept: visits to keep by trial; trials that are not in it keep all their states.
         """
+        self.store.delete_unfinished(self.path)
         for trial, visits in kept.items():
             for visit in self.states(trial):
                 if visit not in visits:

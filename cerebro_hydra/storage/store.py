@@ -98,6 +98,10 @@ class Store(ABC):
         """Delete a file, or a folder with all in it; nothing happens if it is absent."""
 
     @abstractmethod
+    def delete_unfinished(self, path: str) -> None:
+        """Delete what writers below a folder left when they were killed; nobody may write there."""
+
+    @abstractmethod
     def usage(self, path: str) -> Usage:
         """Return what a file, or a folder with all in it, takes; nothing if it is absent."""
 

@@ -141,7 +141,7 @@ class RunToResume:
             trials = trials_of(None)
             trials.resume(records)
             extension = self._extension(resumed.state, records, searcher, document.num_epochs)
-            if resumed.state.finished and not extension:
+            if resumed.state.finished and not extension and not resumed.state.unsaved:
                 return SearchResult.open(self.folder.path, around.factory)
             trials.extend(extension)
         else:

@@ -195,10 +195,10 @@ def test_a_schedule_may_step_once_an_epoch(
     (group,) = backend.groups
     assert group.result is not None
     assert replay(group.result.run_path, "trial-000", search.estimator_gen_fn.__wrapped__).identical
-    # Without improvement by nine tenths, the second epoch ends with a tenth of the rate.
+    # The second epoch does not improve by nine tenths, so the third has a tenth of the rate.
     folder = RunFolder.open(group.result.run_path)
     (shard,) = folder.read_state(0, result_visit(folder, 0))["shards"]
-    assert shard["cursor"]["groups"][0]["lr"] == pytest.approx(0.001)
+    assert shard["cursor"]["groups"][0]["lr"] == pytest.approx(0.01)
 
 
 def test_early_stopping_is_refused(backend: HoppingBackend, df: Any, tmp_path: Path) -> None:

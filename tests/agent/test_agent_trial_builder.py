@@ -19,7 +19,7 @@ from tests.tune.test_tune_search import arguments, rows
 
 
 @pytest.mark.slow
-def test_equal_models_are_exported_once_and_a_run_that_goes_on_takes_the_next_orders(
+def test_equal_models_are_exported_once_and_each_epoch_has_an_order_of_its_own(
     tmp_path: Path,
 ) -> None:
     space = {"lr": hp_choice([0.1, 0.01, 0.001])}

@@ -223,6 +223,26 @@ def test_a_result_that_is_refused_for_long_fails_its_trial_and_no_other(tmp_path
     assert view.not_saved == {0: "the disk is full"}
 
 
+def test_a_result_that_could_not_be_saved_is_made_and_saved_after_a_resume(tmp_path: Path) -> None:
+    def script(instruction: Any, me: str) -> Any:
+        if isinstance(instruction, Checkpoint) and instruction.trial == 0:
+            return CheckpointFailed(0, instruction.visit, me, "the disk is full")
+        return None
+
+    what = described(2, 2, 2)
+    folder, state, _ = run(tmp_path, ScriptedLauncher(2, script=script), what)
+    assert (state.trials[0].status, state.unsaved) == ("failed", [0])
+    folder.write_json(RUN_FILE, what[0].to_json())
+    for spec in what[1]:
+        folder.write_trial(spec)
+    state, _ = go_on(folder, what, 2)
+    assert [trial.status for trial in state.trials.values()] == ["finished"] * 2
+    assert [len(trial.history) for trial in state.trials.values()] == [2, 2]
+    view = RunView.of_run(folder)
+    assert [trial.status for trial in view.trials.values()] == ["finished"] * 2
+    assert not view.not_saved
+
+
 def test_what_is_about_to_be_written_is_not_deleted(tmp_path: Path) -> None:
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
     for digest in ("a" * 32, "b" * 32):

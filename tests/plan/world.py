@@ -454,6 +454,7 @@ class World:
                 self.handle(event)
         everything = range(self.config.partitions)
         self.workers = [tuple(everything)[worker::workers] for worker in range(workers)]
+        self.places = [self.places[worker % len(self.places)] for worker in range(workers)]
         for worker in range(workers):
             self.join(worker)
 

@@ -103,6 +103,8 @@ def test_unfinished_write_of_a_crashed_process_is_not_listed(tmp_path: Path) -> 
     store.write(f"{store.run_path('r')}/file", b"x")
     Path(store.run_path("r"), ".unfinished-0123").write_bytes(b"half")
     assert store.list(store.run_path("r")) == ["file"]
+    store.delete_unfinished(store.prefix)
+    assert os.listdir(store.run_path("r")) == ["file"]
 
 
 def test_existing_store_is_opened_without_creating_anything(tmp_path: Path) -> None:

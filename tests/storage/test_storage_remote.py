@@ -55,6 +55,8 @@ def test_unfinished_write_of_a_crashed_process_is_not_listed(
     store.write(f"{store.prefix}/data/file", b"x")
     (tmp_path / "store" / "data" / ".unfinished-0123").write_bytes(b"half")
     assert store.list(f"{store.prefix}/data") == ["file"]
+    store.delete_unfinished(store.prefix)
+    assert os.listdir(tmp_path / "store" / "data") == ["file"]
 
 
 def test_file_that_is_replaced_while_it_is_read_is_read_again(
