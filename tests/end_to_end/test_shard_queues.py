@@ -61,8 +61,8 @@ def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
         deadline = time.monotonic() + 60
         while not killed and time.monotonic() < deadline:
             time.sleep(0.02)
-            for server in _children(_agent(backend)):
-                devices = _children(server)
+            for server in children_of(agent_of(backend)):
+                devices = children_of(server)
                 if len(devices) == 2:
                     time.sleep(0.3)
                     os.kill(devices[0], signal.SIGKILL)
@@ -110,14 +110,14 @@ def test_any_number_of_devices_replays(
     assert_replays(grid.fit(data))
 
 
-def _agent(backend: LocalBackend) -> int:
+def agent_of(backend: LocalBackend) -> int:
     try:
         return backend.agents.pid(0)
     except (KeyError, AssertionError):  # it is not there yet
         return 0
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
