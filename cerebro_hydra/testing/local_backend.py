@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.storage import Store
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.testing.local_launcher import LocalLauncher
+from cerebro_hydra.waits import to_nobody
 from cerebro_hydra.wire.credentials import TLS
 
 
@@ -54,7 +55,9 @@ class LocalBackend:
         self._limits = limits
         self.agents = self.launcher()
 
-    def prepare(self, store: Store, df: Arrays, spec: DataSpec) -> Manifest:
+    def prepare(
+        self, store: Store, df: Arrays, spec: DataSpec, tell: Callable[[str], None] = to_nobody
+    ) -> Manifest:
         """Write arrays as prepared data; `validation` is a share or None."""
         columns = {name: df.arrays[name] for name in spec.columns}
         share = spec.validation_share or None
