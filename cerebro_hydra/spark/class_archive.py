@@ -50,7 +50,7 @@ def archive_options(java: Java, spark_home: Path, own: str, folder: Path | None 
 def _use_or_make(folder: Path, key: str) -> str:
     _take_written(folder, key)
     for archive in folder.glob(f"{key}-*.jsa"):
-        # Java checks which Java and classes an archive is of, but not every byte.
+        # Java checks which Java and classes an archive is of, and crashes on a damaged one.
         if archive.stem == f"{key}-{file_digest(archive)}":
             os.utime(archive)
             return f'"-XX:SharedArchiveFile={archive}"'

@@ -89,6 +89,6 @@ search = GridSearch(
 search.fit(None)
 """)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigurationError, match="'unguarded' starts a search.*__main__"):
+    with pytest.raises(ConfigurationError, match=r"'unguarded' starts a search.*__main__"):
         estimator_factories.import_factory("unguarded:factory")
     assert "unguarded" not in sys.modules
