@@ -14,7 +14,7 @@ had them partitioned, nor on the size of the cluster.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -39,6 +39,7 @@ from cerebro_hydra.data.partition_rows import digest_rows, local_partition
 from cerebro_hydra.data.prepared import fingerprint_of, prepare_once
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, DataError
 from cerebro_hydra.storage import Store
+from cerebro_hydra.waits import to_nobody
 
 _BUCKETS = 256  # a constant, because ranks depend on it
 _FLAG, _HASH, _HASH_2, _BUCKET = "is_validation", "hash", "hash_2", "bucket"
@@ -48,12 +49,18 @@ _ROW_GROUP_BYTES = 32 << 20  # row groups are read whole, so their size bounds a
 _SPARK_TYPES = {"int64": "bigint", "float32": "float", "bool": "boolean"}
 
 
-def prepare(df: DataFrame, store: Store, num_partitions: int, spec: DataSpec) -> Manifest:
+def prepare(
+    df: DataFrame,
+    store: Store,
+    num_partitions: int,
+    spec: DataSpec,
+    tell: Callable[[str], None] = to_nobody,
+) -> Manifest:
     """Write the columns of a DataFrame to the store, or find them there from an earlier time.
 
     A column that marks validation rows is boolean, or holds 0 and 1. Integers are kept as int64,
     floats and decimals as float32, booleans as bool; arrays, nested arrays and Spark ML vectors
-    must have one shape in all rows.
+    must have one shape in all rows. `tell` is given what is done.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -66,6 +73,7 @@ def prepare(df: DataFrame, store: Store, num_partitions: int, spec: DataSpec) ->
     marker = spec.validation_column
     flag = F.lit(False) if marker is None else _flag(df, marker)
     rows = df.select(*(plan.converted.alias(plan.stored) for plan in plans), flag.alias(_FLAG))
+    tell("checking rows")
     rows.persist()  # so that what is checked is what is written, even if the query is random
     try:
         content = _Content.of(rows, plans)
@@ -84,8 +92,10 @@ def prepare(df: DataFrame, store: Store, num_partitions: int, spec: DataSpec) ->
         def write(attempt: str) -> Manifest:
             numbered = _with_row_ids(rows, plans, content, marked, spec.seed)
             url = store.url(f"{store.data_path(fingerprint)}/{attempt}")
+            tell(f"preparing {content.rows:,} rows in {num_partitions} partitions")
             _write(numbered, plans, assignment, url)
             manifest = Manifest(fingerprint, columns, assignment.partitions(attempt))
+            tell(f"reading {content.rows:,} prepared rows back")
             return _read_back(df.sparkSession, store, manifest)
 
         return prepare_once(store, fingerprint, write)

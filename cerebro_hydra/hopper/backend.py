@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from cerebro_hydra.data.data_spec import DataSpec
@@ -22,10 +23,12 @@ class Backend(Protocol):
     num_workers: int
     resources: WorkerResources
 
-    def prepare(self, store: Store, df: Any, spec: DataSpec) -> Manifest:
+    def prepare(
+        self, store: Store, df: Any, spec: DataSpec, tell: Callable[[str], None]
+    ) -> Manifest:
         """Write rows to the store as prepared data, or find them prepared there already.
 
-        `df` is what this backend takes for a DataFrame.
+        `df` is what this backend takes for a DataFrame; `tell` is given what is done.
 
         Raises:
             ConfigurationError: the rows don't have the columns of the spec.

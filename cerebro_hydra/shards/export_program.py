@@ -7,6 +7,7 @@ import logging
 import sysconfig
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -36,13 +37,13 @@ def export_program(
     dynamic_shapes: Any,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ExportedProgram:
-    """Run `torch.export`, which prints nothing of the graph if it fails; `within` is for forward.
+    """Run `torch.export` without its warnings and graphs; `within` is for forward.
 
     Raises:
         ExportFailed: `torch.export` or the module's forward raised an error.
     """
     try:
-        with _logged_unless_failed(), _printing_no_graph(module, within):
+        with _silent_torch(), _printing_no_graph(module, within):
             return torch.export.export(
                 module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
             )
@@ -53,34 +54,28 @@ def export_program(
 
 
 @contextmanager
-def _logged_unless_failed() -> Iterator[None]:
-    """Let torch's warnings and errors of this thread wait, and drop them if the body fails.
+def _silent_torch() -> Iterator[None]:
+    """Drop torch's warnings and errors of this thread, and Python's warnings, for a while.
 
-    They hold tracebacks and parts of the graph. Lower levels are only logged if a user asks.
+    They hold tracebacks and parts of the graph. Lower levels are only logged if a user asks, and
+    what the model itself warns of is heard when it is not traced.
     """
-    waiting: list[logging.LogRecord] = []
     thread = threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:
-        if record.thread != thread or record.levelno < logging.WARNING:
-            return True
-        waiting.append(record)
-        return False
+        return record.thread != thread or record.levelno < logging.WARNING
 
     names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addFilter(passes)
     try:
-        yield
-    except BaseException:
-        waiting.clear()
-        raise
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         for logger in loggers:
             logger.removeFilter(passes)
-        for record in waiting:
-            logging.getLogger(record.name).handle(record)
 
 
 @contextmanager

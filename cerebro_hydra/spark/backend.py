@@ -13,6 +13,7 @@ from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.session import context_of, workers_of
 from cerebro_hydra.storage import Store, require_store
+from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
 from cerebro_hydra.wire.credentials import TLS, new_credentials
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class SparkBackend:
             join_timeout = _replacement_seconds(self.spark_context)
         self.limits = LossLimits(join_timeout, heartbeat_interval, missed_heartbeats, max_failures)
         self.num_workers = workers_of(self.spark_context, num_workers)
-        preflight.require_ready(self.spark_context, self.num_workers, verbose > 0)
+        self._report = to_stderr if verbose else to_nobody
+        preflight.require_ready(self.spark_context, self.num_workers, self._report)
 
     def prepare_data(
         self,
@@ -121,14 +123,17 @@ class SparkBackend:
         """
         require_store(store)
         spec = DataSpec.checked(feature_columns, label_columns, None, validation, seed)
-        return self.prepare(store, df, spec)
+        with Waiting(self._report) as waiting:
+            return self.prepare(store, df, spec, waiting.now)
 
-    def prepare(self, store: Store, df: DataFrame, spec: DataSpec) -> Manifest:
+    def prepare(
+        self, store: Store, df: DataFrame, spec: DataSpec, tell: Callable[[str], None] = to_nobody
+    ) -> Manifest:
         """Do what `prepare_data` does, for a search."""
         from cerebro_hydra.data.prepare import prepare
 
         context_of(self.spark_context)
-        return prepare(df, store, self.num_workers, spec)
+        return prepare(df, store, self.num_workers, spec, tell)
 
     def existing_data(
         self,

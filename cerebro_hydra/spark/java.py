@@ -131,15 +131,6 @@ def write_wrapper(home: Path, folder: Path) -> Path:
     return folder
 
 
-def java_home(environ: Mapping[str, str], spark_version: str) -> Path:
-    """Return the JAVA_HOME that suits a Spark version on this machine.
-
-    Raises:
-        SetupError: there is none; says what was found and how to install one.
-    """
-    return home_for_spark(choose(find(environ), spark_version), spark_version)
-
-
 def _read_release(path: Path) -> dict[str, str]:
     text = path.read_text() if path.is_file() else ""
     return dict(re.findall(r'^(\w+)="?([^"\n]*)', text, re.MULTILINE))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import cerebro_hydra
@@ -16,6 +15,7 @@ from cerebro_hydra.spark.findings import Check, DoctorReport, Finding, raise_fin
 from cerebro_hydra.spark.slots import Slots, parse_local_master, wait_for_slots
 from cerebro_hydra.spark.store_probe import StoreProbe
 from cerebro_hydra.storage import HDFSStore, LocalStore, Store, require_store
+from cerebro_hydra.waits import Waiting, to_stderr
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -31,24 +31,28 @@ _PACKAGES = ("pyspark", "pyarrow", "petastorm", "torch", "numpy")
 _BUSY_SECONDS = 60.0  # in which other jobs may end; then the doctor calls them a problem
 
 
-def require_ready(spark_context: SparkContext, num_workers: int, verbose: bool) -> None:
+def require_ready(
+    spark_context: SparkContext, num_workers: int, report: Callable[[str], None]
+) -> None:
     """Wait until a Spark has room for so many agents, and see that they can run there.
 
-    This costs one small job. The network is checked by the doctor alone.
+    This costs one small job. The network is checked by the doctor alone. `report` is given
+    warnings, and what is waited for.
 
     Raises:
         SetupError: lists everything that was found, each with its remedy.
     """
-    slots = wait_for_slots(spark_context, num_workers, verbose)
+    slots = wait_for_slots(spark_context, num_workers, report)
     for looked in (
         _driver_checks(spark_context, slots, num_workers),
         _worker_checks(spark_context, num_workers, ()),
     ):
-        findings = [finding for check in looked for finding in check.findings]
+        with Waiting(report, f"starting Spark's Python for {num_workers} workers"):
+            findings = [finding for check in looked for finding in check.findings]
         raise_findings(findings)
         for finding in findings:
-            if verbose and finding.setting in _WARNED_OF:
-                print(f"warning: {finding}", file=sys.stderr)
+            if finding.setting in _WARNED_OF:
+                report(f"warning: {finding}")
 
 
 def doctor(
@@ -78,7 +82,7 @@ def doctor(
         raise ConfigurationError(f"modules is {modules!r}; give a list: [{modules!r}]")
     context = session.context_of(spark)
     num_workers = session.workers_of(context, num_workers)
-    slots = wait_for_slots(context, num_workers, verbose=True, patience=_BUSY_SECONDS)
+    slots = wait_for_slots(context, num_workers, to_stderr, patience=_BUSY_SECONDS)
     looked = [*_driver_checks(context, slots, num_workers)]
     if usable := min(slots.free, num_workers):
         looked += _worker_checks(context, usable, modules)

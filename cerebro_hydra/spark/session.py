@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +16,11 @@ import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.spark import java
 from cerebro_hydra.spark.checks import DAEMON_MODULE, MAX_FAILURES, check_settings, check_slots
+from cerebro_hydra.spark.class_archive import archive_options
 from cerebro_hydra.spark.findings import Finding, raise_findings
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.spark.slots import Slots, count_slots, parse_local_master
+from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -38,7 +42,7 @@ appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n%ex
 """
 
 
-def local_spark(workers: int = 2, **settings: object) -> SparkSession:
+def local_spark(workers: int = 2, verbose: int = 1, **settings: object) -> SparkSession:
     """Start a Spark session on this machine that is ready for agents, or return the active one.
 
     It has one task slot more than workers: agents hold theirs for the whole run, and the spare one
@@ -47,13 +51,14 @@ def local_spark(workers: int = 2, **settings: object) -> SparkSession:
 
     Args:
         workers: how many agents shall run.
+        verbose: 0 is silent, 1 says on standard error what is waited for.
         settings: further Spark settings, such as `**{"spark.driver.memory": "4g"}`; they win over
             ours.
 
     Raises:
         ConfigurationError: workers is not a whole number from 1.
-        SetupError: there is no Java that this Spark runs on, or the active session does not suit;
-            the message says which setting and what to do.
+        SetupError: there is no Java that this Spark runs on, the active session does not suit, or
+            this is a task of Spark; the message says what to do.
     """
     _require_count("workers", workers)
     asked = {name: _setting(value) for name, value in settings.items()}
@@ -61,14 +66,19 @@ def local_spark(workers: int = 2, **settings: object) -> SparkSession:
         if not name.startswith("spark."):
             raise ConfigurationError(f"{name!r} is no Spark setting; their names start with spark.")
 
-    from pyspark import SparkContext
+    from pyspark import SparkContext, TaskContext
     from pyspark.sql import SparkSession
 
+    if TaskContext.get() is not None:
+        raise SetupError(
+            "local_spark was called in a Spark task, which imported the module of a factory; put "
+            'the call under `if __name__ == "__main__":`'
+        )
     active = SparkContext._active_spark_context
     if active is not None:
         _require_suitable(active, workers, asked)
         return SparkSession.builder.getOrCreate()
-    return started(defaults(workers) | asked)
+    return started(defaults(workers) | asked, to_stderr if verbose else to_nobody)
 
 
 def new_session(master: str | None, settings: Mapping[str, str], num_workers: int) -> SparkSession:
@@ -83,23 +93,40 @@ def new_session(master: str | None, settings: Mapping[str, str], num_workers: in
     return started({**(given if master else defaults(num_workers)), **settings})
 
 
-def started(settings: Mapping[str, str]) -> SparkSession:
+def started(settings: Mapping[str, str], report: Callable[[str], None] = to_stderr) -> SparkSession:
     """Start a session with these settings, a Java that suits and a quiet log.
 
     Raises:
         SetupError: there is no Java that this Spark runs on.
     """
+    with Waiting(report, "starting Java and Spark"), _loading("torch"):
+        return _started(settings)
+
+
+@contextlib.contextmanager
+def _loading(module: str) -> Iterator[None]:
+    """Import a module that is needed later, while the body waits for another process."""
+    # Joined, because two threads inside one circular import see half a module.
+    thread = threading.Thread(target=importlib.import_module, args=(module,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _started(settings: Mapping[str, str]) -> SparkSession:
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder
+    own = settings.get("spark.driver.extraJavaOptions", "")
     # Java is one per process and outlives a stopped session.
-    with _start_environment(needs_java=SparkContext._gateway is None) as log_option:
+    with _start_environment(SparkContext._gateway is None, own) as java_options:
         for name, value in settings.items():
             builder = builder.config(name, value)
-        if log_option:
-            own = settings.get("spark.driver.extraJavaOptions", "")
-            builder = builder.config("spark.driver.extraJavaOptions", f"{log_option} {own}".strip())
+        if java_options:
+            builder = builder.config("spark.driver.extraJavaOptions", f"{java_options} {own}")
         session = builder.getOrCreate()
     session.sparkContext.setLogLevel(settings.get("spark.log.level", "ERROR"))
     return session
@@ -139,22 +166,28 @@ def _setting(value: object) -> str:
 
 
 @contextlib.contextmanager
-def _start_environment(needs_java: bool) -> Iterator[str]:
+def _start_environment(needs_java: bool, own: str) -> Iterator[str]:
     """Set what Spark reads from the environment while it starts, and put everything back after.
 
     This is the one place where the process environment changes: spark-submit takes JAVA_HOME from
-    it, a SparkContext takes the Python of its workers. Yields the JVM option for quiet logs, or "".
+    it, a SparkContext takes the Python of its workers. Yields the options for a Java that starts,
+    which leave the user's `own` in force, or "".
     """
     import pyspark
+    from pyspark.find_spark_home import _find_spark_home
 
     wanted = {"PYSPARK_PYTHON": os.environ.get("PYSPARK_PYTHON", sys.executable)}
+    options = []
     if needs_java:
-        wanted["JAVA_HOME"] = str(java.java_home(os.environ, pyspark.__version__))
+        chosen = java.choose(java.find(os.environ), pyspark.__version__)
+        wanted["JAVA_HOME"] = str(java.home_for_spark(chosen, pyspark.__version__))
+        options.append(archive_options(chosen, Path(_find_spark_home()), own))
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-log-") as folder:
         log_file = Path(folder) / "log4j2.properties"
         log_file.write_text(_QUIET_LOG)
         with environment(**wanted):
-            yield f"-Dlog4j2.configurationFile={log_file.as_uri()}" if needs_java else ""
+            quiet = f"-Dlog4j2.configurationFile={log_file.as_uri()}"
+            yield " ".join([quiet, *options]) if needs_java else ""
 
 
 def _require_suitable(spark_context: SparkContext, workers: int, asked: Mapping[str, str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from cerebro_hydra.errors import SetupError
@@ -66,13 +66,16 @@ def count_slots(spark_context: SparkContext) -> Slots:
 
 
 def wait_for_slots(
-    spark_context: SparkContext, needed: int, verbose: bool, patience: float = math.inf
+    spark_context: SparkContext,
+    needed: int,
+    report: Callable[[str], None],
+    patience: float = math.inf,
 ) -> Slots:
     """Wait until enough slots are free or none can be expected any more; return the last count.
 
     Args:
         needed: slots that shall be free.
-        verbose: says on standard error what is waited for.
+        report: is given lines on what is waited for.
         patience: seconds to wait for other jobs to end.
     """
     local = parse_local_master(str(spark_context.master)) is not None
@@ -85,8 +88,7 @@ def wait_for_slots(
             return slots
         if (line := waiting_line(slots, needed, waited, said)) is not None:
             said += 1
-            if verbose:
-                print(line, file=sys.stderr, flush=True)
+            report(line)
         time.sleep(_LOOK_SECONDS)
 
 

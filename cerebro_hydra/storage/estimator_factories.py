@@ -7,6 +7,7 @@ there, and importing one runs code, so a recorded name is used only when the cal
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -63,6 +64,23 @@ def import_factory(name: str) -> Factory:
     if not callable(found):
         raise ReplayError(f"factory {name!r}: module {module!r} has no function {qualname!r}")
     return found
+
+
+def refuse_while_imported(factory: Factory) -> None:
+    """Refuse a search that the module of its factory starts before its import has ended.
+
+    Agents and replays import that module again, and would start the search again.
+
+    Raises:
+        ConfigurationError: the module is still imported.
+    """
+    name = getattr(factory, "__module__", None)
+    spec = getattr(sys.modules.get(name or ""), "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        raise ConfigurationError(
+            f"the module {name!r} starts a search while it is imported, as agents and replays do "
+            'again; put the call under `if __name__ == "__main__":`'
+        )
 
 
 def find(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.storage import Store
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.testing.local_launcher import LocalLauncher
+from cerebro_hydra.waits import to_nobody
 from cerebro_hydra.wire.credentials import TLS
 
 
@@ -64,7 +65,9 @@ class LocalBackend:
         )
         self.agents = self.launcher()
 
-    def prepare(self, store: Store, df: Arrays, spec: DataSpec) -> Manifest:
+    def prepare(
+        self, store: Store, df: Arrays, spec: DataSpec, tell: Callable[[str], None] = to_nobody
+    ) -> Manifest:
         """Write arrays as prepared data; `validation` is a share or None."""
         columns = {name: df.arrays[name] for name in spec.columns}
         share = spec.validation_share or None

@@ -11,7 +11,15 @@ from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.launcher import Factory
 from cerebro_hydra.hopper.resumed_run import ResumedRun
-from cerebro_hydra.observe import Observer, ReportWriter, console_observer
+from cerebro_hydra.observe import (
+    Decision,
+    Observer,
+    Record,
+    ReportWriter,
+    RunEnded,
+    console_observer,
+)
+from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.tune.all_failed import all_failed
@@ -19,6 +27,7 @@ from cerebro_hydra.tune.memory_bill import MemoryBill
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.search_trials import SearchTrials
 from cerebro_hydra.tune.winner_archive import WinnerArchive
+from cerebro_hydra.waits import Waiting
 
 
 @dataclass(frozen=True)
@@ -33,12 +42,30 @@ class Surroundings:
     def report(self, line: str) -> None:
         """Print a line, unless nothing is to be shown."""
         if self.verbose:
-            print(line)
+            print(line, flush=True)
 
     @property
     def memory_bill(self) -> MemoryBill:
         """Return what bills trials for the workers."""
         return MemoryBill(self.backend.resources, self.backend.num_workers, self.report)
+
+
+class _Begun:
+    """Tells of the time until the first worker trains, and of that after the last has trained."""
+
+    def __init__(self, around: Surroundings) -> None:
+        workers = around.backend.num_workers
+        self.waiting = Waiting(around.report, f"starting {workers} workers and reading their rows")
+
+    def on_record(self, record: Record) -> None:
+        """Take in one record."""
+        match record:
+            case Decision(instructions=instructions) if any(
+                isinstance(each, StartSubEpoch) for each in instructions
+            ):
+                self.waiting.now("")
+            case RunEnded():
+                self.waiting.now("writing results")
 
 
 def run_trials(
@@ -58,6 +85,7 @@ def run_trials(
     """
     estimator_factories.remember(folder.path, around.factory)
     observer, report = console_observer(around.verbose), ReportWriter(folder)
+    begun = _Begun(around)
     archive = WinnerArchive(folder, around.report)
     coordinator = Coordinator(
         folder,
@@ -67,11 +95,12 @@ def run_trials(
         around.factory,
         manifest=manifest,
         # Trackers come after the report and the best model, which they may keep as artifacts.
-        observers=[observer, report, archive, *around.observers],
+        observers=[observer, begun, report, archive, *around.observers],
         resumed=resumed,
     )
     try:
-        coordinator.run()
+        with begun.waiting:
+            coordinator.run()
     except KeyboardInterrupt:
         result = SearchResult.open(folder.path)
         said = f"the run was interrupted; {result!r} is in search.result\n{how_to_resume(folder)}"

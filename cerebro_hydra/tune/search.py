@@ -23,6 +23,7 @@ from cerebro_hydra.observe import Observer
 from cerebro_hydra.plan.hop_config import CHECKPOINTS, KEEPS, ORDERS
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
+from cerebro_hydra.storage.estimator_factories import refuse_while_imported
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, loading_exporter
 from cerebro_hydra.tune.example_batches import ExampleBatches
@@ -34,6 +35,7 @@ from cerebro_hydra.tune.running import Surroundings, run_trials
 from cerebro_hydra.tune.search_course import SearchCourse
 from cerebro_hydra.tune.search_trials import SearchTrials
 from cerebro_hydra.tune.searcher import Searcher
+from cerebro_hydra.waits import Waiting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -190,6 +192,7 @@ class Search(ABC):
             AllTrialsFailed: no trial was left; the message holds every reason.
             Interrupted: a KeyboardInterrupt; `result` holds what was reached.
         """
+        refuse_while_imported(self.estimator_gen_fn)
         require_dataframe("fit", df)
         for name in (*self.data_spec.columns, self.data_spec.validation_column):
             if name is not None and name not in df.columns:
@@ -200,8 +203,8 @@ class Search(ABC):
         with sigterm_interrupts():
             if RunToResume.begun(folder):
                 return self._resume(folder)
-            with loading_exporter():
-                manifest = self.backend.prepare(self.store, df, self.data_spec)
+            with loading_exporter(), Waiting(self._surroundings.report) as waiting:
+                manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
             return self._fit(manifest, folder)
 
     def fit_on_prepared_data(self, prepared: Manifest | str | None = None) -> SearchResult:
@@ -225,6 +228,7 @@ class Search(ABC):
             StoreError: the data is not as it was.
             and whatever `fit` does.
         """
+        refuse_while_imported(self.estimator_gen_fn)
         if prepared is None and existing_paths(self.store) is not None:
             with sigterm_interrupts():
                 return self._fit(self.backend.describe(self.store, self.data_spec))

