@@ -22,7 +22,8 @@ from cerebro_hydra.observe.records import (
     records_of,
 )
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter
-from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.observe.trial_view import TrialView
+from cerebro_hydra.observe.view import RunView
 
 __all__ = [
     "REPORT_FILE",

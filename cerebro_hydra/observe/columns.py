@@ -19,7 +19,8 @@ from cerebro_hydra.observe.text import (
     status_text,
     value_text,
 )
-from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.observe.trial_view import TrialView
+from cerebro_hydra.observe.view import RunView
 
 _WIDEST_VALUE = 16
 _LONGEST_WORD = 4

@@ -19,7 +19,8 @@ from cerebro_hydra.observe.records import (
 )
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.text import utf8
-from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.observe.trial_view import TrialView
+from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import TrialRefused
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction
 from cerebro_hydra.storage.run_document import RunDocument

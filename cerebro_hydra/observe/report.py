@@ -28,7 +28,8 @@ from cerebro_hydra.observe.text import (
 )
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.totals import human_bytes
-from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.observe.trial_view import TrialView
+from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage.run_folder import RunFolder
 
 REPORT_FILE = "report.html"

@@ -16,7 +16,8 @@ from cerebro_hydra.observe.records import (
     unfolded,
 )
 from cerebro_hydra.observe.text import utf8
-from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.observe.trial_view import TrialView
+from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import TrialRefused
 from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
 

@@ -16,7 +16,8 @@ from cerebro_hydra.observe.records import (
     SlowBatch,
     WorkersMissing,
 )
-from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.observe.trial_view import TrialView
+from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import CheckpointFailed, StateDiffers, WorkerGivenUp
 from cerebro_hydra.plan.instructions import TrainUncut
 from cerebro_hydra.storage.names import trial_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cerebro_hydra.observe.view import TrialView
+from cerebro_hydra.observe.trial_view import TrialView
 
 History = dict[str, list[float]]
 """Measured values by name, one per ended epoch."""
