@@ -71,6 +71,8 @@ def test_an_open_run_with_forks_and_pauses_goes_on_from_any_prefix(
     killed_at(
         world, data.draw(st.integers(1, len(world.journal) - 1)), data.draw(st.integers(1, 5))
     )
+    for candidate in list(world.state.tables.candidates):
+        world.handle(ev.TrialRefused(candidate, "it can't be built any more"))
     if not world.state.tables.search_closed:
         world.handle(ev.SearchClosed())
     world.run([])
