@@ -110,14 +110,14 @@ def test_any_number_of_devices_replays(
     assert_replays(grid.fit(data))
 
 
-def agent_of(backend: LocalBackend) -> int:
+def agent_of(backend: LocalBackend) -> int | None:
     try:
         return backend.agents.pid(0)
     except (KeyError, AssertionError):  # it is not there yet
-        return 0
+        return None
 
 
-def children_of(pid: int) -> list[int]:
+def children_of(pid: int | None) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():

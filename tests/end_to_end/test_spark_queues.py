@@ -1,0 +1,50 @@
+"""Trials in shard queues on local Spark: sharp, on several devices smaller than the trials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from tests.end_to_end.mixed_models import NAMES, mixed
+from tests.end_to_end.test_mixed_queues import LARGEST_STATE, TEXT
+from tests.end_to_end.test_runs import assert_replays
+
+pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
+
+
+def run(
+    spark: Any, path: Path, names: tuple[str, ...], workers: int, rows: int, **resources: int
+) -> Any:
+    tokens = TEXT[:rows].tolist()
+    columns = "features array<long>, label array<long>"
+    df = spark.createDataFrame([(row, row) for row in tokens], columns)
+    search = GridSearch(
+        backend=SparkBackend(spark_context=spark.sparkContext, num_workers=workers, **resources),
+        store=LocalStore(prefix_path=str(path)),
+        estimator_gen_fn=mixed,
+        search_space={"model": hp_choice(list(names))},
+        num_epochs=1,
+        evaluation_metric="loss",
+        verbose=0,
+    )
+    result = search.fit(df)
+    assert [trial.status for trial in result.trials] == ["finished"] * len(names)
+    assert_replays(result)
+
+
+def test_two_devices_of_an_eighth_of_a_trial_replay(spark: Any, tmp_path: Path) -> None:
+    resources = {"devices_per_worker": 2, "device_memory": 42_000}  # its state has 335,040 bytes
+    run(spark, tmp_path, ("mlp",), 1, 16, **resources)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_seven_different_trials_replay(
+    spark: Any, tmp_path: Path, devices: int, parts: int
+) -> None:
+    resources = {"devices_per_worker": devices, "device_memory": LARGEST_STATE // parts}
+    run(spark, tmp_path, NAMES, 2, 48, **resources)
