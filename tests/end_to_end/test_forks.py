@@ -73,7 +73,7 @@ def test_a_fork_goes_on_from_its_parent_with_its_own_parameters(tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("decisions", [15, 40, 55, 75])
+@pytest.mark.parametrize("decisions", [15, 55])
 def test_a_run_with_forks_whose_driver_is_killed_ends_with_the_same_bits(
     tmp_path: Path, decisions: int
 ) -> None:

@@ -37,8 +37,7 @@ def search(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parts", [2, 8])
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize(("devices", "parts"), [(2, 8), (3, 2)])
 def test_seven_different_trials_replay(tmp_path: Path, devices: int, parts: int) -> None:
     resources = {"devices_per_worker": devices, "device_memory": LARGEST_STATE // parts}
     _, grid = search(tmp_path, NAMES, 1, **resources)

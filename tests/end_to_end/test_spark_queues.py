@@ -41,8 +41,7 @@ def test_two_devices_of_an_eighth_of_a_trial_replay(spark: Any, tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parts", [2, 8])
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize(("devices", "parts"), [(1, 2), (2, 8)])
 def test_seven_different_trials_replay(
     spark: Any, tmp_path: Path, devices: int, parts: int
 ) -> None:
