@@ -11,7 +11,6 @@ import numpy as np
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from cerebro_hydra.observe import AgentStarted
-from cerebro_hydra.tune import search as search_module
 from tests.end_to_end import models
 
 
@@ -25,11 +24,7 @@ class Announcer:
             if len(self.pids) == 2:
                 print(json.dumps(self.pids), flush=True)
 
-    def close(self) -> None:
-        pass
 
-
-search_module.console_observer = lambda verbose: Announcer()
 spark = cerebro_hydra.local_spark(workers=2)
 features = np.random.default_rng(0).normal(size=(200, 16))
 frame = spark.createDataFrame(
@@ -43,4 +38,5 @@ GridSearch(
     search_space={"lr": hp_choice([0.1, 0.01])},
     num_epochs=100_000,
     verbose=0,
+    observers=[Announcer()],
 ).fit(frame)

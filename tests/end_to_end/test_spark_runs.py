@@ -100,23 +100,14 @@ class KillsOnce:
 
 @pytest.mark.parametrize("after", [1, 4, 9])
 def test_a_killed_agent_costs_sub_epochs_but_no_trial(
-    spark: Any, df: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+    spark: Any, df: Any, tmp_path: Path, after: int
 ) -> None:
     killer = KillsOnce(after)
-    from cerebro_hydra.tune import search as search_module
-
-    plain = search_module.console_observer
-
-    def observer(verbose: int) -> Any:
-        view = plain(verbose)
-        shown = view.on_record
-        view.on_record = lambda record: (shown(record), killer.on_record(record))
-        return view
-
-    monkeypatch.setattr(search_module, "console_observer", observer)
     space = {"lr": [0.01, 0.001], "dropout": [0.2]}
     tls = after == 4  # new agents get the run's certificate too
-    result = search(spark, tmp_path, models.feed_forward, space, tls=tls).fit(df)
+    grid = search(spark, tmp_path, models.feed_forward, space, tls=tls)
+    grid.observers = (killer,)
+    result = grid.fit(df)
     assert killer.killed is not None
     for trial in result.trials:
         assert trial.status == "finished"
