@@ -11,6 +11,7 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra.errors import ReplayError, StoreError
+from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.end_to_end import models
@@ -40,7 +41,8 @@ def test_the_run_is_sound_before_it_is_damaged(run_path: str) -> None:
 
 def test_one_other_bit_in_a_checkpoint_is_named(run_path: str) -> None:
     folder = RunFolder.open(run_path)
-    visit = max(folder.states(0))
+    visit = read_trial(folder, 0).result_visit
+    assert visit is not None
     state = folder.read_state(0, visit)
     name = state["shards"][1]["trainable"]
     content = bytearray(folder.read_object(name))

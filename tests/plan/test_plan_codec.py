@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cerebro_hydra.errors import ConfigurationError, JournalError
 from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.events import EvaluationDone, Event, StateReceived
+from cerebro_hydra.plan.events import EvaluationDone, Event, StateReceived, TrialProposed
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import Instruction, MergeMetrics, StateSource
 
@@ -24,6 +24,8 @@ json_values = st.recursive(
 states = st.dictionaries(st.text(), json_values, max_size=3)
 st.register_type_strategy(EvaluationDone, st.builds(EvaluationDone, states=states))
 st.register_type_strategy(MergeMetrics, st.builds(MergeMetrics, states=st.lists(states).map(tuple)))
+params = st.dictionaries(st.text(), json_values, max_size=3)
+st.register_type_strategy(TrialProposed, st.builds(TrialProposed, params=params))
 trials = st.builds(
     TrialConfig,
     trial=st.integers(0, 2**63),

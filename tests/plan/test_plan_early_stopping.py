@@ -95,7 +95,7 @@ def test_a_stopped_trial_with_patience_ends_with_its_best_state() -> None:
 
 @pytest.mark.parametrize(("keep", "visit"), [("best", 2), ("last", 4)])
 def test_the_best_or_the_last_state_is_the_result_without_patience(keep: str, visit: int) -> None:
-    run = Driver(epochs=2, keep=keep, order="seeded", seed=SEED, evaluate=False)
+    run = Driver(epochs=2, keep=keep, order="seeded", seed=SEED, evaluate=False, checkpoint="end")
     run.epoch("ab", 1.0)
     assert bool(of(ins.Checkpoint, run.last)) == (keep == "best")
     run.epoch("ab", 2.0)

@@ -8,7 +8,7 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards import engine, graph_tasks
+from cerebro_hydra.shards import graph_tasks, sub_epoch
 from cerebro_hydra.testing import cut_trial
 from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.load_alone import run_alone
@@ -134,7 +134,7 @@ class RecomputesOnLiveBuffers(graph_tasks.GraphTasks):
 def test_statistics_that_move_twice_are_noticed(monkeypatch):
     trial = Fine().start(2, cut="export")  # admission would refuse such an engine
     monkeypatch.setattr(Fine, "start", lambda self, shards, mode="keep", cut="": again(trial, mode))
-    monkeypatch.setattr(engine, "GraphTasks", RecomputesOnLiveBuffers)
+    monkeypatch.setattr(sub_epoch, "GraphTasks", RecomputesOnLiveBuffers)
     with pytest.raises(AssertionError):
         Fine().test_recompute_equals_keep()
     Fine().test_hop_equals_stay()
