@@ -224,7 +224,11 @@ def play(place: Path, planned: Round, expected: dict[str, Any]) -> Outcome:
         with driver(resumes(store, kind, workers, run, False), log) as last:
             begun, status = last.begun, last.wait()
     try:
-        equal, lost = status == 0 and bits(run) == expected, ""
+        found = bits(run)
+        equal = status == 0 and found == expected
+        other = {name: (found.get(name), expected[name]) for name in expected}
+        other = {name: pair for name, pair in other.items() if pair[0] != pair[1]}
+        lost = f"it ended with {status}; found and expected of trials that differ: {other}"
     except Exception as error:
         equal, lost = False, repr(error)
     seconds, made_again = course(run, begun)
