@@ -74,6 +74,7 @@ class _Verification:
         self._made: dict[tuple[int, int], Digests] = {}
         """The digests of a trial's state after a visit, as its agent reported them."""
         self._results: dict[int, int] = {}
+        self._forks: set[int] = set()
         """The visit whose state is a trial's result, of each trial that has one."""
         self._objects: dict[str, str | None] = {}
         """What is wrong with each object that was read."""
@@ -151,9 +152,10 @@ class _Verification:
             for told in record["instructions"]:
                 if told["type"] == "Commit":
                     self._made[told["trial"], told["visit"]] = reported[told["attempt"]]
-                elif told["type"] == "ForkState" and told["visit"]:
-                    at = (told["parent"], told["visit"])
-                    self._made[told["trial"], told["visit"]] = self._made[at]
+                elif told["type"] == "ForkState":
+                    self._forks.add(told["trial"])  # it begins with a state of its parent
+                    if visit := told["visit"]:
+                        self._made[told["trial"], visit] = self._made[told["parent"], visit]
                 elif told["type"] == "FinishTrial" and told["visit"]:
                     self._results[told["trial"]] = told["visit"]
                 elif told["type"] == "ReopenTrial":
@@ -175,9 +177,11 @@ class _Verification:
                     f"{self._folder.path!r} adds; restore both from one copy"
                 )
         visits = self._folder.states(number)
+        needed = set() if number in self._forks else {0}
+        needed |= {self._results[number]} if number in self._results else set()
         problems += [
             f"the state after visit {visit} is not in {self._folder.path!r}; restore it from a copy"
-            for visit in sorted({0, self._results.get(number, 0)} - set(visits))
+            for visit in sorted(needed - set(visits))
         ]
         named: set[str] = set()
         for visit in visits:
