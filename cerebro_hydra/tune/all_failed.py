@@ -12,7 +12,7 @@ _FRAME = re.compile(
     r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)\n(    .*\n)*', re.M
 )
 _OUR_ERROR = re.compile(r"^cerebro_hydra\.errors\.\w+: ")
-_ROOMS = "agent|data|hopper|ml|observe|recipe|replay|shards|spark|storage|testing|tune|wire"
+_ROOMS = "agent|data|hopper|ml|observe|plan|recipe|replay|shards|spark|storage|testing|tune|wire"
 _LIBRARY = re.compile(rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/")
 
 
