@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -64,6 +65,7 @@ class CheckedState(WorkerState):
         self._bytes: dict[tuple[int, int], int] = {}
         self._work: dict[tuple[int, int], int] = {}
         self.check = MemoryCheck(dict(enumerate(budgets)), host, self._bytes, self._work)
+        self.computed = threading.Event()  # a task of any run
 
     def handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
         for event in events:
@@ -80,6 +82,8 @@ class CheckedState(WorkerState):
                     self.check.end(Action(event.run, event.shard, ActionKind.RECV))
                 case ActionDone():
                     self.check.end(event.action)
+                    if event.action.kind.computes:
+                        self.computed.set()
         answers = super().handle(events)
         for answer in answers:
             if isinstance(answer, RunRestarted):

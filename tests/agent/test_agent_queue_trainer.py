@@ -122,7 +122,7 @@ def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:
     trials = ByteTrials(SIZES, seconds=0.01)
     with bench(trials, len(SIZES), [4500, 4500]) as made:
         begin(made, trials, 2)
-        time.sleep(0.2)
+        assert made.state.computed.wait(SECONDS)
         made.trainer.cancel(0)
         result = made.result()
         assert result.attempt == 1
