@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
 
 from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
 
@@ -33,9 +35,10 @@ def active_context(url: str) -> SparkContext:
 
 
 def exists(context: SparkContext, url: str) -> bool:
-    """Return whether there is a file or folder."""
-    file_system, path = _at(context, url)
-    return bool(file_system.exists(path))
+    """Return whether there is a file or folder; StoreError if that can't be told."""
+    with _readable(url):
+        file_system, path = _at(context, url)
+        return bool(file_system.exists(path))
 
 
 def upload(context: SparkContext, file: str, url: str) -> None:
@@ -51,15 +54,12 @@ def download(context: SparkContext, url: str, file: str) -> None:
     Raises:
         StoreError: there is no such file, or it can't be read.
     """
-    file_system, path = _at(context, url)
-    if not file_system.exists(path):
-        raise StoreError(f"there is no {url!r}; give the folder that save wrote")
-    try:
+    with _readable(url):
+        file_system, path = _at(context, url)
+        if not file_system.exists(path):
+            raise StoreError(f"there is no {url!r}; give the folder that save wrote")
         # Without checksum files beside the copy.
         file_system.copyToLocalFile(False, path, _path(context, f"file://{file}"), True)
-    except Py4JJavaError as error:  # such as another checksum than the file system noted
-        reason = str(error.java_exception).splitlines()[0]
-        raise StoreError(f"{url!r} can't be read ({reason}); save it again") from error
 
 
 def write_folder(
@@ -69,15 +69,18 @@ def write_folder(
 
     Raises:
         ConfigurationError: there is something, and it may not be overwritten.
+        StoreError: the files can't be written.
     """
-    file_system, path = _at(context, url)
-    if file_system.exists(path):
-        if not overwrite:
-            raise ConfigurationError(
-                f"{url!r} exists; choose another path, or say that it may be overwritten"
-            )
+    if exists(context, url) and not overwrite:
+        raise ConfigurationError(
+            f"{url!r} exists; choose another path, or say that it may be overwritten"
+        )
+    with (
+        _told(f"{url!r} can't be written", "check the path and its rights"),
+        tempfile.TemporaryDirectory(prefix="cerebro-hydra-upload-") as folder,
+    ):
+        file_system, path = _at(context, url)
         file_system.delete(path, True)
-    with tempfile.TemporaryDirectory(prefix="cerebro-hydra-upload-") as folder:
         for name, content in files.items():
             file = Path(folder, name)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,3 +104,22 @@ def _at(context: SparkContext, url: str) -> tuple[Any, Any]:
 
 def _path(context: SparkContext, url: str) -> Any:
     return context._jvm.org.apache.hadoop.fs.Path(url)  # type: ignore[union-attr]
+
+
+@contextmanager
+def _told(problem: str, remedy: str) -> Iterator[None]:
+    """Turn what Java raises into one sentence."""
+    try:
+        yield
+    except Py4JJavaError as error:
+        raise StoreError(f"{problem} ({_first_line(error.java_exception)}); {remedy}") from error
+    except PySparkException as error:  # such as the host of the URL that no name server knows
+        raise StoreError(f"{problem} ({_first_line(error)}); {remedy}") from error
+
+
+def _readable(url: str) -> AbstractContextManager[None]:
+    return _told(f"{url!r} can't be read", "check the path, its host and its rights")
+
+
+def _first_line(error: object) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

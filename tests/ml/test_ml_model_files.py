@@ -137,3 +137,14 @@ def test_an_older_format_says_so(saved: Path) -> None:
     (saved / METADATA_FILE).write_bytes(encode_format({"class": "SparkModel"}, 1))
     with pytest.raises(ConfigurationError, match="has format 1, and this version loads 3"):
         SparkModel.load(str(saved))
+
+
+def test_a_url_that_leads_nowhere_ends_in_one_sentence(saved: Path) -> None:
+    url = "hdfs://no-such-host.invalid/model"
+    sentence = rf"'{url}.* can't be (read|written) \(.*no-such-host.*\); check the path"
+    with pytest.raises(StoreError, match=sentence):
+        SparkModel.load(url)
+    with pytest.raises(StoreError, match=sentence):
+        load_model(url)
+    with pytest.raises(StoreError, match=sentence):
+        load_model(str(saved)).save(url)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pyspark import SparkContext
 from torch import nn
 
 import cerebro_hydra
@@ -130,9 +131,11 @@ def test_a_saved_model_is_written_as_a_whole_and_never_over_another(
     assert torch.equal(again.torch()(torch.ones(2, 16))[0], loaded.torch()(torch.ones(2, 16))[0])
 
 
-def test_what_is_no_saved_model_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_saved_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match=r"can't read .*part-00000.*check the path"):
         cerebro_hydra.load_model(str(tmp_path))
+    # Other tests of this process may have started a session.
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     with pytest.raises(SetupError, match="no Spark session; start one"):
         cerebro_hydra.load_model("hdfs://far/away")
 
