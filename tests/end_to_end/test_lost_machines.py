@@ -27,7 +27,8 @@ from tests.end_to_end.test_runs import classes
 
 pytestmark = pytest.mark.slow
 
-IMPATIENT = LossLimits(join_timeout=2.0, heartbeat_interval=0.1, missed_heartbeats=20)
+# An agent takes some seconds to start on a busy machine.
+IMPATIENT = LossLimits(join_timeout=12.0, heartbeat_interval=0.1, missed_heartbeats=20)
 
 
 class Tape:
