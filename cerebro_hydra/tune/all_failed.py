@@ -11,6 +11,7 @@ from cerebro_hydra.errors import AllTrialsFailed
 _FRAME = re.compile(
     r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)\n(    .*\n)*', re.M
 )
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+\b")
 _OUR_ERROR = re.compile(r"^cerebro_hydra\.errors\.\w+: ")
 _ROOMS = "agent|data|hopper|ml|observe|plan|recipe|replay|shards|spark|storage|testing|tune|wire"
 _LIBRARY = re.compile(rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/")
@@ -32,11 +33,14 @@ def all_failed(errors: Sequence[str], run_path: str | None = None) -> AllTrialsF
 
 
 def reason(error: str) -> str:
-    """Return the first line of a traceback's last error, and where the user's code raised it."""
+    """Return the first line of a traceback's last error, and where the user's code raised it.
+
+    Addresses of objects are left out, because they differ where nothing else does.
+    """
     frames = list(_FRAME.finditer(error + "\n"))
     own = [frame for frame in frames if not _LIBRARY.search(frame["file"].replace("\\", "/"))]
     text = error[frames[-1].end() :] if frames else error
-    text = _OUR_ERROR.sub("", text.strip().partition("\n")[0])
+    text = _ADDRESS.sub("", _OUR_ERROR.sub("", text.strip().partition("\n")[0]))
     if own:
         text += f" ({own[-1]['file']}, line {own[-1]['line']}, in {own[-1]['name']})"
     return text

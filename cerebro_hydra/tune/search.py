@@ -29,7 +29,7 @@ from cerebro_hydra.tune.admission import Admission, loading_exporter
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.interrupts import sigterm_interrupts
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.resume import RunToResume
+from cerebro_hydra.tune.resume import LIMITS, RunToResume
 from cerebro_hydra.tune.run_claim import run_claim
 from cerebro_hydra.tune.running import Surroundings, run_trials
 from cerebro_hydra.tune.search_course import SearchCourse
@@ -261,8 +261,10 @@ class Search(ABC):
             label_columns=self.data_spec.label_columns,
             sample_weight_column=self.data_spec.sample_weight_column,
             checkpoint=self.checkpoint,
+            keep=self.keep,
         )
-        go_on = partial(run.go_on, self._surroundings, self.searcher(), self.num_epochs)
+        limits = {name: getattr(self, name) for name in LIMITS}
+        go_on = partial(run.go_on, self._surroundings, self.searcher(), self.num_epochs, **limits)
         return self._watched(folder, go_on)
 
     def _fit(self, manifest: Manifest, folder: RunFolder | None = None) -> SearchResult:
