@@ -70,7 +70,7 @@ def _base(java: Java, folder: Path) -> str | None:
     key = _key(java)
     archive = _whole(folder, key)
     if archive is None and (part := _part(folder, key)):
-        command = [java.home / "bin/java", "-Xshare:dump", f"-XX:SharedArchiveFile={part}"]
+        command = [str(java.home / "bin/java"), "-Xshare:dump", f"-XX:SharedArchiveFile={part}"]
         subprocess.run(command, capture_output=True, check=False)
         archive = _whole(folder, key)
     return None if archive is None else f'"-XX:SharedArchiveFile={archive}"'

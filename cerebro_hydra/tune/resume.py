@@ -35,7 +35,6 @@ from cerebro_hydra.tune.search_course import SearchCourse
 from cerebro_hydra.tune.search_trials import SearchTrials
 from cerebro_hydra.tune.searcher import Searcher
 
-
 LIMITS = ("batch_seconds", "sub_epoch_seconds", "admission_seconds", "audit_share")
 """The arguments of a search that change no bit, so that a run may go on with others."""
 
