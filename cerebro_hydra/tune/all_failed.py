@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cerebro_hydra.errors import AllTrialsFailed
+from cerebro_hydra.observe.text import without_addresses
 
 _FRAME = re.compile(
     r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)\n(    .*\n)*', re.M
 )
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+\b")
 _OUR_ERROR = re.compile(r"^cerebro_hydra\.errors\.\w+: ")
 _ROOMS = "agent|data|hopper|ml|observe|plan|recipe|replay|shards|spark|storage|testing|tune|wire"
 _LIBRARY = re.compile(rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/")
@@ -24,7 +24,8 @@ def all_failed(errors: Sequence[str], run_path: str | None = None) -> AllTrialsF
     trial was admitted.
     """
     counts = Counter(map(reason, errors)).most_common()
-    lines = [f"all {len(errors)} trials failed: {counts[0][0]}"]
+    who = f"all {len(errors)} trials" if len(errors) > 1 else "the only trial"
+    lines = [f"{who} failed: {counts[0][0]}"]
     for text, count in counts[1:]:
         lines.append(f"{count} of them: {text}")
     if run_path is not None:
@@ -33,14 +34,11 @@ def all_failed(errors: Sequence[str], run_path: str | None = None) -> AllTrialsF
 
 
 def reason(error: str) -> str:
-    """Return the first line of a traceback's last error, and where the user's code raised it.
-
-    Addresses of objects are left out, because they differ where nothing else does.
-    """
+    """Return the first line of a traceback's last error, and where the user's code raised it."""
     frames = list(_FRAME.finditer(error + "\n"))
     own = [frame for frame in frames if not _LIBRARY.search(frame["file"].replace("\\", "/"))]
     text = error[frames[-1].end() :] if frames else error
-    text = _ADDRESS.sub("", _OUR_ERROR.sub("", text.strip().partition("\n")[0]))
+    text = without_addresses(_OUR_ERROR.sub("", text.strip().partition("\n")[0]))
     if own:
         text += f" ({own[-1]['file']}, line {own[-1]['line']}, in {own[-1]['name']})"
     return text
