@@ -155,7 +155,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     from cerebro_hydra.spark import SparkBackend
     from cerebro_hydra.spark.session import new_session
     from cerebro_hydra.storage import RunFolder
-    from cerebro_hydra.tune.interrupts import sigterm_interrupts
+    from cerebro_hydra.tune.interrupts import interruptible
     from cerebro_hydra.tune.resume import RunToResume
     from cerebro_hydra.tune.running import Surroundings
 
@@ -166,7 +166,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     workers = arguments.workers or run.document.num_partitions
     spark = new_session(arguments.master, dict(arguments.conf), workers)
     try:
-        with sigterm_interrupts():
+        with interruptible():
             print(run.go_on(Surroundings(SparkBackend(spark, workers), factory)))
     finally:
         spark.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.trial_view import TrialView
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import TrialRefused
-from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction
+from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, ForkState, Instruction
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
@@ -116,16 +117,23 @@ class MLflowTracker:
         return str(run.info.run_id)
 
     def _instruction(self, instruction: Instruction, now: int) -> None:
-        from mlflow.entities import Metric
-
         match instruction:
             case EndEpoch(index, epoch, values):
-                metrics = [
-                    Metric(allowed(name), value, now, epoch + 1) for name, value in values.items()
-                ]
-                self._client.log_batch(self._runs[index], metrics=metrics)
+                self._measured(index, {epoch: values}, now)
+            case ForkState(index):
+                self._measured(index, self._view.trials[index].epochs, now)  # its parent's
             case FinishTrial(index):
                 self._end(self._view.trials[index], now)
+
+    def _measured(self, index: int, epochs: Mapping[int, Mapping[str, float]], now: int) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(allowed(name), value, now, epoch + 1)
+            for epoch, values in sorted(epochs.items())
+            for name, value in values.items()
+        ]
+        self._client.log_batch(self._runs[index], metrics=metrics)
 
     def _end(self, trial: TrialView, now: int | None = None) -> None:
         run = self._runs[trial.trial]

@@ -25,6 +25,7 @@ from cerebro_hydra.observe.text import (
     not_saved,
     number,
     utf8,
+    without_addresses,
 )
 from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.totals import human_bytes
@@ -36,6 +37,9 @@ REPORT_FILE = "report.html"
 
 COLOURS = 8
 """Trials that get a colour of their own, best first; the others are grey until pointed at."""
+
+_MOST_MODELS = 4
+"""Sizes of models that are told each; of more only the smallest and the largest."""
 
 
 class ReportWriter:
@@ -143,7 +147,7 @@ def _reasons(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return why trials ended as they did, once where it is the same; rows are given its number."""
     reasons = dict[tuple[str, ...], dict[str, Any]]()
     for row in rows:
-        key = row["status"], row["error"], row["uncut_because"]
+        key = row["status"], without_addresses(row["error"]), row["uncut_because"]
         if any(key[1:]):
             reason = reasons.setdefault(key, {**row, "number": len(reasons), "ids": []})
             reason["ids"].append(row["id"])
@@ -163,13 +167,24 @@ def _num_rows(view: RunView) -> dict[str, int]:
 
 
 def _models(view: RunView) -> list[str]:
-    """Return how large the models are, and into how many shards they are cut."""
+    """Return how large the models are, and into how many shards they are cut; many in one line."""
     sizes = Counter((t.parameters, t.shards) for t in view.trials.values() if t.shards)
+    if len(sizes) > _MOST_MODELS:
+        parameters, shards = zip(*sizes, strict=True)
+        return [
+            f"{len(sizes)} sizes, from {min(parameters):,} to {max(parameters):,} parameters, in "
+            f"{_shards(min(shards), max(shards))}"
+        ]
     return [
-        f"{parameters:,} parameters in {shards} shard{'s' if shards > 1 else ''}"
+        f"{size:,} parameters in {_shards(cut, cut)}"
         + ("" if len(sizes) == 1 else f" ({count} trial{'s' if count > 1 else ''})")
-        for (parameters, shards), count in sorted(sizes.items())
+        for (size, cut), count in sorted(sizes.items())
     ]
+
+
+def _shards(fewest: int, most: int) -> str:
+    count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    return f"{count} shard{'s' if most > 1 else ''}"
 
 
 def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int], running: bool) -> str:

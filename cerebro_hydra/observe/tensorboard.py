@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
@@ -19,7 +20,7 @@ from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.trial_view import TrialView
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import TrialRefused
-from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, Instruction, Redo
+from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, ForkState, Instruction, Redo
 
 
 class TensorBoardTracker:
@@ -77,15 +78,14 @@ class TensorBoardTracker:
 
     def _instruction(self, instruction: Instruction, now: float) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
 
         match instruction:
             case EndEpoch(index, epoch, metrics):
-                values = [
-                    Summary.Value(tag=utf8(name), simple_value=value)
-                    for name, value in metrics.items()
-                ]
-                self._add(self._view.trials[index], now, epoch + 1, summary=Summary(value=values))
+                self._measured(self._view.trials[index], epoch, metrics, now)
+            case ForkState(index):
+                fork = self._view.trials[index]
+                for epoch, metrics in sorted(fork.epochs.items()):  # its parent's
+                    self._measured(fork, epoch, metrics, now)
             case Redo(index):
                 # Readers then forget the points of epochs that are trained again.
                 trial = self._view.trials[index]
@@ -94,6 +94,16 @@ class TensorBoardTracker:
             case FinishTrial(index, status):
                 self._add(self._view.trials[index], now, summary=_session_end(status, now))
                 self._writers.pop(index).close()  # it has a thread and a file of its own
+
+    def _measured(
+        self, trial: TrialView, epoch: int, metrics: Mapping[str, float], now: float
+    ) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=utf8(name), simple_value=value) for name, value in metrics.items()
+        ]
+        self._add(trial, now, epoch + 1, summary=Summary(value=values))
 
     def _add(self, trial: TrialView, now: float, step: int = 0, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

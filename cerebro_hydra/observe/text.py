@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -116,6 +117,11 @@ def not_saved(view: RunView) -> list[str]:
 def utf8(text: str) -> str:
     """Return the text with "?" for halves of surrogate pairs, which UTF-8 can't hold."""
     return text.encode("utf-8", "replace").decode()
+
+
+def without_addresses(error: str) -> str:
+    """Return an error without the addresses of objects, which differ where nothing else does."""
+    return re.sub(r" at 0x[0-9a-f]+\b", "", error)
 
 
 def number(value: float | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.value_ranges import value_ranges
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.recipe import (
     Columns,
     Metric,
@@ -34,6 +35,7 @@ from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.tune.all_failed import reason
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.memory_bill import MemoryBill
 from cerebro_hydra.tune.range_check import check_value_ranges
@@ -61,12 +63,6 @@ def loading_exporter() -> Iterator[None]:
 
 class Refused(Exception):
     """A trial's own code failed; the message is its traceback."""
-
-    @property
-    def reason(self) -> str:
-        """Return the last line of the error, without the details that it has as notes."""
-        message, *_ = traceback.format_exception_only(self.__cause__ or self)
-        return message.strip().rsplit("\n", 1)[-1]
 
 
 @contextlib.contextmanager
@@ -130,8 +126,8 @@ class Admission:
             with exclusive_generator:
                 spec, recipe = self._admit(trial, params, parent)
         except Refused as refusal:
-            what = f"{trial_name(trial)}: {dict(params)}"
-            self._report(f"{what} failed before training: {refusal.reason}")
+            what = f"{trial_name(trial)} ({parameters(params)})"
+            self._report(f"{what} failed before training: {reason(str(refusal))}")
             raise
         self._check_metrics(params, {m.name: m.direction for m in recipe.metric_list})
         return Admitted(spec, tuple(recipe.state_metrics))

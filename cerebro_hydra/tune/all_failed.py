@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cerebro_hydra.errors import AllTrialsFailed
+from cerebro_hydra.observe.text import without_addresses
 
 _FRAME = re.compile(
     r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)\n(    .*\n)*', re.M
@@ -23,7 +24,8 @@ def all_failed(errors: Sequence[str], run_path: str | None = None) -> AllTrialsF
     trial was admitted.
     """
     counts = Counter(map(reason, errors)).most_common()
-    lines = [f"all {len(errors)} trials failed: {counts[0][0]}"]
+    who = f"all {len(errors)} trials" if len(errors) > 1 else "the only trial"
+    lines = [f"{who} failed: {counts[0][0]}"]
     for text, count in counts[1:]:
         lines.append(f"{count} of them: {text}")
     if run_path is not None:
@@ -36,7 +38,7 @@ def reason(error: str) -> str:
     frames = list(_FRAME.finditer(error + "\n"))
     own = [frame for frame in frames if not _LIBRARY.search(frame["file"].replace("\\", "/"))]
     text = error[frames[-1].end() :] if frames else error
-    text = _OUR_ERROR.sub("", text.strip().partition("\n")[0])
+    text = without_addresses(_OUR_ERROR.sub("", text.strip().partition("\n")[0]))
     if own:
         text += f" ({own[-1]['file']}, line {own[-1]['line']}, in {own[-1]['name']})"
     return text

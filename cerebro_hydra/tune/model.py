@@ -152,10 +152,15 @@ class TrainedModel:
         """Return the archive of the run, if it has one and must do for an unknown factory."""
         try:
             self._find_factory()
-        except (ConfigurationError, ReplayError):
-            archive = archived(self._folder, self.trial_id) if self._sourceless else None
-            if archive is None:
+        except (ConfigurationError, ReplayError) as error:
+            if not self._sourceless:
                 raise
+            archive = archived(self._folder, self.trial_id)
+            if archive is None:
+                said = (
+                    f"the run keeps no archive of {self.trial_id}, so it needs its source: {error}"
+                )
+                raise type(error)(said) from error
             return SavedModel(archive, f"{self._folder.path}/models/{self.trial_id}")
         return None
 

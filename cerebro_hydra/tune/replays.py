@@ -22,7 +22,7 @@ def print_replays(
     factory: Callable[[Any], Any] | str | None = None,
     trust: bool = False,
 ) -> bool:
-    """Replay one trial of a run, or all that finished, and print a line for each.
+    """Replay one trial of a run, or all that have a result, and print a line for each.
 
     Args:
         console: where to print.
@@ -37,7 +37,7 @@ def print_replays(
     Raises:
         ConfigurationError: the factory is known only by the name that the run records, and `trust`
             is False.
-        ReplayError: the trial is unknown or did not finish, or no trial finished.
+        ReplayError: the trial is unknown or has no result, or no trial has one.
     """
     result = SearchResult.open(run_path)
     chosen = [t for t in result.trials if trial_id in (None, t.trial_id)]
@@ -45,8 +45,8 @@ def print_replays(
         raise ReplayError(
             f"there is no trial {trial_id!r}; trials are {[t.trial_id for t in result.trials]}"
         )
-    finished = [trial for trial in chosen if trial.status == "finished"]
-    if not finished:
+    trained = [trial for trial in chosen if trial.has_result]
+    if not trained:
         raise ReplayError(
             f"nothing to replay in {run_path!r}: "
             + ", ".join(f"{trial.trial_id} is {trial.status}" for trial in chosen)
@@ -55,7 +55,7 @@ def print_replays(
         console.print(Text(f"factory: {result.document.factory!r}, as the run records it"))
     identical = 0
     for trial in chosen:
-        if trial.status != "finished":
+        if not trial.has_result:
             console.print(Text.assemble(trial.trial_id, (f"  {trial.status}, not replayed", "dim")))
             continue
         begun = time.perf_counter()
@@ -78,8 +78,8 @@ def print_replays(
         line.append(f"  ({len(trial.visit_log)} sub-epochs, {seconds:.1f} s)", "dim")
         console.print(line, soft_wrap=True)
     console.print(
-        f"{identical} of {len(finished)} replayed trials are identical to the bit.",
-        style="bold green" if identical == len(finished) else "bold red",
+        f"{identical} of {len(trained)} replayed trials are identical to the bit.",
+        style="bold green" if identical == len(trained) else "bold red",
         highlight=False,
     )
-    return identical == len(finished)
+    return identical == len(trained)

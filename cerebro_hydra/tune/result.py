@@ -160,17 +160,17 @@ class SearchResult:
         return self._model(self.best_trial)
 
     def get_model(self, trial_id: str) -> TrainedModel:
-        """Return the model of a trial that finished.
+        """Return the model of a trial that finished, or that its search stopped.
 
         Raises:
-            ConfigurationError: there is no such trial, or it did not finish.
+            ConfigurationError: there is no such trial, or it failed or did not end.
         """
         if trial_id not in self._known:
             raise ConfigurationError(
                 f"there is no trial {trial_id!r}; trials are {list(self._known)}"
             )
         trial = self._known[trial_id]
-        if trial.status != "finished":
+        if not trial.has_result:
             raise ConfigurationError(
                 f"{trial_id} is {trial.status}, so it has no trained model: "
                 f"{trial.error or 'the run ended before it did'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,9 @@ from cerebro_hydra.tune.running import Surroundings, run_trials
 from cerebro_hydra.tune.search_course import SearchCourse
 from cerebro_hydra.tune.search_trials import SearchTrials
 from cerebro_hydra.tune.searcher import Searcher
+
+LIMITS = ("batch_seconds", "sub_epoch_seconds", "admission_seconds", "audit_share")
+"""The arguments of a search that change no bit, so that a run may go on with others."""
 
 
 class RunToResume:
@@ -97,6 +100,7 @@ class RunToResume:
         around: Surroundings,
         searcher: Searcher | None = None,
         num_epochs: int | None = None,
+        **limits: float | None,
     ) -> SearchResult:
         """Train until every trial is over, on as many workers as the backend has.
 
@@ -105,6 +109,8 @@ class RunToResume:
             searcher: a new one, as the run was begun with; it may propose more candidates. Without
                 one the run ends with those that it has.
             num_epochs: as the run has, or more.
+            limits: the fields of the run's document that are in `LIMITS` and hold from now on; what
+                is not given stays as it was.
 
         Raises:
             ConfigurationError: another program works on the run; or it has more epochs, or its
@@ -112,10 +118,14 @@ class RunToResume:
             and whatever `run_trials` raises.
         """
         with run_claim(self.folder):
-            return self._go_on(around, searcher, num_epochs)
+            return self._go_on(around, searcher, num_epochs, limits)
 
     def _go_on(
-        self, around: Surroundings, searcher: Searcher | None, num_epochs: int | None
+        self,
+        around: Surroundings,
+        searcher: Searcher | None,
+        num_epochs: int | None,
+        limits: Mapping[str, Any],
     ) -> SearchResult:
         resumed = ResumedRun(self.folder) if self.folder.journal_end()[1] else None
         if searcher is None and (resumed is None or not resumed.state.tables.search_closed):
@@ -123,21 +133,19 @@ class RunToResume:
                 f"the search of run {self.folder.path!r} still proposed trials when its driver "
                 "ended; give the run to the search: search.fit(df, resume=...)"
             )
-        document = self._with_epochs(num_epochs or self.document.num_epochs)
+        document = replace(self._with_epochs(num_epochs or self.document.num_epochs), **limits)
         admission = self._admission(around)
         seconds, partitions = document.admission_seconds, self.manifest.num_partitions
 
         def trials_of(course: SearchCourse | None) -> SearchTrials:
             return SearchTrials(course, admission, self.folder, seconds, around.report)
 
-        parts = (around, self.folder, document)
         if resumed is None:
             assert searcher is not None
             trials = trials_of(SearchCourse(searcher, document.num_epochs, partitions))
             trials.admit_first()
-            return run_trials(*parts, trials, self.manifest)
-        records = [(each.event, each.instructions) for each in resumed.decisions()]
-        if resumed.state.tables.search_closed:
+        elif resumed.state.tables.search_closed:
+            records = [(each.event, each.instructions) for each in resumed.decisions()]
             trials = trials_of(None)
             trials.resume(records)
             extension = self._extension(resumed.state, records, searcher, document.num_epochs)
@@ -147,9 +155,9 @@ class RunToResume:
         else:
             assert searcher is not None
             trials = trials_of(SearchCourse(searcher, self.document.num_epochs, partitions))
-            trials.resume(records)
+            trials.resume([(each.event, each.instructions) for each in resumed.decisions()])
         self.folder.write_json(RUN_FILE, document.to_json())
-        return run_trials(*parts, trials, self.manifest, resumed)
+        return run_trials(around, self.folder, document, trials, self.manifest, resumed)
 
     def _with_epochs(self, num_epochs: int) -> RunDocument:
         if num_epochs < self.document.num_epochs:

@@ -27,9 +27,9 @@ from cerebro_hydra.storage.estimator_factories import refuse_while_imported
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, loading_exporter
 from cerebro_hydra.tune.example_batches import ExampleBatches
-from cerebro_hydra.tune.interrupts import sigterm_interrupts
+from cerebro_hydra.tune.interrupts import interruptible
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.resume import RunToResume
+from cerebro_hydra.tune.resume import LIMITS, RunToResume
 from cerebro_hydra.tune.run_claim import run_claim
 from cerebro_hydra.tune.running import Surroundings, run_trials
 from cerebro_hydra.tune.search_course import SearchCourse
@@ -200,7 +200,7 @@ class Search(ABC):
                     f"the DataFrame has no column {name!r}; its columns are {df.columns}"
                 )
         folder = RunFolder(self.store, _new_run_id()) if resume is None else self._folder_of(resume)
-        with sigterm_interrupts():
+        with interruptible():
             if RunToResume.begun(folder):
                 return self._resume(folder)
             with loading_exporter(), Waiting(self._surroundings.report) as waiting:
@@ -230,7 +230,7 @@ class Search(ABC):
         """
         refuse_while_imported(self.estimator_gen_fn)
         if prepared is None and existing_paths(self.store) is not None:
-            with sigterm_interrupts():
+            with interruptible():
                 return self._fit(self.backend.describe(self.store, self.data_spec))
         if not isinstance(prepared, Manifest | str | None):
             raise ConfigurationError(
@@ -239,7 +239,7 @@ class Search(ABC):
                 "goes to fit"
             )
         workers = self.backend.num_workers
-        with sigterm_interrupts():
+        with interruptible():
             return self._fit(choose_prepared(self.store, workers, self.data_spec, prepared))
 
     def _folder_of(self, run_path: str) -> RunFolder:
@@ -261,8 +261,10 @@ class Search(ABC):
             label_columns=self.data_spec.label_columns,
             sample_weight_column=self.data_spec.sample_weight_column,
             checkpoint=self.checkpoint,
+            keep=self.keep,
         )
-        go_on = partial(run.go_on, self._surroundings, self.searcher(), self.num_epochs)
+        limits = {name: getattr(self, name) for name in LIMITS}
+        go_on = partial(run.go_on, self._surroundings, self.searcher(), self.num_epochs, **limits)
         return self._watched(folder, go_on)
 
     def _fit(self, manifest: Manifest, folder: RunFolder | None = None) -> SearchResult:

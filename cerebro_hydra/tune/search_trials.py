@@ -11,6 +11,7 @@ from typing import Any
 
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.hopper.trial_source import News, NewTrial
+from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.events import Event, TrialAdded, TrialForked, TrialProposed, TrialRefused
 from cerebro_hydra.plan.instructions import FinishTrial, Instruction
 from cerebro_hydra.recipe import Metric, merge_metrics
@@ -176,7 +177,8 @@ class SearchTrials:
             return TrialRefused(number, str(refusal))
         except Overdue as overdue:
             error = f"it is not admitted after admission_seconds={self._seconds}"
-            self._report(f"{trial_name(number)}: {candidate.params} failed: {error}")
+            what = f"{trial_name(number)} ({parameters(candidate.params)})"
+            self._report(f"{what} failed: {error}")
             advice = "give it more, or look at what it waits for"
             return TrialRefused(number, f"{error}; {advice}:\n{overdue}")
         finally:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -75,7 +75,9 @@ def clean(
 def _table(*headings: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, overflow="fold", justify="right" if heading == "size" else "left")
+        justify: JustifyMethod = "right" if heading == "size" else "left"
+        named = heading == headings[0]  # so that a name can be copied, however narrow the window is
+        table.add_column(heading, overflow="fold", justify=justify, no_wrap=named)
     return table
 
 

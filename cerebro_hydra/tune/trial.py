@@ -33,6 +33,11 @@ class Trial:
     seconds: float = 0.0
 
     @property
+    def has_result(self) -> bool:
+        """Return whether the run keeps a state as its result: it has trained, and did not fail."""
+        return self.status in ("finished", "stopped") and bool(self.visit_log)
+
+    @property
     def result_metrics(self) -> dict[str, float]:
         """Return what was measured after `result_epoch`; empty before the first has ended."""
         return self.metrics_of(self.result_epoch) if self.result_epoch else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,9 +135,21 @@ def test_a_resumed_run_refuses_arguments_that_would_make_it_another_one(tmp_path
         ({"seed": 5}, "seed is 5, and the run"),
         ({"num_epochs": 1}, "num_epochs is 1, and the run"),
         ({"checkpoint": "end"}, "checkpoint is 'end', and the run"),
+        ({"keep": "last"}, "keep is 'last', and the run .* has None; give the search what"),
     ]:
         with pytest.raises(ConfigurationError, match=said):
             search(place, 2, **options).fit(rows(), resume=run)
+
+
+def test_a_run_that_had_decided_nothing_is_extended_with_new_limits(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        search(str(tmp_path), 2, num_epochs=1, observers=[Signals(3)]).fit(rows())
+    run = interrupt.value.result.run_path
+    shutil.rmtree(Path(run, "journal"))
+    changed = {"num_epochs": 2, "batch_seconds": 60.0, "audit_share": 0.0}
+    result = search(str(tmp_path), 2, observers=[], **changed).fit(rows(), resume=run)
+    assert {len(trial.history["train_loss"]) for trial in result.trials} == {2}
+    assert {name: getattr(result.document, name) for name in changed} == changed
 
 
 def test_a_run_that_another_program_works_on_is_not_touched(

@@ -150,13 +150,20 @@ def test_nothing_is_cut_off(page: Any, result: SearchResult, width: int) -> None
     narrow.goto(Path(result.run_path, REPORT_FILE).as_uri())
     narrow.locator("#reasons summary").first.click()
     assert narrow.evaluate("document.documentElement.scrollWidth") <= width
-    outside = """(selector) => [...document.querySelectorAll(selector)].filter((each) => {
+    assert outside(narrow) == []
+    narrow.close()
+
+
+def outside(page: Any) -> list[str]:
+    """Return the texts that do not lie on the screen."""
+    found: list[str] = page.evaluate(
+        """(selector) => [...document.querySelectorAll(selector)].filter((each) => {
         const { left, right, width } = each.getBoundingClientRect();
         return width > 0 && (left < 0 || right > innerWidth + 0.5);
-    }).map((each) => each.textContent)"""
-    shown = "main :is(h1, h2, p, dd, pre, summary, svg text), #trials :is(button, td)"
-    assert narrow.evaluate(outside, shown) == []
-    narrow.close()
+    }).map((each) => each.textContent)""",
+        "main :is(h1, h2, p, dd, pre, summary, svg text), #trials :is(button, td)",
+    )
+    return found
 
 
 def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinates(
@@ -170,7 +177,9 @@ def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinate
     for seq, each in enumerate(admitted):
         assert isinstance(each, TrialAdmitted)
         trial = each.spec.trial
-        folder.write_trial(replace(each.spec, params={"lr": 10.0**-trial, "fixed": 1}))
+        sizes = {f"width_of_layer_{n}": 1 + n * trial for n in range(1, 7)}
+        params = {"lr": 1.2345 * 10.0**-trial, "fixed": 1, **sizes}
+        folder.write_trial(replace(each.spec, params=params, parameters=1000 + trial))
         metrics = {
             "train_loss": 1.0,
             "val_loss": 10.0 ** -(trial / 3),
@@ -188,8 +197,19 @@ def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinate
     assert [text.split()[0] for text in logs] == ["val_loss"]
     assert many.locator("#parallel [data-line]").count() == 10
     names = many.locator("#parallel .name").evaluate_all("all => all.map(e => e.firstChild.data)")
-    assert names == ["lr", "val_loss"]
+    assert names == ["lr", *sizes, "val_loss"]
+    assert (
+        "10 sizes, from 1,000 to 1,009 parameters, in 1 shard" in many.locator("main").inner_text()
+    )
     assert page.locator("#parallel").count() == 0, "four trials need none"
+    lines_of_numbers = """() => [...document.querySelectorAll("#trials tbody td:is(.num, .param)")]
+        .filter((each) => each.getBoundingClientRect().height > 30).length"""
+    for width in (390, 800, 1280):
+        many.set_viewport_size({"width": width, "height": 900})
+        many.reload()
+        assert many.locator("#parallel [data-line]").count() == 10
+        assert outside(many) == []
+        assert many.evaluate(lines_of_numbers) == 0, "a number is on one line"
     many.close()
 
 

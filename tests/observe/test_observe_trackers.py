@@ -73,6 +73,35 @@ def test_tensorboard_forgets_epochs_that_were_trained_again(tmp_path: Path) -> N
     assert scalars(folder, "val_loss") == [(1, 3.0), (2, 1.0)]
 
 
+def test_trackers_log_the_epochs_that_a_fork_has_from_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    told = [
+        ins.EndEpoch(0, 0, {"val_loss": 3.0}),
+        ins.EndEpoch(0, 1, {"val_loss": 2.0}),
+        ins.ForkState(1, 0, 4),
+        ins.EndEpoch(0, 2, {"val_loss": 9.0}),
+        ins.EndEpoch(1, 2, {"val_loss": 1.0}),
+    ]
+    uri = (tmp_path / "mlruns").as_uri()
+    started, *admitted = begin(2)
+    for tracker in (TensorBoardTracker(tmp_path), MLflowTracker("forks", uri)):
+        for record in (started, *admitted):
+            tracker.on_record(record)
+        for seq, each in enumerate(told):
+            tracker.on_record(Decision(seq, float(seq + 1), ev.TrialStopped(0, ""), (each,)))
+    expected = [(1, 3.0), (2, 2.0), (3, 1.0)]
+    assert scalars(tmp_path / started.document.run_id / "trial-001", "val_loss") == expected
+    client = mlflow.MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("forks").experiment_id])
+    (fork,) = (run for run in runs if run.info.run_name == "trial-001")
+    logged = client.get_metric_history(fork.info.run_id, "val_loss")
+    assert [(each.step, each.value) for each in logged] == expected
+
+
 def test_tensorboard_keeps_no_file_and_no_thread_of_a_trial_that_is_over(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     tracker = TensorBoardTracker(tmp_path)

@@ -77,18 +77,45 @@ def test_java_starts_without_an_archive_where_none_can_be(runtime: Java) -> None
     assert options(Java(runtime.home, 11, "JAVA_HOME")) == ""
     (runtime.home.parent / "cache").write_text("a file where the folder should be")
     assert options(runtime) == ""
+
+
+def test_a_java_that_can_not_write_the_archive_of_its_own_classes_starts_without(
+    runtime: Java,
+) -> None:
     (runtime.home / "lib/server/classes.jsa").unlink()
+    java_that(runtime, "exit 1")
     assert options(runtime) == ""
 
 
+def test_an_image_without_an_archive_of_its_own_classes_gets_one_first(runtime: Java) -> None:
+    (runtime.home / "lib/server/classes.jsa").unlink()
+    java_that(runtime, 'echo base > "${2#-XX:SharedArchiveFile=}"')
+    making = options(runtime)
+    (base,) = (runtime.home.parent / "cache").glob("*.jsa")
+    assert making.startswith(f'"-XX:SharedArchiveFile={base}" "-XX:ArchiveClassesAtExit=')
+    written(making)
+    assert "-XX:SharedArchiveFile=" in options(runtime)
+    assert str(base) not in options(runtime), "an archive names the one that it builds upon"
+    base.write_text("damaged")
+    java_that(runtime, 'echo "another base" > "${2#-XX:SharedArchiveFile=}"')
+    assert "ArchiveClassesAtExit" in options(runtime), "what was built upon the old one is no use"
+
+
+def java_that(runtime: Java, does: str) -> None:
+    binary = runtime.home / "bin/java"
+    binary.parent.mkdir(exist_ok=True)
+    binary.write_text(f"#!/bin/sh\n{does}\n")
+    binary.chmod(0o755)
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
 def test_a_real_java_writes_an_archive_and_is_silent_about_that_of_another(
-    tmp_path: Path, runtime: Java
+    tmp_path: Path, runtime: Java, trimmed: bool
 ) -> None:
-    real = next(
-        (j for j in java.find({"PATH": "/usr/bin"}) if j.version == 17 and _shares(j)), None
-    )
+    real = next((j for j in found() if j.version == 17 and shares(j) != trimmed), None)
     if real is None:
-        pytest.skip("there is no Java 17 with an archive of its own classes")
+        kind = "without" if trimmed else "with"
+        pytest.skip(f"there is no Java 17 {kind} an archive of its own classes")
 
     def run(option: str) -> tuple[int, str, str]:
         arguments = [each.strip('"') for each in option.split()]
@@ -101,15 +128,19 @@ def test_a_real_java_writes_an_archive_and_is_silent_about_that_of_another(
     plain = run("")
     assert run(archive_options(real, spark, "", cache)) == plain
     using = archive_options(real, spark, "", cache)
-    assert "SharedArchiveFile" in using
+    assert "SharedArchiveFile" in using and "AtExit" not in using
     assert run(using + " -Xshare:on")[0] == 0, "Java takes it"
-    (archive,) = cache.glob("*.jsa")
+    archive = Path(using.split('"')[1].partition("=")[2])
     archive.chmod(0o600)
     archive.write_bytes(b"of another Java" * 5000)
     assert run(using) == plain
     # Java itself would crash on what is cut short; nobody may give it that.
-    assert "SharedArchiveFile" not in archive_options(real, spark, "", cache)
+    assert str(archive) not in archive_options(real, spark, "", cache)
 
 
-def _shares(found: Java) -> bool:
+def found() -> list[Java]:
+    return [*java.find({"PATH": "/usr/bin"}), *java.find({"PATH": ""})]
+
+
+def shares(found: Java) -> bool:
     return (found.home / "lib/server/classes.jsa").is_file()

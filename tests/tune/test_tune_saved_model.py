@@ -31,12 +31,17 @@ import torch, cerebro_hydra
 result = cerebro_hydra.SearchResult.open(sys.argv[1])
 model, loaded = result.get_best_model(), cerebro_hydra.load_model(sys.argv[2])
 row = torch.ones(3, 16)
+try:
+    result.torch(sys.argv[3])
+except cerebro_hydra.errors.ReplayError as error:
+    said = str(error)
 print(json.dumps({
     "outputs": [each.torch()(row)[0].tolist() for each in (model, loaded)],
     "weights": sorted(model.state_dict()),
     "history": model.get_history(),
     "params": loaded.params,
     "other": sorted(result.get_model(sys.argv[3]).state_dict()),
+    "said": said,
 }))
 """
 
@@ -108,6 +113,8 @@ def test_a_result_opens_in_a_process_without_its_source(
         expected = best.torch()(torch.ones(3, 16).clamp(-1.5, 1.5))
     assert said["outputs"] == [expected.tolist()] * 2
     assert said["weights"] == said["other"] == sorted(best.torch().state_dict())
+    assert f"no archive of {other}, so it needs its source: " in said["said"]
+    assert "give it as factory=" in said["said"]
     assert (said["history"], said["params"]) == (best.get_history(), best.params)
 
 

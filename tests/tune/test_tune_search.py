@@ -17,6 +17,7 @@ from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayErro
 from cerebro_hydra.storage import LocalStore, RunFolder, estimator_factories
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice, hp_uniform
+from cerebro_hydra.tune.all_failed import all_failed
 from tests.tune import tune_models
 
 
@@ -121,6 +122,12 @@ def test_fit_raises_with_every_reason_once_when_no_trial_can_be_built(tmp_path: 
     assert re.match(r"all 3 trials failed: .*no layer is -1 wide \(.*tune_models.py, line", text)
     assert "\n1 of them: ValueError: no layer is -2 wide" in text
     assert "Traceback" not in text
+
+
+def test_errors_that_differ_in_the_address_of_an_object_are_one_reason() -> None:
+    errors = [f"ValueError: no use for <object object at {id(each):#x}>" for each in (1, "a")]
+    said = "all 2 trials failed: ValueError: no use for <object object>"
+    assert str(all_failed(errors)) == said
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +316,9 @@ def test_progress_names_each_structure_once_and_ends_with_the_best_first(
     assert printed.count("2 shards, cut by modules") == 2
     assert "trial-002: 2 shards" in printed
     assert "trial-004: 2 shards" in printed
-    assert "trial-000: {'width': -1, 'lr': 1e-06} failed before training: ValueError" in printed
+    said = (
+        "trial-000 (width=-1, lr=1e-06) failed before training: ValueError: no layer is -1 wide ("
+    )
+    assert said in printed
     assert "best first by val_accuracy (higher is better)" in printed
     assert "4 of 6 trials finished" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError
@@ -36,6 +38,7 @@ from cerebro_hydra.tune.admission import Admission
 from cerebro_hydra.tune.candidate_list import CandidateList
 from cerebro_hydra.tune.list_search import ListSearch
 from cerebro_hydra.tune.memory_bill import MemoryBill
+from cerebro_hydra.tune.replays import print_replays
 from cerebro_hydra.tune.search_course import SearchCourse
 from cerebro_hydra.tune.search_trials import SearchTrials
 from cerebro_hydra.tune.timed_call import Overdue, TimedCall
@@ -109,6 +112,10 @@ def test_a_users_searcher_pauses_resumes_and_stops_trials_and_can_be_brought_to_
     result = search.fit(rows())
     assert sorted(len(t.history["train_loss"]) for t in result.trials) == [1, 1, 2, 2]
     assert {trial.status for trial in result.trials} == {"stopped"}
+    assert all(result.get_model(trial.trial_id).state_dict() for trial in result.trials)
+    said = io.StringIO()
+    assert print_replays(Console(file=said), result.run_path)
+    assert "4 of 4 replayed trials are identical" in said.getvalue()
     count = [len(tape.of(kind)) for kind in (TrialPaused, BudgetExtended, TrialResumed)]
     assert count == [6, 2, 2]
     assert len(tape.of(TrialStopped)) == 4

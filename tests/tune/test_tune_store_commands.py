@@ -60,9 +60,9 @@ def store(trained: str, tmp_path: Path) -> LocalStore:
     return LocalStore(str(tmp_path / "store"))
 
 
-def listed(store: LocalStore) -> str:
+def listed(store: LocalStore, width: int = 200) -> str:
     text = io.StringIO()
-    print_contents(Console(file=text, width=200), store.prefix)
+    print_contents(Console(file=text, width=width), store.prefix)
     return text.getvalue()
 
 
@@ -87,6 +87,11 @@ def test_a_list_has_size_age_status_and_winner(store: LocalStore) -> None:
     needed, other = data_of(store)
     assert next(line for line in text.splitlines() if needed in line).count(" 1 run ") == 1
     assert next(line for line in text.splitlines() if other in line).count(" 0 runs ") == 1
+
+
+def test_names_are_whole_in_a_narrow_window(store: LocalStore) -> None:
+    text = listed(store, width=80)
+    assert all(name in text for name in (run_of(store).run_id, *data_of(store)))
 
 
 def test_the_status_of_a_run_is_told_by_its_claim_and_its_journal(store: LocalStore) -> None:

@@ -10,14 +10,19 @@
     const axes = names.map((name) => axisOf(name, lines.map(({ trial }) => trial.params[name])))
       .filter((axis) => axis.distinct > 1);
     axes.push(axisOf(data.metric, lines.map(({ trial }) => trial.score), data.direction === "min"));
-    const [H, top, bottom] = [270, 34, 16];
-    const W = Math.max(box.clientWidth, 120 * axes.length), left = 66, right = 74;
-    const x = (number) => left + (axes.length === 1 ? 0.5 : number / (axes.length - 1)) * (W - left - right);
-    const y = (share) => top + (1 - share) * (H - top - bottom);
+    // Where the axes have no room side by side, they lie below one another.
+    const W = box.clientWidth, turned = W < 120 * axes.length;
+    const H = turned ? 64 * axes.length : 270;
+    const along = turned ? [34, W - 34] : [H - 16, 34];
+    const across = turned ? [30, H - 34] : [66, W - 74];
+    const between = ([from, to], share) => Number((from + share * (to - from)).toFixed(1));
+    const at = (number, share) => {
+      const ends = [between(across, axes.length === 1 ? 0.5 : number / (axes.length - 1)), between(along, share)];
+      return turned ? ends.reverse() : ends;
+    };
     const svg = element("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `parameters and ${data.metric}` });
-    svg.style.width = `${W}px`;
     lines.forEach(({ trial, index }, line) => {
-      const points = axes.map((axis, number) => `${x(number).toFixed(1)} ${y(axis.shares[line]).toFixed(1)}`);
+      const points = axes.map((axis, number) => at(number, axis.shares[line]).join(" "));
       const group = element("g", { "data-trial": index, "data-line": "" });
       group.append(element("path", { class: "curve", d: `M${points.join("L")}`, stroke: colour(trial) }));
       group.addEventListener("pointerenter", () => point(index));
@@ -26,15 +31,19 @@
       svg.append(group);
     });
     axes.forEach((axis, number) => {
-      const most = number === axes.length - 1 ? 11 : 16;
-      svg.append(element("line", { class: "axis", x1: x(number), x2: x(number), y1: top, y2: H - bottom }));
-      const name = element("text", { class: "name", x: x(number), y: 14, "text-anchor": "middle" }, clipped(axis.name, 18));
+      const [[x1, y1], [x2, y2]] = [at(number, 0), at(number, 1)];
+      svg.append(element("line", { class: "axis", x1, x2, y1, y2 }));
+      const heading = turned ? { x: x1, y: y1 - 10 } : { x: x1, y: 14, "text-anchor": "middle" };
+      const name = element("text", { class: "name", ...heading }, clipped(axis.name, turned ? 40 : 18));
       name.append(element("title", {}, axis.name));
       svg.append(name);
+      const first = number === 0, last = number === axes.length - 1; // they have room beside the lines
+      const most = turned ? Math.max(4, Math.floor(W / 8 / axis.marks.length)) : first ? 9 : last ? 11 : 16;
       for (const [text, share] of axis.marks) {
-        const before = number === 0; // where there is room beside the lines
-        const beside = before ? { x: x(number) - 6, "text-anchor": "end" } : { x: x(number) + 6 };
-        svg.append(element("text", { class: "mark", y: y(share) + 4, ...beside }, clipped(text, before ? 9 : most)));
+        const [x, y] = at(number, share);
+        const beside = turned ? { x, y: y + 15, "text-anchor": "middle" }
+          : first ? { x: x - 6, y: y + 4, "text-anchor": "end" } : { x: x + 6, y: y + 4 };
+        svg.append(element("text", { class: "mark", ...beside }, clipped(text, most)));
       }
     });
     box.replaceChildren(svg);

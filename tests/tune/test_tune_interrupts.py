@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from cerebro_hydra.tune.interrupts import interruptible
+
+told = []
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    told.clear()
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def of_a_stopped_context(number: int, frame: FrameType | None) -> None:
+    told.append(number)
+    raise AttributeError("'NoneType' object has no attribute 'sc'")
+
+
+def unmoved(number: int, frame: FrameType | None) -> None:
+    told.append(number)
+
+
+def test_ctrl_c_is_an_interrupt_although_pysparks_handler_fails() -> None:
+    signal.signal(signal.SIGINT, of_a_stopped_context)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert told == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is of_a_stopped_context
+
+
+def test_a_programs_own_handlers_stay() -> None:
+    signal.signal(signal.SIGINT, unmoved)
+    with interruptible():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert told == [signal.SIGINT]
+    signal.signal(signal.SIGTERM, unmoved)
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert told == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_sigterm_is_an_interrupt_while_the_body_runs() -> None:
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_another_thread_sets_no_handler() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def body() -> None:
+        with interruptible():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [before]
