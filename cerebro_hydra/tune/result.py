@@ -12,8 +12,10 @@ from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import ConfigurationError, JournalError
 from cerebro_hydra.observe import Observer, RunStarted, records_of
 from cerebro_hydra.observe.plots import plot
+from cerebro_hydra.observe.text import number
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder, estimator_factories
+from cerebro_hydra.tune.all_failed import reason
 from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.saved_model import checked_outputs
 from cerebro_hydra.tune.trial import History, Trial
@@ -82,7 +84,10 @@ class SearchResult:
         return f"SearchResult({finished} of {len(self.trials)} trials finished, {self.run_path!r})"
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{self.to_pandas().to_html(index=False)}"
+        table = self.to_pandas()
+        table["error"] = [reason(trial.error) if trial.error else "" for trial in self.trials]
+        cells = table.to_html(index=False, float_format=number, na_rep="")
+        return f"<p>{escape(repr(self))}</p>{cells}"
 
     def to_pandas(self, per_epoch: bool = False) -> pandas.DataFrame:
         """Return the trials as a pandas DataFrame.

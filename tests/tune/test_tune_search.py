@@ -298,6 +298,13 @@ def test_output_columns_are_one_per_label(result: SearchResult) -> None:
 
 
 @pytest.mark.slow
+def test_a_notebook_shows_four_digits_and_why_a_trial_failed(result: SearchResult) -> None:
+    shown = result._repr_html_()
+    assert "ValueError: no layer is -1 wide (" in shown and "Traceback" not in shown
+    assert f"<td>{result.best_trial.result_metrics['val_loss']:.4g}</td>" in shown
+
+
+@pytest.mark.slow
 def test_unknown_trial_names_the_known_ones(result: SearchResult) -> None:
     with pytest.raises(ConfigurationError, match=r"no trial 'trial-9'; trials are \['trial-000'"):
         result.torch("trial-9")
