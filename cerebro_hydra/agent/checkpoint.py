@@ -1,4 +1,4 @@
-"""Writes whole states to the run folder, by digest, while training goes on."""
+"""Writes the segments of states to the run folder, by digest, while training goes on."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import heapq
 import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.errors import StoreError
-from cerebro_hydra.plan.events import Checkpointed, CheckpointFailed
+from cerebro_hydra.plan.events import CheckpointFailed
 from cerebro_hydra.plan.write_retries import wait_after
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
-def write_checkpoint(folder: RunFolder, shard_store: ShardStore, trial: int, visit: int) -> None:
-    """Write the segments that the folder lacks, then the document that names them all.
+def write_segments(
+    folder: RunFolder, shard_store: ShardStore, trial: int, visit: int
+) -> dict[str, Any]:
+    """Write the segments of a state that the folder lacks; return the document that names them.
 
     Raises:
         TransferError: some of the state is not on this agent.
@@ -29,7 +31,7 @@ def write_checkpoint(folder: RunFolder, shard_store: ShardStore, trial: int, vis
             folder.write_object(digest, buffer.data)
         frozen, trainable = shard.digests
         entries.append({"frozen": frozen, "trainable": trainable, "cursor": dict(shard.cursor)})
-    folder.write_state(trial, visit, {"trial": trial, "visit": visit, "shards": entries})
+    return {"trial": trial, "visit": visit, "shards": entries}
 
 
 class _Write(NamedTuple):
@@ -47,7 +49,8 @@ class CheckpointWriter:
 
     Args:
         incarnation: names this agent.
-        report: takes the answer to each write.
+        send: takes a message for the coordinator, which names what is written.
+        report: is told of each state that can't be written.
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class CheckpointWriter:
         incarnation: str,
         folder: RunFolder,
         shard_store: ShardStore,
-        report: Callable[[Checkpointed | CheckpointFailed], object],
+        send: Callable[[dict[str, Any]], object],
+        report: Callable[[CheckpointFailed], object],
     ) -> None:
         self._incarnation = incarnation
         self._folder = folder
         self._shard_store = shard_store
+        self._send = send
         self._report = report
         self._changed = threading.Condition()
         self._writes: list[_Write] = []  # a heap
@@ -97,7 +102,7 @@ class CheckpointWriter:
         while (write := self._next()) is not None:
             state = (write.trial, write.visit)
             try:
-                write_checkpoint(self._folder, self._shard_store, *state)
+                written = write_segments(self._folder, self._shard_store, *state)
             except Exception as error:
                 failures = write.failures + 1
                 wait = wait_after(failures) if isinstance(error, StoreError) else None
@@ -106,4 +111,4 @@ class CheckpointWriter:
                 else:
                     self._put(write._replace(due=monotonic() + wait, failures=failures))
             else:
-                self._report(Checkpointed(*state, self._incarnation))
+                self._send({"written": written})

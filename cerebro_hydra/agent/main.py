@@ -158,7 +158,7 @@ class _Agent:
         else:
             self._trainer = self._queue_trainer(spec, start, factory, own, slabs)
         self._checkpoints = CheckpointWriter(
-            self._incarnation, self._folder, self._shard_store, self._report
+            self._incarnation, self._folder, self._shard_store, self._control.send, self._report
         )
         self._report(
             events.WorkerJoined(

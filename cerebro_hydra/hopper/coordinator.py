@@ -28,6 +28,7 @@ from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.roster import Roster
 from cerebro_hydra.hopper.run_config import hop_config
 from cerebro_hydra.hopper.run_writer import RunWriter
+from cerebro_hydra.hopper.state_namer import StateNamer
 from cerebro_hydra.hopper.trial_source import News, NewTrial, TrialSource
 from cerebro_hydra.hopper.trial_specs import TrialSpecs
 from cerebro_hydra.observe.observer import Observer, Observers
@@ -173,6 +174,7 @@ class Coordinator:
             self._observers.on_record(RunStarted(self._document, self._resumed.records))
             journal = self._resumed.journal()
         self._writer = RunWriter(self._folder, journal, self._observers.on_record)
+        self._state_namer = StateNamer(self._folder, self._inbox.put)
         limits = self._launcher.limits
         self._control = ControlServer(
             self._launcher.host,
@@ -201,6 +203,7 @@ class Coordinator:
             self._trials.close()
             self._launcher.stop(STOP_SECONDS if self._state.finished else INTERRUPT_SECONDS)
             self._control.close()  # until here, agents that come late are told that it is over
+            self._state_namer.close()
             self._writer.close()
             self._observers.on_record(RunEnded(time.monotonic() - begun))
         self._writer.finish(self._state, self._untidy)
@@ -321,6 +324,8 @@ class Coordinator:
         match message.content:
             case {"began": attempt}:
                 self._roster.began(message.incarnation, attempt)
+            case {"written": state}:
+                self._state_namer.name(message.incarnation, state)
             case {"slow": fields}:
                 self._observers.on_record(SlowBatch(worker=agent.worker, **fields))
             case {"progress": fields}:

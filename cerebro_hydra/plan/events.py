@@ -307,7 +307,14 @@ class TrialStopped:
 
 @dataclass(frozen=True, slots=True)
 class SearchClosed:
-    """The search proposes nothing more: trials end with their budgets, and then the run does."""
+    """The search proposes nothing more: trials end with their budgets, and then the run does.
+
+    Args:
+        num_epochs: how far its trials might train; more epochs extend the run. None if that is not
+            known.
+    """
+
+    num_epochs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,15 +146,14 @@ class RunToResume:
             trials.admit_first()
         elif resumed.state.tables.search_closed:
             records = [(each.event, each.instructions) for each in resumed.decisions()]
-            trials = trials_of(None)
-            trials.resume(records)
             extension = self._extension(resumed.state, records, searcher, document.num_epochs)
             if resumed.state.finished and not extension and not resumed.state.unsaved:
                 return SearchResult.open(self.folder.path, around.factory)
-            trials.extend(extension)
+            trials = trials_of(None)
+            trials.resume(records, extension)
         else:
             assert searcher is not None
-            trials = trials_of(SearchCourse(searcher, self.document.num_epochs, partitions))
+            trials = trials_of(SearchCourse(searcher, document.num_epochs, partitions))
             trials.resume([(each.event, each.instructions) for each in resumed.decisions()])
         self.folder.write_json(RUN_FILE, document.to_json())
         return run_trials(around, self.folder, document, trials, self.manifest, resumed)
@@ -192,18 +191,21 @@ class RunToResume:
     ) -> list[Event]:
         """Return the events that extend a run whose search is closed; there may be none.
 
-        Trials that may train as far as any other go on, and candidates that the run lacks are
-        proposed.
+        Trials that may train as far as any other go on, candidates that wait to be admitted may
+        train as far, and candidates that the run lacks are proposed. How far the search went is in
+        the journal alone: a driver that was killed before it journalled an extension has written
+        the larger `num_epochs` to the document already.
         """
         proposed = [event for event, _ in records if isinstance(event, TrialProposed)]
-        budgets = {number: trial.budget for number, trial in state.trials.items()}
-        most = max(budgets.values(), default=num_epochs)
-        of_a_list = len({event.budget for event in proposed}) == 1
+        *_, before = (event.num_epochs for event, _ in records if isinstance(event, SearchClosed))
+        trials, candidates = state.trials, state.tables.candidates
+        budgets = [t.budget for t in trials.values()] + [c.budget for c in candidates.values()]
+        most = max(budgets, default=0)
         news: list[Event] = []
-        if most < num_epochs and (of_a_list or num_epochs > self.document.num_epochs):
-            news += [
-                BudgetExtended(n, num_epochs) for n, budget in budgets.items() if budget == most
-            ]
+        if num_epochs > (before or self.document.num_epochs):
+            news += [BudgetExtended(n, num_epochs) for n, t in trials.items() if t.budget == most]
+            waiting = [each for each in candidates.values() if each.budget == most]
+            news += [replace(each, budget=num_epochs) for each in waiting]
         known = [event.params for event in proposed]
         numbers = itertools.count(1 + max((event.trial for event in proposed), default=-1))
         while searcher is not None and (params := searcher.ask()) is not None:
@@ -212,4 +214,4 @@ class RunToResume:
                 known.remove(plain)
             else:
                 news.append(TrialProposed(next(numbers), plain, num_epochs))
-        return [SearchReopened(), *news, SearchClosed()] if news else []
+        return [SearchReopened(), *news, SearchClosed(num_epochs)] if news else []

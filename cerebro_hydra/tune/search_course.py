@@ -235,7 +235,7 @@ class SearchCourse:
             )
         if self._searcher.closed and not self._forks:
             self._closed = True
-            decided.append(SearchClosed())
+            decided.append(SearchClosed(self._num_epochs))
         return decided
 
     def _check_epochs(self, name: str, epochs: Any, told: int) -> None:

@@ -87,8 +87,16 @@ class SearchTrials:
                 candidates += self._proposed(self._course.follow(outcome, [failed]))
         raise all_failed([each.error for each in self._begun if isinstance(each, TrialRefused)])
 
-    def resume(self, records: Iterable[tuple[Event, Sequence[Instruction]]]) -> None:
+    def resume(
+        self,
+        records: Iterable[tuple[Event, Sequence[Instruction]]],
+        extension: Sequence[Event] = (),
+    ) -> None:
         """Go on where the journal of a run ends, in place of `admit_first`.
+
+        Args:
+            records: those of the journal.
+            extension: the events that the run goes on with; it may propose candidates anew.
 
         Raises:
             JournalError: the searcher decides otherwise than the journal says.
@@ -105,13 +113,13 @@ class SearchTrials:
                     left.pop(trial)
                 case TrialAdded(config) | TrialForked(config):
                     left.pop(config.trial)
+        for event in extension:
+            if isinstance(event, TrialProposed):
+                left.pop(event.trial, None)
         for candidate in left.values():
             self._candidates.put(candidate)
         self._to_check = len(left)
-
-    def extend(self, events: Sequence[Event]) -> None:
-        """Let the run go on with these events, after what `resume` found."""
-        self._begun += events
+        self._begun += extension
 
     def _proposed(self, events: list[Event]) -> list[TrialProposed]:
         self._begun += events

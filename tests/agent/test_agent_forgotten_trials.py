@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.agent import trial_builder
-from cerebro_hydra.agent.checkpoint import write_checkpoint
+from cerebro_hydra.agent.checkpoint import write_segments
 from cerebro_hydra.agent.shard_store import KEPT_TRIALS, Shard
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.errors import TransferError
@@ -105,8 +105,8 @@ def test_a_state_that_a_fork_needs_can_be_written_after_its_trial_is_over(tmp_pa
         store.put(store.expect(trial, 0, 1), 0, shard(f"own-{trial}", f"t-{trial}"))
         store.forget(trial)
     assert 0 not in store._frozen
-    write_checkpoint(folder, store, 0, 3)
-    assert folder.states(0) == [3]
+    (written,) = write_segments(folder, store, 0, 3)["shards"]
+    assert folder.has_object(written["frozen"]) and folder.has_object(written["trainable"])
     store.withdraw(0, 3)
     with pytest.raises(TransferError, match="state 3 of trial 0 is not here"):
         store.num_shards(0, 3)

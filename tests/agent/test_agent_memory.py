@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.agent.buffer_pool import BufferPool
-from cerebro_hydra.agent.checkpoint import write_checkpoint
+from cerebro_hydra.agent.checkpoint import write_segments
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.segment_store import BUDGET_STATES, SegmentStore
 from cerebro_hydra.agent.shard_store import ShardStore
@@ -207,7 +207,7 @@ class Cluster:
                 agent.fetch_manager.drop(instruction.trial, instruction.visit)
             case Checkpoint():
                 name = instruction.trial, instruction.visit
-                write_checkpoint(self.folder, agent.store, *name)
+                self.folder.write_state(*name, write_segments(self.folder, agent.store, *name))
                 self.events.put(events.Checkpointed(*name, agent.name))
             case FinishTrial():
                 self.results[instruction.trial] = instruction

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from cerebro_hydra.data.claim import CLAIMS
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.observe import Decision
 from cerebro_hydra.observe.records import NotSaved
-from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.run_document import RUN_FILE
+from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.testing.local_backend import LocalBackend
+from cerebro_hydra.tune import CustomSearch
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.run_claim import run_claim
 from cerebro_hydra.verification import verify
-from tests.end_to_end import flaky
+from tests.end_to_end import flaky, models
 from tests.end_to_end.resumed_driver import RATES, rows, search, space
 
 pytestmark = pytest.mark.slow
@@ -124,6 +129,74 @@ def test_an_interrupted_run_says_how_to_go_on_and_is_extended(tmp_path: Path) ->
     search(place, 2, observers=[], **more).fit(rows(), resume=run)
     assert len(bits(run)) == 4
     assert bits(run) == calm(tmp_path, **more)
+
+
+class Uneven:
+    """Lets its trials train for as many epochs each as it is told."""
+
+    def __init__(self, *epochs: int) -> None:
+        self._left, self.epochs = [*epochs], 1
+
+    @property
+    def closed(self) -> bool:
+        return not self._left
+
+    def ask(self) -> dict[str, Any] | None:
+        if not self._left:
+            return None
+        self.epochs = self._left.pop(0)
+        return {"lr": RATES[self.epochs]}
+
+    def tell(self, trial: int, epochs: int, metrics: Any) -> tuple[()]:
+        return ()
+
+
+def uneven(place: Path, *epochs: int, num_epochs: int) -> CustomSearch:
+    return CustomSearch(
+        make_searcher=lambda: Uneven(*epochs),
+        backend=LocalBackend(2),
+        store=LocalStore(str(place)),
+        estimator_gen_fn=models.feed_forward,
+        num_epochs=num_epochs,
+        order="seeded",
+        verbose=0,
+    )
+
+
+def epochs_of(result: SearchResult) -> list[int]:
+    return [len(trial.history["train_loss"]) for trial in result.trials]
+
+
+def as_if_killed_before_its_extension_was_journalled(run: str, num_epochs: int) -> None:
+    folder = RunFolder.open(run)
+    document = replace(read_document(folder), num_epochs=num_epochs)
+    folder.write_json(RUN_FILE, document.to_json())
+
+
+def test_an_extension_that_was_cut_short_is_made_by_the_same_call(tmp_path: Path) -> None:
+    run = uneven(tmp_path, 2, 1, num_epochs=2).fit(rows()).run_path
+    as_if_killed_before_its_extension_was_journalled(run, 3)
+    again = uneven(tmp_path, 2, 1, num_epochs=3).fit(rows(), resume=run)
+    assert epochs_of(again) == [3, 1], "who might train as far as any other goes on"
+    assert verify(run).ok
+
+
+def test_a_run_over_before_its_last_epoch_is_only_read(tmp_path: Path) -> None:
+    search = uneven(tmp_path, 1, num_epochs=2)
+    run = search.fit(rows()).run_path
+    before = files(run)
+    assert epochs_of(search.fit(rows(), resume=run)) == [1]
+    assert files(run) == before
+
+
+def test_candidates_that_wait_train_as_far_as_a_run_is_extended(tmp_path: Path) -> None:
+    place = str(tmp_path)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        search(place, 2, num_epochs=1, observers=[Signals(1)]).fit(rows())
+    run = interrupt.value.result.run_path
+    as_if_killed_before_its_extension_was_journalled(run, 2)
+    result = search(place, 2, num_epochs=2, observers=[]).fit(rows(), resume=run)
+    assert epochs_of(result) == [2, 2, 2]
 
 
 def test_a_resumed_run_refuses_arguments_that_would_make_it_another_one(tmp_path: Path) -> None:
