@@ -7,7 +7,7 @@ from collections.abc import Callable
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.task_watch import Task, described
 from cerebro_hydra.agent.trainer import OUT_OF_MEMORY
-from cerebro_hydra.errors import TransferError
+from cerebro_hydra.errors import StepDiffers, TransferError
 from cerebro_hydra.plan import events
 
 
@@ -65,6 +65,8 @@ class AttemptReports:
             lacking = lacking or self._fetch_manager.lacking(*name)
             why = self._fetch_manager.error(*name) or why
             make = events.TransferFailed
+        elif kind == StepDiffers.__name__:
+            make = events.AuditFailed
         if lacking is not None:
             why = OUT_OF_MEMORY.format(task.trial, described(task), lacking) + why
             make = events.TaskFailed

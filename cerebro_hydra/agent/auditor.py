@@ -12,16 +12,19 @@ import numpy as np
 import torch
 
 from cerebro_hydra.agent.segment_store import SegmentStore
-from cerebro_hydra.agent.task_watch import TaskWatch
+from cerebro_hydra.agent.shard_store import HeldShard
+from cerebro_hydra.agent.step_by_shard import memory_of_step, step_by_shard
+from cerebro_hydra.agent.task_watch import TaskWatch, located
 from cerebro_hydra.agent.trial_builder import TrialBuilder, TrialRuntime
 from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.errors import NonFiniteLoss, StepDiffers
 from cerebro_hydra.plan.audit_budget import AuditBudget
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.engine import Cursor
 from cerebro_hydra.shards.layout import Bytes, Segments
 from cerebro_hydra.shards.sample import copy_example
+from cerebro_hydra.shards.step_result import StepResult, tensor_digests
 from cerebro_hydra.shards.uncut import PlainStep
 
 STEPS_OF_AN_AUDIT = 4
@@ -95,9 +98,15 @@ class Auditor:
             )  # fmt: skip
 
     @contextmanager
-    def sub_epoch(self, task: StartSubEpoch, runtime: TrialRuntime) -> Iterator[SubEpochAudit]:
-        """Audit one step of a sub-epoch, if the budget comes to allow it."""
-        audit = SubEpochAudit(self, task, runtime)
+    def sub_epoch(
+        self, task: StartSubEpoch, runtime: TrialRuntime, look: Callable[[int], HeldShard]
+    ) -> Iterator[SubEpochAudit]:
+        """Audit one step of a sub-epoch, if the budget comes to allow it.
+
+        Args:
+            look: returns a shard of the state before.
+        """
+        audit = SubEpochAudit(self, task, runtime, look)
         try:
             yield audit
         finally:
@@ -107,18 +116,29 @@ class Auditor:
 class SubEpochAudit:
     """Watches the steps of one sub-epoch, and takes one of them again.
 
+    It is the step after the moment at which the budget allows it. Where memory has no room for a
+    second copy of the state, it is the first step, taken by shard from the state before.
+
     Attributes:
         seconds: what an audit took that was made to its end; 0 if there was none.
     """
 
-    def __init__(self, auditor: Auditor, task: StartSubEpoch, runtime: TrialRuntime) -> None:
+    def __init__(
+        self,
+        auditor: Auditor,
+        task: StartSubEpoch,
+        runtime: TrialRuntime,
+        look: Callable[[int], HeldShard],
+    ) -> None:
         self._auditor = auditor
         self._task = task
         self._runtime = runtime
+        self._look = look
         self._held: dict[int, Segments] = {}
         self._ahead: Sequence[Batch] | None = None  # the window of the next step
         self._step_began: float | None = None
         self._plain: PlainStep | None = None
+        self._first: tuple[int, StepResult] | None = None  # if it is audited by shard
         self._preparation = 0.0  # its seconds
         self._over = False
         self.seconds = 0.0
@@ -147,15 +167,64 @@ class SubEpochAudit:
         try:
             if self._plain is not None:
                 self._compare(self._plain, loss)
-            elif self._is_due(seconds):
-                self._prepare(step + 1, cursor())
+            elif self._step_began is None and self._is_by_shard():
+                self._note_first(step, loss)
+            if self._is_due(seconds):
+                if self._first is not None:
+                    self._compare_first(*self._first)
+                elif self._ahead is not None:
+                    self._prepare(step + 1, cursor())
         finally:
             budget.spent += time.perf_counter() - now
         self._step_began = time.perf_counter()
 
     def _is_due(self, step_seconds: float) -> bool:
-        possible = not self._over and self._ahead is not None
-        return possible and self._auditor.is_due(self._task, step_seconds)
+        return not self._over and self._auditor.is_due(self._task, step_seconds)
+
+    def _is_by_shard(self) -> bool:
+        """Return whether the trial would be audited, and memory has room for its shards alone."""
+        layout, memory = self._runtime.layout, self._auditor.segments
+        if self._task.trial not in self._auditor.recipes or memory.has_room(layout.nbytes):
+            return False
+        return len(layout.shards) > 1 and memory.has_room(memory_of_step(layout))
+
+    def _note_first(self, step: int, loss: float) -> None:
+        """Keep what the first step gave."""
+        shards = enumerate(self._runtime.layout.shards)
+        digests = {k: tensor_digests(each, self._held[k]["trainable"]) for k, each in shards}
+        self._first = step, StepResult(loss, digests)
+
+    def _compare_first(self, step: int, first: StepResult) -> None:
+        """Take the first step of the sub-epoch again by shard, and compare it."""
+        task, auditor, runtime = self._task, self._auditor, self._runtime
+        difference = None
+        begun = time.perf_counter()
+        self._over = True
+        recipe = auditor.recipes.pop(task.trial)
+        with auditor.told_if_impossible(task), auditor.watch.waiting():
+            try:
+                uncut = step_by_shard(
+                    recipe,
+                    runtime.cut_model,
+                    runtime.layout,
+                    runtime.spec.seed,
+                    runtime.spec.steps_per_epoch,
+                    step,
+                    next(auditor.builder.windows(task.trial, task.epoch, task.partition)),
+                    task.metrics or None,
+                    self._look,
+                    auditor.segments,
+                )
+                difference = first.difference(uncut)
+            except NonFiniteLoss as error:
+                difference = f"the loss is {first.loss!r}, but uncut: {error}"
+            self.seconds = time.perf_counter() - begun
+        auditor.note(task, time.perf_counter() - begun)
+        self._check(step, difference)
+
+    def _check(self, step: int, difference: str | None) -> None:
+        if difference is not None:
+            raise StepDiffers(f"{located(self._task, step)}: {difference}")
 
     def _prepare(self, step: int, cursor: Cursor) -> None:
         """Copy the state and the batches of the next step for the uncut model."""
@@ -191,11 +260,7 @@ class SubEpochAudit:
         self.close()
         auditor.note(task, self._preparation + time.perf_counter() - begun)
         auditor.watch.batch(self._runtime.spec.accumulate)
-        if difference is not None:
-            raise StepDiffers(
-                f"at step {plain.number}, in epoch {task.epoch + 1} on partition {task.partition} "
-                f"(worker {task.worker}): {difference}"
-            )
+        self._check(plain.number, difference)
 
     def _copy(self, buffer: Bytes) -> Bytes:
         copied = self._auditor.segments.allocate(buffer.nbytes)

@@ -16,7 +16,8 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,9 +42,10 @@ from cerebro_hydra.agent.device_messages import (
 from cerebro_hydra.agent.device_run import DeviceRun, RunOpener
 from cerebro_hydra.agent.logs import current_trial
 from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
+from cerebro_hydra.agent.task_watch import Task
+from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.shards.layout import Segments
-from cerebro_hydra.storage.run_document import TrialSpec
 
 Key = tuple[int, int]  # run and shard
 Cursor = Mapping[str, Any]
@@ -60,6 +62,7 @@ class Device:
         memory: has the device's slots.
         answer: takes what is to be told, from any thread.
         double_buffering: whether shards are moved beside the computing.
+        begin: is told of the attempt whose trial's code runs next, if it is another one.
     """
 
     def __init__(
@@ -69,12 +72,15 @@ class Device:
         answer: Callable[[Answer], object],
         *,
         double_buffering: bool = True,
+        begin: Callable[[int], object] | None = None,
     ) -> None:
+        self._begin = begin
+        self._begun = -1
         self._opener = opener
         self._memory = memory
         self._answer = answer
         self._runs: dict[int, DeviceRun] = {}
-        self._trials: dict[int, int] = {}  # of the runs
+        self._tasks: dict[int, Task] = {}  # of the runs
         self._over: set[int] = set()  # runs that failed or were closed
         self._slots: dict[Key, Segments] = {}
         self._unbound: dict[Key, tuple[Cursor | None, bool]] = {}  # what unloading gave
@@ -95,7 +101,7 @@ class Device:
         """Take an order; those of one thread are carried out one after the other."""
         match order:
             case Profile():
-                self._computing.put(partial(self._profile, order.trial))
+                self._computing.put(partial(self._profile, order))
             case Forget():
                 self._computing.put(partial(self._opener.forget, order.trial))
             case Open():
@@ -114,18 +120,28 @@ class Device:
 
     # ------------------------------------------------------------------ runs
 
-    def _profile(self, trial: TrialSpec) -> None:
-        with current_trial(trial.trial):
+    @contextmanager
+    def _code_of(self, trial: int, attempt: int) -> Iterator[None]:
+        """Let the body run code of a trial, because an attempt asks for it."""
+        if self._begin is not None and attempt != self._begun:
+            self._begun = attempt
+            self._begin(attempt)
+        with current_trial(trial):
+            yield
+
+    def _profile(self, order: Profile) -> None:
+        trial = order.trial.trial
+        with self._code_of(trial, order.attempt):
             try:
-                profile = self._opener.profile(trial)
+                profile = self._opener.profile(order.trial)
             except (Exception, SystemExit) as error:
-                self._fail(None, trial.trial, error)
+                self._fail(None, trial, error)
             else:
-                self._answer(Profiled(trial.trial, profile))
+                self._answer(Profiled(trial, profile))
 
     def _open(self, order: RunOrder) -> None:
-        self._trials[order.run] = order.task.trial
-        with current_trial(order.task.trial):
+        self._tasks[order.run] = order.task
+        with self._code_of(order.task.trial, order.task.attempt):
             try:
                 self._runs[order.run] = self._opener.open(order)
             except (Exception, SystemExit) as error:
@@ -142,13 +158,15 @@ class Device:
         try:
             evaluation = run.close()
         except (Exception, SystemExit) as error:
-            self._fail(order.run, self._trials[order.run], error)
+            self._fail(order.run, self._tasks[order.run].trial, error)
         else:
             self._answer(Closed(order.run, evaluation))
 
     def _fail(self, number: int | None, trial: int, error: BaseException) -> None:
         """Tell of an error that only the trial's own code can have caused."""
         story = "".join(traceback.format_exception(error))
+        if isinstance(error, StepDiffers):
+            story = str(error)
         if number is not None:
             self._over.add(number)
             self._computing.put(partial(self._close, Close(number, cancelled=True)))
@@ -162,12 +180,12 @@ class Device:
         for task in unit.tasks:
             begun, done = time.perf_counter(), Done(task)
             if task.trial not in self._over:
-                trial = self._trials[task.trial]
+                asked = self._tasks[task.trial]
                 try:
-                    with current_trial(trial):
+                    with self._code_of(asked.trial, asked.attempt):
                         done = self._perform(task, last=task is unit.tasks[-1])
                 except (Exception, SystemExit) as error:
-                    self._fail(task.trial, trial, error)
+                    self._fail(task.trial, asked.trial, error)
             self._answer(replace(done, seconds=time.perf_counter() - begun))
 
     def _perform(self, task: Action, last: bool) -> Done:
@@ -175,11 +193,11 @@ class Device:
         if key in self._unbound:
             cursor, _ = self._unbound.pop(key)
             run.load(task.shard, self._slots[key], cursor)
-        loss = run.perform(task)
+        done = run.perform(task)
         self._memory.finish()
         if last and not run.stays:
             self._unbound[key] = run.unload(task.shard)
-        return Done(task, loss=loss)
+        return done
 
     def _move(self, order: Move) -> None:
         """Move a shard; one that a run stays bound to is let go of by the computing thread."""
@@ -202,7 +220,7 @@ class Device:
                 self._give_up(key)
                 done = replace(done, cursor=cursor, has_gradients=has_gradients)
         except (Exception, SystemExit) as error:
-            self._fail(action.trial, self._trials[action.trial], error)
+            self._fail(action.trial, self._tasks[action.trial].trial, error)
         if action.kind is not ActionKind.DROP:
             moved = sum(slab.nbytes for slab in order.slabs.values())
             self._answer(replace(done, seconds=time.perf_counter() - begun, nbytes=moved))

@@ -10,6 +10,7 @@ from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Bytes
+from cerebro_hydra.shards.step_result import TensorDigests
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -26,6 +27,8 @@ class RunOrder:
         task: what the coordinator asked for.
         start_step: the optimizer steps that the trial has done before.
         recompute: whether a backward computes its forward again.
+        watched: whether the first step may be audited.
+        audits: whether the uncut model takes the first step alone, to audit another run.
     """
 
     run: int
@@ -33,13 +36,16 @@ class RunOrder:
     task: StartSubEpoch | Evaluate
     start_step: int
     recompute: bool
+    watched: bool = False
+    audits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The device is to build a trial and to tell its profile."""
+    """The device is to build a trial, because an attempt needs it, and to tell its profile."""
 
     trial: TrialSpec
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,8 @@ class Done:
         nbytes: the bytes that were moved.
         cursor: of a shard that was written back.
         has_gradients: whether its gradients were written back too.
-        loss: the mean loss of a microbatch and its rows, after its last backward.
+        losses: the mean loss and the rows of microbatches that have ended, by their numbers.
+        digests: those of a shard's tensors, after an update that may be audited.
     """
 
     action: Action
@@ -128,7 +135,8 @@ class Done:
     nbytes: int = 0
     cursor: Cursor | None = None
     has_gradients: bool = False
-    loss: tuple[float, int] | None = None
+    losses: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    digests: TensorDigests | None = None
 
 
 @dataclass(frozen=True, slots=True)

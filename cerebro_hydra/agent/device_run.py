@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from cerebro_hydra.agent.device_messages import RunOrder
+from cerebro_hydra.agent.device_messages import Done, RunOrder
 from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Segments
@@ -30,8 +30,8 @@ class DeviceRun(Protocol):
         """Let go of a shard; return its cursor, and whether it has gradients in their slot."""
         ...
 
-    def perform(self, task: Action) -> tuple[float, int] | None:
-        """Do F, B or U of a shard; return what ``Done`` tells as ``loss``."""
+    def perform(self, task: Action) -> Done:
+        """Do F, B or U of a shard, and return what is told of it."""
         ...
 
     def close(self) -> Evaluation | None:

@@ -23,6 +23,7 @@ class OwnDevice:
         opener: RunOpener,
         double_buffering: bool,
         end_process: Callable[[], object],
+        begin: Callable[[int], object],
         on_answer: Callable[[WorkerDevice, Answer], object],
         on_gone: Callable[[WorkerDevice], object],  # with the agent
     ) -> None:
@@ -31,6 +32,7 @@ class OwnDevice:
             DeviceMemory(),
             lambda answer: on_answer(self, answer),
             double_buffering=double_buffering,
+            begin=begin,
         )
         self._device.start()
         self._end_process = end_process
@@ -55,6 +57,7 @@ def device_starts(
     slabs: Slabs,
     on_said: Callable[[Mapping[str, Any]], object],
     end_process: Callable[[], object],
+    begin: Callable[[int], object],
     double_buffering: bool = True,
 ) -> Sequence[DeviceStart]:
     """Return what starts each device.
@@ -64,9 +67,10 @@ def device_starts(
         make_opener: makes what opens them in another process.
         on_said: takes what code in another process prints and logs.
         end_process: ends this process once all is sent that was reported.
+        begin: is told of each attempt before code of its trial runs in this process.
     """
     if devices == 1:
-        return [partial(OwnDevice, opener, double_buffering, end_process)]
+        return [partial(OwnDevice, opener, double_buffering, end_process, begin)]
     settings = DeviceSettings(fork_server(), make_opener, double_buffering)
 
     def start(on_answer: Any, on_gone: Any) -> DeviceProcess:

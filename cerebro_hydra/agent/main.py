@@ -21,6 +21,7 @@ from cerebro_hydra.agent.device_starts import device_starts
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.partitions import decode_partitions
+from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
 from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.segment_store import SegmentStore, budget_of
@@ -209,6 +210,7 @@ class _Agent:
                 slabs,
                 self._control.send,
                 self._end_process,
+                self._begin,
             ),
             WorkerState(
                 [resources.device_memory] * resources.devices,
@@ -220,7 +222,8 @@ class _Agent:
             self._fetch_manager,
             self._report,
             self._control.send,
-            self._begin,
+            self._begin if resources.devices > 1 else lambda attempt: None,
+            QueueAudits(spec.document.audit_share),
             self._fail,
             start.scratch,
             self._limits(spec.document),

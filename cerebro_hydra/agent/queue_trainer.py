@@ -16,6 +16,7 @@ import itertools
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,9 @@ from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.host_moves import HostMoves
 from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
+from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queued_run import QueuedRun
+from cerebro_hydra.agent.run_ends import RunEnds
 from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.run_time import MakeWatch, RunTime
 from cerebro_hydra.agent.shard_store import ShardStore
@@ -50,12 +53,12 @@ from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import FetchShards
+from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.plan.worker_events import (
     ActionDone,
     DeviceJoined,
     DeviceLost,
     RunAdded,
-    RunCancelled,
     RunEnded,
     RunReleased,
     RunRestarted,
@@ -81,7 +84,8 @@ class QueueTrainer:
         planner: describes runs to the queues.
         report: takes an event for the coordinator.
         send: takes a message of progress for it.
-        begin: tells it of an attempt before any code of the trial runs; returns when it is sent.
+        begin: tells it of an attempt that comes in; a device in this process tells by itself.
+        audits: decides which sub-epochs are audited.
         broken: takes an error of the queues or devices themselves, which ends the agent.
         scratch: a folder on a disk of this machine.
         make_watch: makes what watches a run.
@@ -98,6 +102,7 @@ class QueueTrainer:
         report: Callable[[events.Event], None],
         send: Callable[[dict[str, Any]], object],
         begin: Callable[[int], object],
+        audits: QueueAudits,
         broken: Callable[[Exception], object],
         scratch: str,
         make_watch: MakeWatch,
@@ -112,6 +117,7 @@ class QueueTrainer:
         self._reports = AttemptReports(incarnation, fetch_manager, report)
         self._send = send
         self._begin = begin
+        self._audits = audits
         self._make_watch = make_watch
         self._numbers = itertools.count()
         self._runs: dict[int, QueuedRun] = {}
@@ -121,6 +127,10 @@ class QueueTrainer:
         self._host = HostMoves(shard_store, scratch, through(self._moved))
         self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
         self._entrance = TaskEntrance(planner, self._devices, self._reports, self._enter)
+        self._ends = RunEnds(
+            incarnation, self._loop, planner, audits, self._entrance, self._reports, shard_store,
+            fetch_manager, self._look,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Start the devices and the loop."""
@@ -186,32 +196,33 @@ class QueueTrainer:
 
     def _enter(self, task: Task, profile: TrialProfile) -> None:
         """Hand a task to the queues."""
-        trial = self._planner.trial(task.trial)
         spec = self._planner.run_spec(next(self._numbers), task, profile)
+        run = self._add_run(task, profile, spec)
+        run.watched = self._audits.watches(task, profile)
+        run.announce(self._shard_store)
+
+    def _add_run(self, task: Task, profile: TrialProfile, spec: RunSpec) -> QueuedRun:
+        trial = self._planner.trial(task.trial)
         look = self._shard_store.follow(task.trial, task.source.visit)
         timed = RunTime(task, self._make_watch, self._end_overdue)
         run = QueuedRun(trial, task, profile, spec, look, timed)
-        run.announce(self._shard_store)
         known = self._state.runs.keys()
         self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}
         self._runs[spec.run] = run
         self._loop.tell(RunAdded(spec))
+        return run
+
+    def _audit(self, run: QueuedRun) -> None:
+        """Let the uncut model take the first step of a run, too."""
+        spec = self._planner.audit_spec(next(self._numbers), run.spec, run.profile)
+        run.audit = self._add_run(replace(run.task), run.profile, spec)
+        run.audit.audits, run.audit.start_step = run, run.start_step
 
     def _cancel(self, attempt: int) -> None:
         self._reports.take_back(attempt)
         for run in self._runs.values():
             if run.task.attempt == attempt:
-                self._end_early(run)
-
-    def _end_early(self, run: QueuedRun) -> None:
-        was_over, run.over = run.over, True
-        run.retract(self._shard_store)
-        self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
-        for device in run.opened:
-            device.give(Close(run.number, cancelled=True))
-        self._look()
-        if not was_over:
-            self._entrance.leave(run.task.trial)
+                self._ends.early(run)
 
     def _release(self, trial: int, visit: int) -> None:
         for run in self._runs.values():
@@ -221,13 +232,9 @@ class QueueTrainer:
     def _forget(self, trial: int) -> None:
         self._planner.forget(trial)
         self._entrance.forget(trial)
+        self._audits.forget(trial)
         self._fetch_manager.forget(trial)
         self._devices.tell(Forget(trial))
-
-    def _fail(self, run: QueuedRun, kind: str, why: str, lacking: str | None = None) -> None:
-        if not run.over:
-            self._end_early(run)
-            self._reports.failed(run.task, kind, why, lacking)
 
     # ------------------------------------------------------------------ what the queues decide
 
@@ -249,26 +256,14 @@ class QueueTrainer:
 
     def _end(self, run: QueuedRun, ended: RunEnded) -> None:
         if ended.outcome == "refused":
-            self._fail(run, "", f"{ended.reason}; {_REMEDY}")
+            self._ends.fail(run, "", f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
             run.closing = set(run.opened)
             for device in run.opened:
                 device.give(Close(run.number))
 
-    def _closed(self, run: QueuedRun, device: WorkerDevice) -> None:
-        """Report a run that every device has ended."""
-        run.closing.discard(device)
-        if run.closing or run.over:
-            return
-        result = run.result(self._incarnation, self._fetch_manager.take_hop(run.task.trial))
-        if (fault := self._planner.fault(run.task, result)) is not None:
-            self._fail(run, "", fault)
-            return
-        run.over = True
-        self._reports.done(result)
-        self._entrance.leave(run.task.trial)
-
     def _restart(self, run: QueuedRun) -> None:
+        self._ends.end_audit(run)
         for device in run.opened:
             device.give(Close(run.number, cancelled=True))
         run.retract(self._shard_store)
@@ -290,6 +285,7 @@ class QueueTrainer:
                 if device not in run.opened:
                     run.opened.add(device)
                     run.time.build()
+                    self._audits.opens(run, device)
                     device.give(Open(run.order(home.cursor)))
                 gradients = run.gradients(action.shard)
                 device.give(Move(action, home.slabs, home.cursor, gradients))
@@ -308,7 +304,7 @@ class QueueTrainer:
             try:
                 held = None if run.over else run.look(action.shard)
             except TransferError as error:
-                self._fail(run, TransferError.__name__, str(error))
+                self._ends.fail(run, TransferError.__name__, str(error))
                 held = None
             if run.over:
                 self._loop.tell(ShardArrived(action.trial, action.shard))
@@ -321,7 +317,7 @@ class QueueTrainer:
         action = moved.action
         if error is not None:
             why = "".join(traceback.format_exception(error))
-            self._fail(run, type(error).__name__, why, memory_that_ran_out(error))
+            self._ends.fail(run, type(error).__name__, why, memory_that_ran_out(error))
         if action.kind is ActionKind.RECV:
             run.begun = run.begun or time.perf_counter()
             self._loop.tell(ShardArrived(action.trial, action.shard))
@@ -337,7 +333,7 @@ class QueueTrainer:
                     self._loop.tell(DeviceJoined(number))
             case Failed(run=int(number)):
                 if (run := self._runs.get(number)) is not None:
-                    self._fail(run, answer.kind, answer.error, answer.lacking)
+                    self._ends.fail(run, answer.kind, answer.error, answer.lacking)
             case Profiled() | Failed():
                 self._entrance.hear(answer)
             case Opened():
@@ -346,7 +342,7 @@ class QueueTrainer:
             case Closed():
                 if (run := self._runs.get(answer.run)) is not None:
                     run.evaluation = answer.evaluation
-                    self._closed(run, device)
+                    self._ends.closed(run, device)
             case Done():
                 self._note(self._runs[answer.action.trial], answer)
                 self._loop.tell(ActionDone(answer.action, answer.seconds))
@@ -359,7 +355,7 @@ class QueueTrainer:
     def _end_overdue(self, task: Task, why: str) -> None:
         """Fail a run whose code takes too long, and end the device that runs it."""
         (run,) = (run for run in self._runs.values() if run.task is task)
-        self._fail(run, "", why)
+        self._ends.fail(run, "", why)
         for number, queue in self._state.queues.items():
             if queue.running is not None and queue.running.key[0] == run.number:
                 self._devices[number].kill()
@@ -374,12 +370,14 @@ class QueueTrainer:
             return
         if done.action.kind is ActionKind.SPILL and done.action.shard in run.homes:
             run.homes[done.action.shard].changed(done.cursor, done.has_gradients)
-        if done.loss is not None:
-            assert done.action.microbatch is not None
-            run.losses[done.action.microbatch] = done.loss
-            if time.monotonic() >= self._next_progress:
-                self._next_progress = time.monotonic() + PROGRESS_SECONDS
-                self._send({"progress": run.progress(done.action.microbatch)})
+        run.note(done)
+        if done.action.kind.computes:
+            self._audits.note(run, done)
+            if self._audits.is_due(run):
+                self._audit(run)
+        if done.losses and run.audits is None and time.monotonic() >= self._next_progress:
+            self._next_progress = time.monotonic() + PROGRESS_SECONDS
+            self._send({"progress": run.progress(max(done.losses))})
 
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""
@@ -391,10 +389,10 @@ class QueueTrainer:
         for each in self._runs.values():
             each.opened.discard(device)
             if device in each.closing:
-                self._closed(each, device)
+                self._ends.closed(each, device)
         if run is not None:
             run.lost += 1
             if run.lost == MOST_LOSSES:
-                self._fail(run, "", f"its code ended the process of a device {run.lost} times")
+                self._ends.fail(run, "", f"its code ended the process of a device {run.lost} times")
         if number == 0:
             self._entrance.ask_again()

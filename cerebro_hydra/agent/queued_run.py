@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cerebro_hydra.agent.device_messages import RunOrder
+from cerebro_hydra.agent.device_messages import Done, RunOrder
 from cerebro_hydra.agent.run_time import RunTime
 from cerebro_hydra.agent.shard_home import ShardHome
 from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
@@ -18,6 +18,7 @@ from cerebro_hydra.plan.events import EvaluationDone, Hop, SubEpochDone
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.shards.step_result import StepResult
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -37,6 +38,13 @@ class QueuedRun:
         closing: the devices that have yet to say that its results can be used.
         begun: when its first shard was there.
         losses: the mean loss of each microbatch and its rows.
+        closed: whether every device has said so, and its audit is not over.
+        watched: whether its first step may be audited.
+        audits: the run whose first step this one takes again with the uncut model, if it does.
+        audit: the run that does so with this one.
+        first_step: what the first step gave.
+        first_seconds: what devices computed for it.
+        audit_seconds: what an audit took that found no difference; 0 if there was none.
     """
 
     trial: TrialSpec
@@ -57,6 +65,13 @@ class QueuedRun:
     evaluation: Evaluation | None = None
     digests: dict[int, tuple[str, str]] = field(default_factory=dict)
     nbytes: int = 0
+    closed: bool = False
+    watched: bool = False
+    audits: QueuedRun | None = None
+    audit: QueuedRun | None = None
+    first_step: StepResult = field(default_factory=StepResult)
+    first_seconds: float = 0.0
+    audit_seconds: float = 0.0
 
     @property
     def number(self) -> int:
@@ -65,7 +80,7 @@ class QueuedRun:
 
     def announce(self, store: ShardStore) -> None:
         """Announce the state that a sub-epoch will publish."""
-        if isinstance(self.task, StartSubEpoch):
+        if isinstance(self.task, StartSubEpoch) and self.audits is None:
             shards = self.spec.graph.shards
             self.state = store.expect(self.task.trial, self.task.visit, shards)
 
@@ -81,12 +96,23 @@ class QueuedRun:
         self.losses.clear()
         self.digests.clear()
         self.nbytes = 0
+        self.audit = None
+        self.first_step = StepResult()
+        self.first_seconds = self.audit_seconds = 0.0
 
     def order(self, cursor: Mapping[str, Any] | None) -> RunOrder:
         """Return what a device must know to open the run, one of whose shards has this cursor."""
         if self.start_step is None:  # the first device opens a run before any update
             self.start_step = int((cursor or {}).get("step", 0))
-        return RunOrder(self.number, self.trial, self.task, self.start_step, self.spec.recompute)
+        return RunOrder(
+            self.number,
+            self.trial,
+            self.task,
+            self.start_step,
+            self.spec.recompute,
+            self.watched,
+            self.audits is not None,
+        )
 
     def saved_sizes(self, shard: int) -> dict[str, int]:
         """Return the bytes of slabs that a shard's changes are written back to, by name."""
@@ -110,7 +136,23 @@ class QueuedRun:
         graph = self.spec.graph
         last = graph.window_of(graph.microbatches - 1).start
         first = action.kind is ActionKind.F and action.shard == 0 and action.microbatch == last
-        return first and graph.training
+        return first and graph.training and self.audits is None
+
+    def note(self, done: Done) -> None:
+        """Keep what a task gave."""
+        self.losses |= done.losses
+        first = self.spec.graph.window_of(0)
+        if done.action.kind.computes and done.action.microbatch in first:
+            self.first_seconds += done.seconds
+            if done.digests is not None:
+                self.first_step.shards[done.action.shard] = done.digests
+            if all(microbatch in self.losses for microbatch in first):
+                self.first_step.loss = self.window_loss(0)
+
+    @property
+    def first_step_is_over(self) -> bool:
+        """Return whether everything is known of the first step."""
+        return len(self.first_step.shards) == self.spec.graph.shards
 
     def ends_batch(self, task: Action) -> bool:
         """Return whether a batch has been through all shards with a task."""
@@ -160,6 +202,7 @@ class QueuedRun:
             nbytes=self.nbytes,
             seconds=self.seconds(),
             hop=hop,
+            audit_seconds=self.audit_seconds,
         )
 
     def _evaluated(self, incarnation: str, hop: Hop) -> EvaluationDone:

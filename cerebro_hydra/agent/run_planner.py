@@ -32,6 +32,7 @@ class RunPlanner:
         self._rows = rows
         self._budget = budget
         self._rule: Callable[[Sequence[Candidate]], Candidate] = oldest_first
+        self._audits: set[int] = set()  # the runs that audit another one
 
     @classmethod
     def of(cls, manifest: Manifest, budget: int | None) -> RunPlanner:
@@ -58,8 +59,12 @@ class RunPlanner:
         return self._trials[trial]
 
     def rule(self, candidates: Sequence[Candidate]) -> Candidate:
-        """Pick by SHARP once a trial of that schedule was here, else the oldest run first."""
-        return self._rule(candidates)
+        """Pick by SHARP once a trial of that schedule was here, else the oldest run first.
+
+        Audits come first, because the runs that they audit wait for them.
+        """
+        audits = [each for each in candidates if each.run in self._audits]
+        return self._rule(audits or candidates)
 
     def run_spec(self, number: int, task: Task, profile: TrialProfile) -> RunSpec:
         """Describe a task as a run."""
@@ -68,8 +73,27 @@ class RunPlanner:
             sizes = batch_sizes(self._rows("val", task.partition), trial.batch_size)
             return profile.evaluation(number, len(sizes))
         sizes = batch_sizes(self._rows("train", task.partition), trial.batch_size)
+        if task.uncut:
+            return self._uncut(number, len(sizes), trial.accumulate, profile)
         recompute = profile.recomputes(trial.recompute, self._budget)
         return profile.training(number, len(sizes), trial.accumulate, recompute)
+
+    def audit_spec(self, number: int, audited: RunSpec, profile: TrialProfile) -> RunSpec:
+        """Describe the run that takes the first step of another one again."""
+        self._audits.add(number)
+        graph = audited.graph
+        return self._uncut(number, len(graph.window_of(0)), graph.window, profile)
+
+    def end_audit(self, number: int) -> None:
+        """Note that an audit is over."""
+        self._audits.discard(number)
+
+    def _uncut(self, number: int, microbatches: int, window: int, profile: TrialProfile) -> RunSpec:
+        """Describe a run of the uncut model: whole if a device has room for it, else by shard."""
+        whole = profile.training(number, microbatches, window, recompute=False)
+        if self._budget is None or whole.device_need <= self._budget:
+            return whole
+        return profile.training(number, microbatches, window, recompute=True)
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
         """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""

@@ -126,6 +126,20 @@ class SegmentStore:
         with self._moving:
             return self._read_back(segment)
 
+    def read(self, digest: str) -> Bytes:
+        """Return the bytes of a segment.
+
+        Raises:
+            TransferError: it is not here any more, or the disk did not keep it.
+        """
+        if (buffer := self.get(digest)) is None:
+            raise TransferError(f"segment {digest} was dropped here meanwhile")
+        return buffer
+
+    def to_file(self, content: Bytes) -> ScratchFile:
+        """Write bytes to the scratch disk."""
+        return ScratchFile(self._scratch, content)
+
     def digests(self) -> set[str]:
         """Return the digests of all segments."""
         with self._lock:

@@ -54,12 +54,7 @@ class HeldShard:
         Raises:
             TransferError: a segment was dropped meanwhile, or the disk lost it.
         """
-        segments = {}
-        for name, digest in self.names.items():
-            if (buffer := self._store.get(digest)) is None:
-                raise TransferError(f"segment {digest} was dropped here meanwhile")
-            segments[name] = (digest, buffer)
-        return segments
+        return {name: (digest, self._store.read(digest)) for name, digest in self.names.items()}
 
 
 @dataclass(eq=False)

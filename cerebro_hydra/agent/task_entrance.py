@@ -83,4 +83,5 @@ class TaskEntrance:
                 self._enter(task, self._profiles[trial])
 
     def _ask(self, trial: int) -> None:
-        self._devices[0].give(Profile(self._planner.trial(trial)))
+        attempt = self._waiting[trial][0].attempt
+        self._devices[0].give(Profile(self._planner.trial(trial), attempt))

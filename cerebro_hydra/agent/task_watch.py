@@ -184,3 +184,11 @@ def described(task: Task) -> str:
     """Return what a task does, and where."""
     doing = "training" if isinstance(task, StartSubEpoch) else "evaluation"
     return f"{doing} of epoch {task.epoch + 1} on partition {task.partition} (worker {task.worker})"
+
+
+def located(task: StartSubEpoch, step: int) -> str:
+    """Return which step of a sub-epoch it is, and where it was trained."""
+    return (
+        f"at step {step}, in epoch {task.epoch + 1} on partition {task.partition} "
+        f"(worker {task.worker})"
+    )

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -210,10 +211,11 @@ class Trainer:
         start_step = int(self._wait(task, 0).cursor.get("step", 0))
         begun = time.perf_counter()
         beside = runtime.layout.step_bytes(first=start_step == 0)
+        before = partial(self._shard_store.wait, task.trial, task.source.visit)
         engine = runtime.uncut if task.uncut else runtime.engine
         with (
             self._shard_store.segments.reserved(beside),
-            self._auditor.sub_epoch(task, runtime) as audit,
+            self._auditor.sub_epoch(task, runtime, before) as audit,
             kept_heap(),
         ):
             try:

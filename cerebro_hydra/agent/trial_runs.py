@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
-from cerebro_hydra.agent.device_messages import RunOrder
+from cerebro_hydra.agent.device_messages import Done, RunOrder
 from cerebro_hydra.agent.device_run import DeviceRun
 from cerebro_hydra.agent.partitions import Partitions, decode_partitions
+from cerebro_hydra.agent.plain_run import PlainRun
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import Evaluate
-from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.recipe import Evaluation, Recipe
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
+from cerebro_hydra.shards.step_result import tensor_digests
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -52,16 +56,19 @@ class TrialRuns:
     ) -> None:
         self._builder = builder
         self._decoded = decoded
+        self._spares: dict[int, Recipe | Exception] = {}  # for the next audit of each trial
 
     def profile(self, trial: TrialSpec) -> TrialProfile:
         """Build a trial, unless it was built before, and describe it."""
         self._builder.add(trial)
         runtime = self._builder.get(trial.trial)
-        return TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout)
+        profile = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout)
+        return replace(profile, build_seconds=runtime.build_seconds)
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
         self._builder.forget(trial)
+        self._spares.pop(trial, None)
 
     def open(self, order: RunOrder) -> DeviceRun:
         """Return a run of a trial."""
@@ -70,21 +77,48 @@ class TrialRuns:
         if not self._builder.has(task.partition):
             splits = self._decoded([task.partition])
             self._builder.add_partitions(splits["train"], splits["val"])
+        if order.watched or order.audits:
+            self._build_spare(task.trial)
         runtime = self._builder.get(task.trial)
-        cut = (runtime.cut_model, runtime.layout, runtime.recipe, runtime.spec.seed)
+        recipe, cut_model, layout = runtime.recipe, runtime.cut_model, runtime.layout
+        if order.audits:
+            recipe = self._take_spare(task.trial)
+        if order.audits or task.uncut:
+            cut_model = cut_model.eager(recipe.model)
+        cut = (cut_model, layout, recipe, runtime.spec.seed)
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)
             return EvaluationRun(ShardEvaluation(*cut, batches))
         windows = self._builder.windows(task.trial, task.epoch, task.partition)
-        run = ShardRun(
-            *cut,
-            runtime.spec.steps_per_epoch,
-            order.recompute,
-            order.start_step,
-            windows,
-            task.metrics or None,
-        )
-        return TrainingRun(run, runtime.layout, order.recompute)
+        steps, metrics = runtime.spec.steps_per_epoch, task.metrics or None
+        if order.audits:
+            windows = islice(windows, 1)
+        run: DeviceRun
+        if (order.audits or task.uncut) and not order.recompute:
+            run = PlainRun(recipe, layout, cut[3], steps, order.start_step, windows, metrics)
+        else:
+            sub_epoch = ShardRun(*cut, steps, order.recompute, order.start_step, windows, metrics)
+            run = TrainingRun(sub_epoch, layout, order.recompute)
+        if order.watched or order.audits:
+            return WatchedRun(run, layout, recipe.accumulate)
+        return run
+
+    def _build_spare(self, trial: int) -> None:
+        """Build a second recipe of a trial for an audit, while no run uses its model.
+
+        The factory may give the same model again, or fail; then the audit tells of it.
+        """
+        if trial not in self._spares:
+            try:
+                self._spares[trial] = self._builder.another_recipe(trial)
+            except Exception as error:
+                self._spares[trial] = error
+
+    def _take_spare(self, trial: int) -> Recipe:
+        spare = self._spares.pop(trial)
+        if isinstance(spare, Exception):
+            raise spare
+        return spare
 
 
 class TrainingRun:
@@ -109,11 +143,13 @@ class TrainingRun:
         has_gradients = slot is not None and bool(slot[: self._marks[shard]].any())
         return self._run.cursor(shard), has_gradients
 
-    def perform(self, task: Action) -> tuple[float, int] | None:
+    def perform(self, task: Action) -> Done:
         """Do a task; the loss counts once the microbatch has ended."""
         self._run.perform(task)
-        ended = task.kind is ActionKind.B and task.shard == 0
-        return self._run.losses[task.microbatch or 0] if ended else None
+        number = task.microbatch or 0
+        if task.kind is ActionKind.B and task.shard == 0:
+            return Done(task, losses={number: self._run.losses[number]})
+        return Done(task)
 
     def close(self) -> None:
         """End the run after its last task."""
@@ -121,6 +157,44 @@ class TrainingRun:
 
     def cancel(self) -> None:
         """End the run where it stands."""
+        self._run.cancel()
+
+
+class WatchedRun:
+    """Tells the digests of each shard after the first step of another run, for an audit."""
+
+    def __init__(self, run: DeviceRun, layout: TrialLayout, accumulate: int) -> None:
+        self.stays = run.stays
+        self._run = run
+        self._layout = layout
+        self._accumulate = accumulate
+        self._slots: dict[int, Segments] = {}
+
+    def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
+        """Take a shard."""
+        self._slots[shard] = slots
+        self._run.load(shard, slots, cursor)
+
+    def unload(self, shard: int) -> tuple[Mapping[str, Any] | None, bool]:
+        """Let go of a shard."""
+        del self._slots[shard]
+        return self._run.unload(shard)
+
+    def perform(self, task: Action) -> Done:
+        """Do a task, and look at what the first step has made of its shard."""
+        done, k = self._run.perform(task), task.shard
+        if task.kind is not ActionKind.U or (task.microbatch or 0) >= self._accumulate:
+            return done
+        digests = tensor_digests(self._layout.shards[k], self._slots[k]["trainable"])
+        return replace(done, digests=digests)
+
+    def close(self) -> Evaluation | None:
+        """End the run after its last task."""
+        return self._run.close()
+
+    def cancel(self) -> None:
+        """End the run where it stands."""
+        self._slots.clear()
         self._run.cancel()
 
 
@@ -141,9 +215,10 @@ class EvaluationRun:
         self._run.unload(shard)
         return None, False
 
-    def perform(self, task: Action) -> None:
+    def perform(self, task: Action) -> Done:
         """Do F of a shard."""
         self._run.perform(task)
+        return Done(task)
 
     def close(self) -> Evaluation:
         """End the evaluation, and return what it gave."""

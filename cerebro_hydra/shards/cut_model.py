@@ -5,6 +5,7 @@ Trials whose models have equal structure share one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -175,6 +176,16 @@ class CutModel:
                 if name not in inside_one or name in spec.written or len(users[name]) > 1
             ),
         )
+
+    def eager(self, model: nn.Module) -> CutModel:
+        """Return the same shards, run by the model's own forward in place of graphs."""
+        if self.graphs is None:
+            return self
+        # A module that is called in several shards belongs to the first of them.
+        units = tuple(tuple(u for u in each if u.endswith("@0")) for each in self.units)
+        spec = CutSpec("modules", self.spec.at, tuple(itertools.chain(*units)))
+        shared = self.shared | CutModel.by_modules(model, spec).shared
+        return replace(self, spec=spec, units=units, shared=shared, graphs=None)
 
     @classmethod
     def by_graph(cls, model: nn.Module, spec: CutSpec, traced: Sequence[TracedModel]) -> CutModel:

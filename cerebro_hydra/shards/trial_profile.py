@@ -40,6 +40,8 @@ class TrialProfile:
     shards: tuple[ShardBytes, ...]
     tied: tuple[tuple[int, ...], ...]
     barrier: bool
+    build_seconds: float = 0.0
+    """What the user's factory took."""
 
     @classmethod
     def of(cls, recipe: Recipe, cut_model: CutModel, layout: TrialLayout) -> TrialProfile:

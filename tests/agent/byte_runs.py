@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra.agent.device_messages import RunOrder
+from cerebro_hydra.agent.device_messages import Done, RunOrder
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Bytes, Segments
 from cerebro_hydra.shards.trial_profile import ShardBytes, TrialProfile
+from cerebro_hydra.storage.digest import digest
 from tests.agent.standins import SECONDS
 
 ROWS = 4  # of each microbatch
@@ -38,6 +39,8 @@ class ByteTrials:
         hanging: the trials whose code never returns from a backward.
         faulty: the trials whose code raises in a backward.
         stale: the code reads the first slots that a shard lay in.
+        wrong: the trials whose updates are wrong unless they are uncut.
+        unauditable: the trials that can't be built a second time.
     """
 
     sizes: tuple[int, ...]
@@ -48,6 +51,8 @@ class ByteTrials:
     hanging: frozenset[int] = frozenset()
     faulty: frozenset[int] = frozenset()
     stale: bool = False
+    wrong: frozenset[int] = frozenset()
+    unauditable: frozenset[int] = frozenset()
 
     def __call__(self) -> ByteTrials:
         """Be what makes the opener, too."""
@@ -61,6 +66,8 @@ class ByteTrials:
         return TrialProfile(tuple(shards), (), False)
 
     def open(self, order: RunOrder) -> ByteRun:
+        if order.audits and order.task.trial in self.unauditable:
+            raise OSError("the hub is gone")
         return ByteRun(self, order)
 
     def initial(self, trial: int) -> list[Segments]:
@@ -104,7 +111,7 @@ class ByteRun:
             slots["gradients"][0] = gradients is not None
         return self.cursors.pop(shard), gradients is not None
 
-    def perform(self, task: Action) -> tuple[float, int] | None:
+    def perform(self, task: Action) -> Done:
         time.sleep(self.trials.seconds)
         self._die()
         slots = self.shards[task.shard]
@@ -116,7 +123,7 @@ class ByteRun:
                 read = self.first[task.shard] if self.trials.stale else slots
                 loss = loss_of(read, task.microbatch)
                 if last and isinstance(self.order.task, StartSubEpoch):
-                    return loss, ROWS
+                    return Done(task, losses={task.microbatch: (loss, ROWS)})
                 if last:
                     self.total, self.rows = self.total + loss * ROWS, self.rows + ROWS
             case ActionKind.B:
@@ -134,7 +141,12 @@ class ByteRun:
                 assert self.cursors[task.shard]["step"] == step
                 trainable += self.gradients.pop(task.shard)
                 self.cursors[task.shard]["step"] += 1
-        return None
+                order, trial = self.order, self.order.task.trial
+                if trial in self.trials.wrong and not (order.audits or order.task.uncut):
+                    trainable[-1] ^= 1
+                if (order.watched or order.audits) and task.microbatch < self.trials.window:
+                    return Done(task, digests={"param:bytes": digest(trainable)})
+        return Done(task)
 
     def close(self) -> Evaluation | None:
         assert not self.shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ def recipe_of(model: nn.Module) -> Recipe:
 class Agent:
     """One agent without wire, that trains the trial of a run again."""
 
-    def __init__(self, trained: RunFolder, path: Path, share: float) -> None:
+    def __init__(
+        self, trained: RunFolder, path: Path, share: float, make: Callable[[], Recipe] = recipe
+    ) -> None:
         Draws.admitted = True
+        self._make = make
         self.folder = trained
         document = read_document(trained)
         manifest = find_prepared(trained.store, document.fingerprint)
@@ -86,7 +90,7 @@ class Agent:
         self.budget = self.trainer._auditor.budget
 
     def _factory(self, params: Any) -> Recipe:
-        self.built.append(recipe())
+        self.built.append(self._make())
         return self.built[-1]
 
     def train(self, visit: int = 1, partition: int | None = None, uncut: bool = False) -> Any:
@@ -114,10 +118,10 @@ class Agent:
         return tuple((shard["frozen"], shard["trainable"]) for shard in shards)
 
 
-def train_without_agent(store: LocalStore) -> RunFolder:
+def train_without_agent(store: LocalStore, make: Callable[[], Recipe] = recipe) -> RunFolder:
     """Return the run of a trial that was trained without an agent, and without audits."""
     x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
     y = (x[:, 0] > 0).astype(np.int64)
     batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
     Draws.admitted = False
-    return run_in_process(store, {"x": x, "y": y}, COLUMNS, start(recipe(), [[batch]]), {})
+    return run_in_process(store, {"x": x, "y": y}, COLUMNS, start(make(), [[batch]]), {})

@@ -14,6 +14,7 @@ from typing import Any
 from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
 from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.segment_store import SegmentStore
@@ -46,10 +47,10 @@ ME = "me"
 EPOCH, PARTITION, WORKER = 0, 0, 0
 
 
-def train(attempt: int, trial: int, visit: int) -> StartSubEpoch:
+def train(attempt: int, trial: int, visit: int, uncut: bool = False) -> StartSubEpoch:
     """Ask for the sub-epoch that makes state `visit` of the one before."""
     return StartSubEpoch(
-        attempt, trial, visit, EPOCH, PARTITION, WORKER, ME, StateSource(visit - 1, ME), {}
+        attempt, trial, visit, EPOCH, PARTITION, WORKER, ME, StateSource(visit - 1, ME), {}, uncut
     )
 
 
@@ -117,6 +118,7 @@ class QueueBench:
         double_buffering: bool = True,
         context: Any = None,
         batch_seconds: float | None = None,
+        audit_share: float = 0.0,
     ) -> None:
         self.slabs = Slabs()
         self._scratch = tempfile.TemporaryDirectory()
@@ -149,6 +151,7 @@ class QueueBench:
             self.reported.put,
             lambda record: None,
             lambda attempt: None,
+            QueueAudits(audit_share),
             self.reported.put,
             self._scratch.name,
             partial(TaskWatch, batch_seconds, None, print),

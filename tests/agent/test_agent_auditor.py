@@ -53,15 +53,17 @@ def test_a_trial_trained_uncut_has_the_same_bits_and_is_audited(agent: Agent) ->
     assert done.audit_seconds > 0
 
 
-def broken_from(step: int, change: Callable[[torch.Tensor], object]) -> Any:
+def broken_from(
+    step: int, change: Callable[[torch.Tensor], object], parameter: str = "7.bias"
+) -> Any:
     """Return an engine's update that changes a parameter after each step from this one on."""
     update = sub_epoch.SubEpoch.update
 
     def wrong(self: Any, k: int) -> None:
         update(self, k)
-        if self.step >= step and k == 1:
+        if self.step >= step and parameter in self._states[k].params:
             with torch.no_grad():
-                change(self._states[1].params["7.bias"])
+                change(self._states[k].params[parameter])
 
     return wrong
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards import sub_epoch
+from cerebro_hydra.shards import graph_tasks, sub_epoch
 from tests.end_to_end.models import feed_forward
 
 FIRST_WRONG = 40
@@ -39,12 +39,26 @@ def _wrong_update(self: Any, k: int) -> None:
             parameter.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
+_forward = graph_tasks.GraphTasks.forward
+
+
+def _wrong_forward(self: Any, k: int, going: graph_tasks.GraphPass) -> None:
+    """Run a shard's graph, and then let another value go on to the next shard."""
+    _forward(self, k, going)
+    if going.batch.key.step >= FIRST_WRONG:
+        going.values |= {name: value * 1.001 for name, value in going.values.items()}
+
+
 def faulty(params: dict[str, Any]) -> Recipe:
-    """A small net with dropout, whose `fault` is "none", "in shards" or "counts"."""
+    """A small net with dropout, whose `fault` is "none", "in shards", "in graphs" or "counts"."""
     recipe = feed_forward({"lr": 0.01, "dropout": 0.2, "batch_size": 4})
     if params["fault"] == "counts":
         recipe.model[1] = nn.Sequential(nn.ReLU(), Counts())
     if params["fault"] == "in shards" and os.getpid() != params["driver"]:
         recipe.model.marked = True
         sub_epoch.SubEpoch.update = _wrong_update  # type: ignore[method-assign]
+    if params["fault"] == "in graphs":
+        recipe.cut = "export"
+        if os.getpid() != params["driver"]:
+            graph_tasks.GraphTasks.forward = _wrong_forward  # type: ignore[method-assign]
     return recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.slow
 FAULTS = ["none", "in shards", "counts"]
 
 
-def run(path: Path, audit_share: float, **options: Any) -> Any:
-    space = {"fault": FAULTS, "driver": [os.getpid()]}
+def run(path: Path, audit_share: float, faults: Sequence[str] = FAULTS, **options: Any) -> Any:
+    space = {"fault": [*faults], "driver": [os.getpid()]}
     more = {"num_epochs": 3, "order": "seeded", "audit_share": audit_share, **options}
     return search(path, faulty, space, classes(800), **more)
 
@@ -48,6 +49,27 @@ def test_what_trains_otherwise_is_trained_uncut_or_fails(
     assert view.audits > 0 and view.trials[1].uncut_because.startswith("at step ")
     assert identical(result, 1)
     assert cerebro_hydra.verify(result.run_path).ok
+
+
+@pytest.mark.parametrize(
+    ("fault", "resources"),
+    [
+        pytest.param("in shards", {"residents": 2}, marks=pytest.mark.long),
+        ("in graphs", {"device_memory": 10_000}),  # of 10,752, so it is audited by shard
+    ],
+)
+def test_what_trains_otherwise_in_queues_is_trained_uncut(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str, resources: dict[str, int]
+) -> None:
+    options: dict[str, Any] = {"resources": resources, "workers": 1, "verbose": 1}
+    result = run(tmp_path, 1.0, ["none", fault], **options)
+    assert [t.status for t in result.trials] == ["finished", "finished"]
+    assert capfd.readouterr().out.count("trial-001 is trained again from its first state") == 1
+    view = RunView.of_run(RunFolder.open(result.run_path))
+    assert view.audits > 0 and view.audit_seconds > 0
+    assert view.trials[1].uncut_because.startswith("at step ")
+    assert not view.trials[0].uncut_because
+    assert [identical(result, trial) for trial in range(2)] == [True, True]
 
 
 @pytest.mark.long

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,12 @@ def search(
     data: Arrays,
     workers: int = 2,
     tls: bool = False,
+    resources: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
+    preloaded = ["transformers.modeling_utils"]
     return GridSearch(
-        backend=LocalBackend(workers, preloaded=["transformers.modeling_utils"], tls=tls),
+        backend=LocalBackend(workers, preloaded=preloaded, tls=tls, **resources),
         store=LocalStore(str(path)),
         estimator_gen_fn=factory,
         search_space={name: hp_choice(values) for name, values in space.items()},

@@ -1,0 +1,109 @@
+"""Ends the runs in the queues of a worker: with a result, an error, or taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cerebro_hydra.agent.attempt_reports import AttemptReports
+from cerebro_hydra.agent.device_messages import Close
+from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.queue_audits import QueueAudits
+from cerebro_hydra.agent.queued_run import QueuedRun
+from cerebro_hydra.agent.run_planner import RunPlanner
+from cerebro_hydra.agent.shard_store import ShardStore
+from cerebro_hydra.agent.task_entrance import TaskEntrance
+from cerebro_hydra.agent.worker_devices import WorkerDevice
+from cerebro_hydra.agent.worker_loop import WorkerLoop
+from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.plan.worker_events import RunCancelled, RunReleased
+
+
+class RunEnds:
+    """Reports how runs end; one thread uses it.
+
+    A run whose devices have closed it waits for its audit. An audit is a run, too, of which nothing
+    is reported.
+
+    Args:
+        incarnation: names this agent.
+        after: is called when a run was ended early.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        loop: WorkerLoop,
+        planner: RunPlanner,
+        audits: QueueAudits,
+        entrance: TaskEntrance,
+        reports: AttemptReports,
+        shard_store: ShardStore,
+        fetch_manager: FetchManager,
+        after: Callable[[], object],
+    ) -> None:
+        self._incarnation = incarnation
+        self._loop = loop
+        self._planner = planner
+        self._audits = audits
+        self._entrance = entrance
+        self._reports = reports
+        self._shard_store = shard_store
+        self._fetch_manager = fetch_manager
+        self._after = after
+
+    def early(self, run: QueuedRun) -> None:
+        """End a run where it stands, with its audit, and take back what it published."""
+        was_over, run.over = run.over, True
+        run.retract(self._shard_store)
+        self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
+        for device in run.opened:
+            device.give(Close(run.number, cancelled=True))
+        self._after()
+        self.end_audit(run)
+        self._planner.end_audit(run.number)
+        if not was_over and run.audits is None:
+            self._entrance.leave(run.task.trial)
+
+    def end_audit(self, run: QueuedRun) -> None:
+        """End the audit of a run, if there is one."""
+        if run.audit is not None and not run.audit.over:
+            self.early(run.audit)
+
+    def fail(self, run: QueuedRun, kind: str, why: str, lacking: str | None = None) -> None:
+        """End a run with an error; see `AttemptReports.failed`."""
+        if run.over:
+            return
+        self.early(run)
+        if run.audits is None:
+            self._reports.failed(run.task, kind, why, lacking)
+        else:
+            self._go_on(run.audits, self._audits.failed(run, kind, why))
+
+    def closed(self, run: QueuedRun, device: WorkerDevice) -> None:
+        """End a run once every device has closed it, and its audit is over."""
+        run.closing.discard(device)
+        if run.closing or run.over:
+            return
+        if run.audits is not None:
+            self.early(run)
+            self._go_on(run.audits, self._audits.ended(run))
+        elif run.audit is None or run.audit.over:
+            self._finish(run)
+        else:
+            run.closed = True
+
+    def _go_on(self, run: QueuedRun, difference: str | None) -> None:
+        """Go on with a run whose audit is over."""
+        if difference is not None:
+            self.fail(run, StepDiffers.__name__, difference)
+        elif run.closed:
+            self._finish(run)
+
+    def _finish(self, run: QueuedRun) -> None:
+        result = run.result(self._incarnation, self._fetch_manager.take_hop(run.task.trial))
+        if (fault := self._planner.fault(run.task, result)) is not None:
+            self.fail(run, "", fault)
+            return
+        run.over = True
+        self._reports.done(result)
+        self._entrance.leave(run.task.trial)

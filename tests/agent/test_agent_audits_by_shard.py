@@ -1,0 +1,135 @@
+"""Where memory has no room for a second state, an agent audits shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.agent.step_by_shard import memory_of_step
+from cerebro_hydra.plan import events
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards import graph_tasks, sub_epoch
+from cerebro_hydra.shards.shard_run import ShardRun
+from cerebro_hydra.storage import LocalStore
+from tests.agent.lone_agent import BATCH, COLUMNS, Agent, train_without_agent
+from tests.agent.test_agent_auditor import broken_from
+
+WIDTH, BLOCKS = 32, 6
+CUTS = [str(4 + 2 * block) for block in range(BLOCKS)]
+
+
+def many_shards(cut: str, frozen: bool = False, **options: Any) -> Recipe:
+    torch.manual_seed(3)
+    blocks = [m for _ in range(BLOCKS) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = nn.Sequential(
+        nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3), *blocks,
+        nn.Linear(WIDTH, 3),
+    )  # fmt: skip
+    model[6].requires_grad_(not frozen)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    loss = nn.CrossEntropyLoss()
+    made = Recipe(model, optimizer, loss, batch_size=BATCH, shards=CUTS, cut=cut, **options)
+    return made.bind(COLUMNS)
+
+
+ALL: dict[str, Any] = {"accumulate": 3, "clip_grad_norm": 0.1, "ema": 0.9, "frozen": True}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Agent]:
+    """Make an agent whose budget has room for a second copy of some shards, but not of all."""
+
+    def make(cut: str, **options: Any) -> Agent:
+        factory = partial(many_shards, cut, **options)
+        trained = train_without_agent(LocalStore(str(tmp_path / "store")), factory)
+        agent = Agent(trained, tmp_path, share=0.01, make=factory)
+        agent.budget.trained = 1e6
+        layout = agent.builder.get(0).layout
+        assert len(layout.shards) == BLOCKS + 1
+        spare = memory_of_step(layout)
+        assert spare < layout.nbytes / 2
+        agent.memory._budget = 2 * layout.nbytes + layout.step_bytes(first=True) + spare
+        return agent
+
+    return make
+
+
+@pytest.mark.parametrize(("cut", "options"), [("modules", {}), ("modules", ALL), ("export", ALL)])
+def test_the_first_step_of_each_sub_epoch_agrees_and_no_bit_changes(
+    made: Callable[..., Agent],
+    cut: str,
+    options: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent = made(cut, **options)
+    present, perform = [], ShardRun.perform
+
+    def watched(self: Any, *args: Any) -> None:
+        perform(self, *args)
+        model = agent.built[-1].model
+        present.append(sum(p.nbytes for p in model.parameters() if 0 not in p.stride()))
+
+    monkeypatch.setattr(ShardRun, "perform", watched)
+    for visit in (1, 2):
+        agent.shards.withdraw(0, visit - 2)
+        done = agent.train(visit)
+        assert isinstance(done, events.SubEpochDone), done
+        assert done.digests == agent.known(visit)
+        assert done.audit_seconds > 0, caplog.text
+    assert len(present) > 2 * (BLOCKS + 1), "it was taken by shard"
+    largest = 4 * (WIDTH * (WIDTH + 1) + 3 * (WIDTH + 1))
+    assert max(present) == largest, "one shard at a time"
+    assert agent.memory.pool.peak <= agent.memory._budget
+
+
+def test_a_wrong_update_of_one_shard_is_found(
+    made: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = made("modules")
+    wrong = broken_from(0, lambda p: p[0].mul_(1 + 1e-6), "4.bias")
+    update = sub_epoch.SubEpoch.update
+
+    def wrong_in_the_engine(self: Any, k: int) -> None:
+        (update if self._held is not None else wrong)(self, k)
+
+    monkeypatch.setattr(sub_epoch.SubEpoch, "update", wrong_in_the_engine)
+    failed = agent.train()
+    assert isinstance(failed, events.AuditFailed)
+    assert failed.difference == (
+        f"at step 0, in epoch 1 on partition {agent.order[0]} (worker 0): parameter '4.bias'"
+    )
+    assert not agent.shards.knows(0, 1), "nothing of the sub-epoch is published"
+    assert agent.train(1, uncut=True).digests == agent.known(1)
+
+
+def test_a_graph_that_differs_from_its_modules_is_found(
+    made: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = made("export")
+    forward = graph_tasks.GraphTasks.forward
+
+    def wrong(self: Any, k: int, going: Any) -> None:
+        forward(self, k, going)
+        if k == 2:
+            going.values |= {name: value * 1.5 for name, value in going.values.items()}
+
+    monkeypatch.setattr(graph_tasks.GraphTasks, "forward", wrong)
+    failed = agent.train()
+    assert isinstance(failed, events.AuditFailed)
+    assert "the loss is" in failed.difference
+
+
+def test_where_memory_has_no_room_for_one_shard_a_line_says_that_nothing_is_audited(
+    made: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = made("modules")
+    agent.memory._budget -= 2 * memory_of_step(agent.builder.get(0).layout)
+    assert agent.train().audit_seconds == 0.0
+    assert "no longer audited on worker 0" in caplog.text
