@@ -68,7 +68,7 @@ class RunPlanner:
             sizes = batch_sizes(self._rows("val", task.partition), trial.batch_size)
             return profile.evaluation(number, len(sizes))
         sizes = batch_sizes(self._rows("train", task.partition), trial.batch_size)
-        recompute = profile.recomputes(trial.recompute, self._budget)
+        recompute = profile.recomputes(trial.recompute, self._budget, trial.accumulate)
         return profile.training(number, len(sizes), trial.accumulate, recompute)
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:

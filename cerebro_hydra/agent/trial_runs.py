@@ -20,6 +20,7 @@ from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
+from cerebro_hydra.shards.task_profile import TaskProfile
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -57,7 +58,8 @@ class TrialRuns:
         """Build a trial, unless it was built before, and describe it."""
         self._builder.add(trial)
         runtime = self._builder.get(trial.trial)
-        return TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout)
+        tasks = None if trial.tasks is None else TaskProfile.from_json(trial.tasks)
+        return TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, tasks)
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
@@ -72,9 +74,10 @@ class TrialRuns:
             self._builder.add_partitions(splits["train"], splits["val"])
         runtime = self._builder.get(task.trial)
         cut = (runtime.cut_model, runtime.layout, runtime.recipe, runtime.spec.seed)
+        shared = () if order.trial.tasks is None else order.trial.tasks["shared"]
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)
-            return EvaluationRun(ShardEvaluation(*cut, batches))
+            return EvaluationRun(ShardEvaluation(*cut, batches, shared))
         windows = self._builder.windows(task.trial, task.epoch, task.partition)
         run = ShardRun(
             *cut,
@@ -83,6 +86,7 @@ class TrialRuns:
             order.start_step,
             windows,
             task.metrics or None,
+            shared,
         )
         return TrainingRun(run, runtime.layout, order.recompute)
 
