@@ -75,7 +75,7 @@ class RunPlanner:
         sizes = batch_sizes(self._rows("train", task.partition), trial.batch_size)
         if task.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
-        recompute = profile.recomputes(trial.recompute, self._budget)
+        recompute = profile.recomputes(trial.recompute, self._budget, trial.accumulate)
         return profile.training(number, len(sizes), trial.accumulate, recompute)
 
     def audit_spec(self, number: int, audited: RunSpec, profile: TrialProfile) -> RunSpec:
@@ -90,10 +90,8 @@ class RunPlanner:
 
     def _uncut(self, number: int, microbatches: int, window: int, profile: TrialProfile) -> RunSpec:
         """Describe a run of the uncut model: whole if a device has room for it, else by shard."""
-        whole = profile.training(number, microbatches, window, recompute=False)
-        if self._budget is None or whole.device_need <= self._budget:
-            return whole
-        return profile.training(number, microbatches, window, recompute=True)
+        recompute = profile.recomputes(None, self._budget, window)
+        return profile.training(number, microbatches, window, recompute)
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
         """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""

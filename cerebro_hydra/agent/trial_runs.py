@@ -24,6 +24,7 @@ from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
 from cerebro_hydra.shards.step_result import tensor_digests
+from cerebro_hydra.shards.task_profile import TaskProfile
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -62,7 +63,8 @@ class TrialRuns:
         """Build a trial, unless it was built before, and describe it."""
         self._builder.add(trial)
         runtime = self._builder.get(trial.trial)
-        profile = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout)
+        tasks = None if trial.tasks is None else TaskProfile.from_json(trial.tasks)
+        profile = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, tasks)
         return replace(profile, build_seconds=runtime.build_seconds)
 
     def forget(self, trial: int) -> None:
@@ -86,9 +88,10 @@ class TrialRuns:
         if order.audits or task.uncut:
             cut_model = cut_model.eager(recipe.model)
         cut = (cut_model, layout, recipe, runtime.spec.seed)
+        shared = () if order.trial.tasks is None else order.trial.tasks["shared"]
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)
-            return EvaluationRun(ShardEvaluation(*cut, batches))
+            return EvaluationRun(ShardEvaluation(*cut, batches, shared))
         windows = self._builder.windows(task.trial, task.epoch, task.partition)
         steps, metrics = runtime.spec.steps_per_epoch, task.metrics or None
         if order.audits:
@@ -97,7 +100,9 @@ class TrialRuns:
         if (order.audits or task.uncut) and not order.recompute:
             run = PlainRun(recipe, layout, cut[3], steps, order.start_step, windows, metrics)
         else:
-            sub_epoch = ShardRun(*cut, steps, order.recompute, order.start_step, windows, metrics)
+            sub_epoch = ShardRun(
+                *cut, steps, order.recompute, order.start_step, windows, metrics, shared
+            )
             run = TrainingRun(sub_epoch, layout, order.recompute)
         if order.watched or order.audits:
             return WatchedRun(run, layout, recipe.accumulate)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError
 
 QUEUED_SHARE = 0.75
 """The share of `host_memory` that shard queues plan with; the rest is for transfers under way."""
+
+DRAM_SHARE = 0.5
+"""The share of a machine's DRAM that its workers' shards take together where nobody says it."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1} | {
@@ -26,7 +31,7 @@ class WorkerResources:
     Args:
         devices: how many devices, CUDA devices where the worker was given GPUs.
         device_memory: bytes of each device for shards; None has no limit but the device's.
-        host_memory: bytes of DRAM for shards; None lets the worker choose.
+        host_memory: bytes of DRAM for shards; None is what trials need, or see `measured`.
         scratch: a folder on a disk of the worker's machine; None takes the launcher's.
         residents: sub-epochs that a worker holds at once; None leaves it to the plan.
     """
@@ -71,6 +76,19 @@ class WorkerResources:
             scratch,
             None if residents == "auto" else residents,
         )
+
+    def measured(self, hosts: Callable[[], Sequence[tuple[str, int]]]) -> WorkerResources:
+        """Return these with DRAM for shards, if they ask for queues and don't say how much.
+
+        Args:
+            hosts: returns the machine of each worker, and the bytes of DRAM that it may have.
+        """
+        if not self.asks_for_queues or self.host_memory is not None:
+            return self
+        found = hosts()
+        workers = Counter(host for host, _ in found)
+        shares = [int(nbytes * DRAM_SHARE) // workers[host] for host, nbytes in found]
+        return replace(self, host_memory=min(shares))
 
     @property
     def asks_for_queues(self) -> bool:

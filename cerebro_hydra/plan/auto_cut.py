@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from cerebro_hydra.errors import ConfigurationError
@@ -19,43 +18,11 @@ from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.run_progress import ShardSpec
 
 
-@dataclass(frozen=True, slots=True)
-class UnitProfile:
-    """Holds what one unit of a model was measured to take.
-
-    Args:
-        name: the unit, as a message should name it.
-        forward, backward, update: seconds of one microbatch, and of one optimizer step.
-        parameters: bytes of parameters and buffers.
-        gradients: bytes of gradients; 0 for a frozen unit.
-        optimizer: bytes of optimizer state.
-        boundary: bytes of one microbatch's input and of its gradient, if a shard begins here.
-        saved: bytes that a forward of one microbatch saves for its backward.
-        forward_writes: whether a forward changes buffers, as BatchNorm's statistics do.
-    """
-
-    name: str
-    forward: float
-    backward: float
-    parameters: int
-    gradients: int
-    optimizer: int
-    boundary: int
-    saved: int
-    update: float = 0.0
-    forward_writes: bool = False
-
-    @property
-    def state(self) -> int:
-        """Return the bytes that move between the tiers."""
-        return self.parameters + self.gradients + self.optimizer
-
-
-def shard_of(units: Sequence[UnitProfile]) -> ShardSpec:
+def shard_of(units: Sequence[ShardSpec]) -> ShardSpec:
     """Return the shard that these units make."""
     return ShardSpec(
         state=sum(unit.state for unit in units),
-        activations=sum(unit.saved for unit in units),
+        activations=sum(unit.activations for unit in units),
         boundary=units[0].boundary,
         forward=sum(unit.forward for unit in units),
         backward=sum(unit.backward for unit in units),
@@ -65,55 +32,59 @@ def shard_of(units: Sequence[UnitProfile]) -> ShardSpec:
 
 
 def auto_cut(
-    units: Sequence[UnitProfile],
+    names: Sequence[str],
+    units: Sequence[ShardSpec],
     budget: int | None,
     *,
     by_modules: bool = False,
     buffers: int = 2,
+    least: int = 1,
 ) -> list[range]:
     """Return the units of each shard.
 
-    A shard fits a device if ``buffers`` times its state, its saved activations, and the boundary
-    values that a microbatch keeps there are within the budget: while it computes, a shard of its
-    size is brought. Of the cuts with the fewest shards, the result has the shortest longest shard.
+    A shard fits a device if ``buffers`` times its state, its activations, and the boundary values
+    that a microbatch keeps there are within the budget: while it computes, a shard of its size is
+    brought. Of the cuts with the fewest shards, the result has the shortest longest shard.
 
     Args:
-        units: the units of the model in their order.
+        names: what a message should call each unit.
+        units: the units of the model in their order, each as if it were a shard.
         budget: the bytes of a device; None means no limit.
-        by_modules: a microbatch keeps its boundary values on its device.
+        by_modules: the model is cut by modules, where every unit keeps its input to run again.
         buffers: how many shards a device has room for; 1 without double buffering.
+        least: how many shards there are to be, even where fewer would fit.
 
     Raises:
         ConfigurationError: a unit does not fit; the message names it and says what to change.
     """
     if budget is None:
         return [range(len(units))]
-    kept = 0
-    for shards in range(1, len(units) + 1):
-        if by_modules:
+    kept = sum(unit.boundary for unit in units)
+    for shards in range(least, len(units) + 1):
+        if not by_modules:
             kept = _boundaries(units, shards)
         ends = _longest_that_fit(units, budget - kept, buffers)
         if _fewest(ends) <= shards:
             costs = [unit.forward + unit.backward for unit in units]
             return balance(costs, shards, partial(_is_within, ends))
-    raise ConfigurationError(_refusal(units, budget, kept, buffers))
+    raise ConfigurationError(_refusal(names, units, budget, kept, buffers))
 
 
 def _is_within(ends: Sequence[int], start: int, end: int) -> bool:
     return end <= ends[start]
 
 
-def _boundaries(units: Sequence[UnitProfile], shards: int) -> int:
+def _boundaries(units: Sequence[ShardSpec], shards: int) -> int:
     """Return the most bytes that the boundary values of so many shards can have."""
     later = sorted((unit.boundary for unit in units[1:]), reverse=True)
     return units[0].boundary + sum(later[: shards - 1])
 
 
-def _need(unit: UnitProfile, buffers: int) -> int:
-    return buffers * unit.state + unit.saved
+def _need(unit: ShardSpec, buffers: int) -> int:
+    return buffers * unit.state + unit.activations
 
 
-def _longest_that_fit(units: Sequence[UnitProfile], room: int, buffers: int) -> list[int]:
+def _longest_that_fit(units: Sequence[ShardSpec], room: int, buffers: int) -> list[int]:
     """Return for each unit where the longest shard that begins there and fits has its end."""
     ends: list[int] = []
     end = used = 0
@@ -140,17 +111,20 @@ def _fewest(ends: Sequence[int]) -> float:
     return shards
 
 
-def _refusal(units: Sequence[UnitProfile], budget: int, kept: int, buffers: int) -> str:
-    largest = max(units, key=lambda unit: _need(unit, buffers))
-    need = _need(largest, buffers) + kept
+def _refusal(
+    names: Sequence[str], units: Sequence[ShardSpec], budget: int, kept: int, buffers: int
+) -> str:
+    largest = max(range(len(units)), key=lambda number: _need(units[number], buffers))
+    unit = units[largest]
+    need = _need(unit, buffers) + kept
     parts = [
-        f"{buffers} x {bytes_text(largest.state)} of state",
-        f"{bytes_text(largest.saved)} of saved activations",
+        f"{buffers} x {bytes_text(unit.state)} of state",
+        f"{bytes_text(unit.activations)} of activations",
     ]
     if kept:
         parts.append(f"{bytes_text(kept)} of boundary values")
     return (
-        f"unit {largest.name!r} needs {bytes_text(need)} of a device ({', '.join(parts)}), and "
+        f"unit {names[largest]!r} needs {bytes_text(need)} of a device ({', '.join(parts)}), and "
         f"device_memory is {bytes_text(budget)}; give the devices at least {bytes_text(need)}, use "
         "smaller microbatches, or make the module smaller"
     )

@@ -103,6 +103,14 @@ class RunSpec:
             return self.state_bytes + self.held_bytes
         return self.held_bytes + max(shard.state + shard.activations for shard in self.shards)
 
+    def buffered_need(self, buffers: int) -> int:
+        """Return the bytes of a device with room for so many shards, of which one computes."""
+        if self.keeps_all:
+            return self.device_need
+        return self.held_bytes + max(
+            buffers * shard.state + shard.activations for shard in self.shards
+        )
+
     @property
     def host_boundary_bytes(self) -> int:
         """Return the bytes of DRAM for the boundary values of a microbatch that moves about."""

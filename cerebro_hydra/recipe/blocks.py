@@ -1,4 +1,4 @@
-"""Checks `shards=`: a number, module names to cut at, or the blocks of each shard."""
+"""Checks `shards=`: a number, "auto", module names to cut at, or the blocks of each shard."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from cerebro_hydra.errors import ConfigurationError
 Blocks = list[str] | list[list[str]]
 
 
-def checked_shards(given: Any, model: nn.Module) -> int | Blocks:
-    """Bring `shards=` to a number, a list of names, or a list of lists of names.
+AUTO = "auto"
+"""As many shards as a device needs."""
+
+
+def checked_shards(given: Any, model: nn.Module) -> int | str | Blocks:
+    """Bring `shards=` to a number, "auto", a list of names, or a list of lists of names.
 
     Raises:
         ConfigurationError: it is none of them, or names what the model does not have.
     """
+    if given == AUTO and AUTO not in dict(model.named_modules()):
+        return AUTO
     if isinstance(given, str):
         given = [given]
     if isinstance(given, int):
         if isinstance(given, bool) or given < 1:
             raise ConfigurationError(
-                f"shards is {given!r}; it is a whole number from 1, or module names"
+                f"shards is {given!r}; it is a whole number from 1, 'auto', or module names"
             )
         return given
     if not isinstance(given, Sequence):
         raise ConfigurationError(
-            f"shards is {given!r}; give a number, module names to cut at, or a list of blocks"
+            f"shards is {given!r}; give a number, 'auto', module names to cut at, or a list of "
+            "blocks"
         )
     nested = [isinstance(each, list | tuple) for each in given]
     if any(nested) and not all(nested):

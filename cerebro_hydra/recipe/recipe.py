@@ -50,8 +50,9 @@ class Recipe:
         metrics: names, or `{name: (function, "min"|"max")}` where `function(outputs, *labels)` is a
             mean over rows, or a `StateMetric`.
         batch_size: rows per batch.
-        shards: how many to cut into, balanced by measured time; or the names of the modules to cut
-            at; or a list of lists of names (or modules), the blocks of each shard.
+        shards: how many to cut into, balanced by measured time; "auto" for the fewest that fit the
+            `device_memory` of the workers, one without; or the names of the modules to cut at; or a
+            list of lists of names (or modules), the blocks of each shard.
         lr_scheduler: a function of the optimizer, or of (optimizer, steps_per_epoch).
         lr_interval: "step" steps it after every optimizer step, "epoch" at the end of an epoch, as
             one that steps on a metric (ReduceLROnPlateau) always does.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.blocks import AUTO
+from cerebro_hydra.shards.auto_shards import choose_to_fit
 from cerebro_hydra.shards.cut_check import CutCheck, largest_example
 from cerebro_hydra.shards.cut_choice import (
     CutChoice,
@@ -25,7 +28,9 @@ from cerebro_hydra.shards.microbatch_maker import UnfitShape
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.shard_times import measure_shards
 from cerebro_hydra.shards.state_template import StateTemplate
+from cerebro_hydra.shards.task_profiler import TaskProfiler
 from cerebro_hydra.shards.trace import CutFailed
+from cerebro_hydra.shards.trial_profile import TrialProfile
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class AdmittedCut:
     report: CutReport
     template: StateTemplate
     layout: TrialLayout
+    profile: TrialProfile | None = None
+    """What the queues of workers must know; None if nobody asked for it."""
 
 
 def admit(
@@ -43,6 +50,7 @@ def admit(
     examples: Sequence[Example],
     trial_seed: int,
     cache: CutModelCache | None = None,
+    profiler: TaskProfiler | None = None,
 ) -> AdmittedCut:
     """Choose a cut and compare it with plain training, two steps at every batch size.
 
@@ -52,19 +60,24 @@ def admit(
 
     Args:
         examples: real batches (features, targets), one for each batch size that will occur.
+        profiler: measures the admitted cut, and says what `shards="auto"` has to fit.
 
     Raises:
         ConfigurationError: the model, loss or optimizer fails on the batches, `shards` names a
-            place where no cut is possible, or training differs even uncut.
+            place where no cut is possible, a unit fits no device, or training differs even uncut.
     """
     if not examples:
         raise ConfigurationError("there are no rows; admission needs a batch to try the model on")
     with kept_heap():
-        return _admit(recipe, examples, trial_seed, cache or CutModelCache())
+        return _admit(recipe, examples, trial_seed, cache or CutModelCache(), profiler)
 
 
 def _admit(
-    recipe: Recipe, examples: Sequence[Example], trial_seed: int, cache: CutModelCache
+    recipe: Recipe,
+    examples: Sequence[Example],
+    trial_seed: int,
+    cache: CutModelCache,
+    profiler: TaskProfiler | None,
 ) -> AdmittedCut:
     check = CutCheck.plain(recipe, examples, trial_seed)
     trained = check.trainer.recipe
@@ -72,9 +85,36 @@ def _admit(
     largest = largest_example(examples)
     sample = Sample.of(recipe, largest)
 
+    def profiled(spec: CutSpec) -> TrialProfile:
+        assert profiler is not None
+        cut_model = cache.get(recipe.model, spec, sample)
+        layout = TrialLayout.make(recipe, cut_model, template)
+        return profiler.profile(recipe, cut_model, layout, template, largest)
+
+    def times(points: CutPoints) -> Sequence[float]:
+        spec = points.spec(points.allowed)
+
+        def measure() -> list[float]:
+            if points.mode == "modules":
+                return check.profile.between(points.allowed)
+            cut_model = cache.get(recipe.model, spec, sample)
+            layout = TrialLayout.make(recipe, cut_model, template)
+            return measure_shards(recipe, cut_model, layout, largest)
+
+        return cache.times(recipe.model, spec, sample, measure)
+
+    def by_number(points: CutPoints) -> tuple[CutChoice, Sequence[float]]:
+        """Return the first choice where no places are named, and the seconds between places."""
+        if isinstance(recipe.shards, int):
+            seconds = times(points)
+            return choose_by_time(points, seconds, recipe.shards), seconds
+        if profiler is None:
+            return choose_whole(points), ()
+        return choose_to_fit(recipe, points, profiler, profiled)
+
     attempts: list[FailedAttempt] = []
     tried: set[CutSpec] = set()
-    for choice in _candidates(recipe, sample, largest, check, template, cache, attempts):
+    for choice in _candidates(recipe, sample, check, by_number, cache, attempts):
         if choice.spec in tried:
             continue  # a model of few units has no more shards to give
         tried.add(choice.spec)
@@ -93,7 +133,8 @@ def _admit(
             difference = reason = _raised(error)
         if difference is None:
             report = CutReport.of(cut_model, layout, choice.why, choice.note, attempts)
-            return AdmittedCut(choice.spec, report, template, layout)
+            profile = None if profiler is None else profiled(choice.spec)
+            return AdmittedCut(choice.spec, report, template, layout, profile)
         shards = len(choice.spec.at) + 1
         way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"
         attempts.append(FailedAttempt(way, reason))
@@ -118,13 +159,16 @@ def _refusal(attempts: Sequence[FailedAttempt]) -> ConfigurationError:
 
 
 def _candidates(
-    recipe: Recipe, sample: Sample, example: Example, check: CutCheck, template: StateTemplate,
-    cache: CutModelCache, attempts: list[FailedAttempt],
-) -> Iterator[CutChoice]:  # fmt: skip
+    recipe: Recipe,
+    sample: Sample,
+    check: CutCheck,
+    by_number: Callable[[CutPoints], tuple[CutChoice, Sequence[float]]],
+    cache: CutModelCache,
+    attempts: list[FailedAttempt],
+) -> Iterator[CutChoice]:
     """Yield the cuts to try, the finest first, and add to `attempts` why one can't be tried."""
-    by_number = isinstance(recipe.shards, int)
     profile = check.profile
-    starts = profile.starts(recipe.model, by_number)
+    starts = profile.starts(recipe.model, _is_number(recipe.shards))
     between_units = CutPoints(
         "modules", starts, profile.order, tuple(sorted(profile.overwritten)), check.written
     )
@@ -133,26 +177,15 @@ def _candidates(
         return
 
     def choices(points: CutPoints) -> Iterator[CutChoice]:
-        if not isinstance(recipe.shards, int):
-            by_name = isinstance(recipe.shards[0], str)
-            yield (choose_by_name if by_name else choose_by_blocks)(points, recipe.shards)
+        if not _is_number(recipe.shards):
+            named: Any = recipe.shards
+            yield (choose_by_name if isinstance(named[0], str) else choose_by_blocks)(points, named)
             return
-        seconds, number = times(points), recipe.shards
-        yield choose_by_time(points, seconds, number)
-        while (number := min(number, len(seconds)) // 2) > 1:
+        choice, seconds = by_number(points)
+        yield choice
+        number = len(choice.spec.at) + 1
+        while (number := number // 2) > 1:
             yield choose_by_time(points, seconds, number)
-
-    def times(points: CutPoints) -> Sequence[float]:
-        spec = points.spec(points.allowed)
-
-        def measure() -> list[float]:
-            if points.mode == "modules":
-                return profile.between(points.allowed)
-            cut_model = cache.get(recipe.model, spec, sample)
-            layout = TrialLayout.make(recipe, cut_model, template)
-            return measure_shards(recipe, cut_model, layout, example)
-
-        return cache.times(recipe.model, spec, sample, measure)
 
     if recipe.cut == "export":
         try:
@@ -181,6 +214,11 @@ def _between_markers(
     else:
         traced = [cache.trace(recipe.model, sample, each) for each in rows]
     first = traced[0]
-    allowed = first.cut_points_with_params if isinstance(recipe.shards, int) else first.cut_points
+    allowed = first.cut_points_with_params if _is_number(recipe.shards) else first.cut_points
     in_all = tuple(unit for unit in allowed if all(unit in each.cut_points for each in traced))
     return CutPoints("export", in_all, tuple(first.train.markers), rows=rows)
+
+
+def _is_number(shards: object) -> bool:
+    """Return whether no places are named, so that each shard shall have parameters."""
+    return shards == AUTO or isinstance(shards, int)

@@ -59,7 +59,16 @@ def choose_by_time(points: CutPoints, seconds: Sequence[float], number: int) -> 
         number: how many shards were asked for. There are fewer if the model has fewer places.
     """
     count = min(number, len(seconds))
-    groups = balance(seconds, count)
+    note = None
+    if count < number:
+        note = f"{number} shards were asked for, the model has blocks with parameters for {count}"
+    return choose_groups(points, seconds, balance(seconds, count), note)
+
+
+def choose_groups(
+    points: CutPoints, seconds: Sequence[float], groups: Sequence[range], note: str | None = None
+) -> CutChoice:
+    """Choose shards that have these parts of what lies between the allowed cuts."""
     at = tuple(points.allowed[group.start - 1] for group in groups[1:])
     total = sum(seconds) or 1.0
     parts = [sum(seconds[i] for i in group) for group in groups]
@@ -67,9 +76,6 @@ def choose_by_time(points: CutPoints, seconds: Sequence[float], number: int) -> 
         f"{part / total:.0%} of a step's measured time, {1e3 * part:.1f} of {1e3 * total:.1f} ms"
         for part in parts
     )
-    note = None
-    if count < number:
-        note = f"{number} shards were asked for, the model has blocks with parameters for {count}"
     return CutChoice(points.spec(at), why, note)
 
 

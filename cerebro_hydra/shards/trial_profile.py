@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.plan.run_progress import RunSpec, ShardSpec
@@ -10,6 +10,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import ShardLayout, TrialLayout
+from cerebro_hydra.shards.task_profile import Needs, TaskProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +36,42 @@ class ShardBytes:
 
 @dataclass(frozen=True, slots=True)
 class TrialProfile:
-    """Describes a trial to the queues, in whichever process it was built."""
+    """Describes a trial to the queues, in whichever process it was built.
+
+    Args:
+        shards: the bytes of each shard.
+        tied: the groups of shards that share a parameter.
+        barrier: whether all gradients come before any update.
+        tasks: what tasks need beside the shards; None if nobody has measured that.
+        build_seconds: what the user's factory took.
+    """
 
     shards: tuple[ShardBytes, ...]
     tied: tuple[tuple[int, ...], ...]
     barrier: bool
+    tasks: TaskProfile | None = None
     build_seconds: float = 0.0
-    """What the user's factory took."""
 
     @classmethod
-    def of(cls, recipe: Recipe, cut_model: CutModel, layout: TrialLayout) -> TrialProfile:
+    def of(
+        cls, recipe: Recipe, cut_model: CutModel, layout: TrialLayout, tasks: TaskProfile | None
+    ) -> TrialProfile:
         """Return the profile of a trial that was built."""
         return cls(
             tuple(map(ShardBytes.of, layout.shards)),
             tuple(cut_model.tied_groups),
             recipe.clip_grad_norm is not None,
+            tasks,
         )
 
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes that training needs on a device which holds all shards."""
-        return sum(shard.frozen + shard.trainable + shard.gradients for shard in self.shards)
-
-    def recomputes(self, asked: bool | None, budget: int | None) -> bool:
+    def recomputes(self, asked: bool | None, budget: int | None, window: int) -> bool:
         """Return whether a backward computes its forward again on devices with this budget."""
         if asked is not None:
             return asked
-        return budget is not None and self.state_bytes > budget
+        if self.tasks is not None and None in (self.tasks.keep, self.tasks.recompute):
+            return self.tasks.keep is None  # the other way is impossible
+        kept = self.training(0, window, window, recompute=False)
+        return budget is not None and kept.device_need > budget
 
     def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
         """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
@@ -71,18 +81,27 @@ class TrialProfile:
     def training(self, run: int, microbatches: int, window: int, recompute: bool) -> RunSpec:
         """Return the run of a sub-epoch."""
         graph = TaskGraph(len(self.shards), microbatches, window, self.barrier, self.tied)
+        needs = self._unmeasured() if self.tasks is None else self.tasks.training(recompute)
         shards = tuple(
-            ShardSpec(
+            replace(
+                need,
                 state=shard.frozen + shard.trainable + self.kept_gradients(number, graph),
-                activations=shard.gradients,
                 forward_writes=shard.forward_writes,
             )
-            for number, shard in enumerate(self.shards)
+            for number, (shard, need) in enumerate(zip(self.shards, needs, strict=True))
         )
         return RunSpec(run, graph, shards, by_modules=True, recompute=recompute)
 
     def evaluation(self, run: int, microbatches: int) -> RunSpec:
         """Return the run of an evaluation."""
         graph = TaskGraph(len(self.shards), microbatches, training=False)
-        shards = tuple(ShardSpec(state=s.frozen + s.trainable) for s in self.shards)
+        needs = (ShardSpec(0),) * len(self.shards) if self.tasks is None else self.tasks.evaluation
+        shards = tuple(
+            replace(need, state=shard.frozen + shard.trainable)
+            for shard, need in zip(self.shards, needs, strict=True)
+        )
         return RunSpec(run, graph, shards, by_modules=True)
+
+    def _unmeasured(self) -> Needs:
+        """Return the least that tasks of training need: the gradients of their shard."""
+        return tuple(ShardSpec(0, activations=shard.gradients) for shard in self.shards)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.host_memory import host_and_memory
 from cerebro_hydra.hopper.loss_limits import LossLimits
 from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.spark import preflight
@@ -52,7 +53,8 @@ class SparkBackend:
             process of its own: CUDA devices where Spark gives it GPUs, else CPU devices.
         device_memory: bytes of each device for shards, or a size such as "2GiB"; None is all that
             the device has.
-        host_memory: bytes of DRAM for the shards of an agent, or a size; None lets it choose.
+        host_memory: bytes of DRAM for the shards of an agent, or a size; None is half of what its
+            machine or cgroup has, shared with the other agents there.
         scratch: a folder on a local disk of every worker for what DRAM can't hold; None takes
             Spark's local folder.
         residents: sub-epochs that an agent holds at once, or "auto".
@@ -97,6 +99,9 @@ class SparkBackend:
         self.num_workers = workers_of(self.spark_context, num_workers)
         self._report = to_stderr if verbose else to_nobody
         preflight.require_ready(self.spark_context, self.num_workers, self._report)
+        self.resources = self.resources.measured(
+            lambda: self._mapped(host_and_memory, range(self.num_workers))
+        )
 
     def prepare_data(
         self,

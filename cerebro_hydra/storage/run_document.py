@@ -38,7 +38,8 @@ class TrialSpec:
     `seed` keys the trial's random numbers; `cut` and `template` are what admission found;
     `nbytes` is the size of its state; `steps` holds optimizer steps per partition; `parameters`
     counts the model's elements, frozen ones too; `recompute` says whether
-    activations are computed again in backward, None leaves it to the worker.
+    activations are computed again in backward, None leaves it to the worker; `tasks` is what the
+    tasks of its shards were measured to need of a device, None where no queues were asked for.
     """
 
     trial: Count
@@ -62,6 +63,7 @@ class TrialSpec:
     parameters: Count = 0
     schedule: Annotated[str, one_of("sequential", "sharp")] = "sequential"
     recompute: bool | None = None
+    tasks: Mapping[str, Any] | None = None
 
     @property
     def steps_per_epoch(self) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.existing import describe
 from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.hopper.host_memory import host_and_memory
 from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.storage import Store
@@ -62,7 +63,7 @@ class LocalBackend:
         self._limits = limits
         self.resources = WorkerResources.checked(
             devices_per_worker, device_memory, host_memory, scratch, residents
-        )
+        ).measured(lambda: [host_and_memory()] * num_workers)
         self.agents = self.launcher()
 
     def prepare(

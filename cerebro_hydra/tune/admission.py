@@ -24,13 +24,14 @@ from cerebro_hydra.recipe import (
     load_warm_start,
     trial_seed,
 )
+from cerebro_hydra.recipe.blocks import AUTO
 from cerebro_hydra.shards.admission import AdmittedCut, admit
 from cerebro_hydra.shards.admission_key import admission_key
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, ShardReport
 from cerebro_hydra.shards.layout import initial_segments
-from cerebro_hydra.shards.sample import Example, Sample
-from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.shards.sample import Example
+from cerebro_hydra.shards.task_profiler import asked_recompute
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.names import trial_name
@@ -107,6 +108,7 @@ class Admission:
         self._first: Mapping[str, Any] = {}  # the parameters of the first trial, which says so
         self._ranges = value_ranges(examples.manifest, folder.store)
         self._cut_models = CutModelCache()
+        self._profiler = memory_bill.profiler
         self._cuts: dict[Hashable, AdmittedCut] = {}
         self._reported: set[tuple[ShardReport, ...]] = set()
 
@@ -158,6 +160,8 @@ class Admission:
             recipe = build_recipe(self._factory, params, self._seed, self._columns)
             if parent is None and recipe.warm_start is not None:
                 load_warm_start(recipe.model, recipe.warm_start)
+        if parent is not None and recipe.shards == AUTO:
+            recipe.shards = list(parent.cut["at"])
         seed = trial_seed(self._seed, trial)
         examples = [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]
         with _refusing():
@@ -171,6 +175,7 @@ class Admission:
                     "neither"
                 )
         shards = self._written(initial) if parent is None else parent.shards
+        profile = admission.profile
         entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
         self._folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": entries})
         spec = TrialSpec(
@@ -191,12 +196,10 @@ class Admission:
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
             parameters=sum(p.numel() for p in recipe.model.parameters()),
             schedule=recipe.schedule,
-            recompute=recipe.recompute if isinstance(recipe.recompute, bool) else None,
+            recompute=asked_recompute(recipe),
+            tasks=profile.tasks.to_json() if profile is not None and profile.tasks else None,
         )
-        if self._memory_bill.is_due:
-            sample = Sample.of(recipe, examples[0])
-            cut_model = self._cut_models.get(recipe.model, admission.spec, sample)
-            profile = TrialProfile.of(recipe, cut_model, admission.layout)
+        if profile is not None:
             with _refusing():
                 self._memory_bill.check(spec, profile)
         self._folder.write_trial(spec)
@@ -223,7 +226,7 @@ class Admission:
         key = admission_key(recipe, examples)
         if key is not None and key in self._cuts:
             return self._cuts[key]
-        cut = admit(recipe, examples, seed, self._cut_models)
+        cut = admit(recipe, examples, seed, self._cut_models, self._profiler)
         check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
         if key is not None:
             self._cuts[key] = cut

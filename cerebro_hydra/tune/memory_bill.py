@@ -14,6 +14,7 @@ from cerebro_hydra.plan.bill import WorkerMemory, bill
 from cerebro_hydra.plan.bill_table import table
 from cerebro_hydra.plan.move_rates import MoveRates
 from cerebro_hydra.plan.run_progress import RunSpec
+from cerebro_hydra.shards.task_profiler import TaskProfiler
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -37,10 +38,12 @@ class MemoryBill:
         self._report = report
         self._reported: set[RunSpec] = set()
 
-    @property
-    def is_due(self) -> bool:
-        """Return whether trials are billed at all."""
-        return self._resources.asks_for_queues
+    @cached_property
+    def profiler(self) -> TaskProfiler | None:
+        """Return what measures trials; None where none is billed."""
+        if not self._resources.asks_for_queues:
+            return None
+        return TaskProfiler(self._resources.device_memory)
 
     def check(self, spec: TrialSpec, profile: TrialProfile) -> None:
         """Report what a trial needs.
@@ -48,14 +51,16 @@ class MemoryBill:
         Raises:
             ConfigurationError: it does not fit; the message has the numbers and what to change.
         """
-        recompute = profile.recomputes(spec.recompute, self._resources.device_memory)
+        budget = self._resources.device_memory
+        recompute = profile.recomputes(spec.recompute, budget, spec.accumulate)
         microbatches = max(spec.steps) * spec.accumulate
         run = profile.training(spec.trial, microbatches, spec.accumulate, recompute)
-        # Moves count without the computing that hides them, because nothing has been timed.
-        shards = tuple(replace(each, forward=0.0, backward=0.0) for each in run.shards)
-        found = bill([replace(run, shards=shards)], [self._memory] * self._num_workers)
+        workers = [self._memory] * self._num_workers
+        found = bill([run], workers)
         found.check()
-        if (alike := replace(run, run=0)) not in self._reported:
+        bill([profile.evaluation(spec.trial, 1)], workers).check()
+        shards = tuple(replace(each, forward=0.0, backward=0.0, update=0.0) for each in run.shards)
+        if (alike := replace(run, run=0, shards=shards)) not in self._reported:
             self._reported.add(alike)
             self._report(table(found.lines))
 

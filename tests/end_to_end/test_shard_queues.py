@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, hp_choice
 from tests.end_to_end import models
@@ -43,17 +43,28 @@ def search(
 def test_a_net_with_batchnorm_clipping_and_accumulation_is_larger_than_device_and_dram(
     tmp_path: Path,
 ) -> None:
-    options = {"device_memory": 36_000, "host_memory": 90_000}  # its state has 56,128 bytes
+    options = {"device_memory": 500_000, "host_memory": 90_000}  # with activations 1,002,936
     _, grid = search(tmp_path, models.long_skips, SKIPS, **options)
     result = grid.fit(IMAGES)
     assert [trial.status for trial in result.trials] == ["finished"]
     assert_replays(result)
 
 
+def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: Path) -> None:
+    space = {"lr": [0.01, 0.02], "dropout": [0.3], "shards": ["auto"]}
+    _, grid = search(tmp_path, models.feed_forward, space, device_memory=20_000)
+    result = grid.fit(classes(60))
+    assert [trial.status for trial in result.trials] == ["finished"] * 2
+    folder = RunFolder.open(result.run_path)
+    first, second = (folder.read_trial(trial, folder.run_id) for trial in (0, 1))
+    assert len(first.cut["at"]) == 1 and first.cut == second.cut
+    assert_replays(result)
+
+
 def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     space = {"lr": [0.01, 0.02], "dropout": [0.3]}
     data = classes()
-    options = {"devices_per_worker": 2, "device_memory": 10_000}
+    options = {"devices_per_worker": 2, "device_memory": 20_000}
     backend, grid = search(tmp_path, models.feed_forward, space, **options)
     killed = []
 
@@ -88,19 +99,19 @@ TWO = [0.01, 0.02]
 @pytest.mark.parametrize(
     ("factory", "space", "data", "budget"),
     [
-        (models.long_skips, SKIPS, IMAGES, 36_000),  # of a state of 56,128 bytes
+        (models.long_skips, SKIPS, IMAGES, 500_000),  # of 1,002,936 bytes with activations
         (
             models.tied_gpt2,
             {"lr": TWO, "shards": [3]},
             TOKENS,
-            370_000,
-        ),  # of 383,680, however it is cut
+            1_200_000,
+        ),  # of 1,910,280
         (
             models.feed_forward,
             {"lr": [0.01, 0.02], "dropout": [0.3]},
             classes(),
-            10_000,
-        ),  # of 10,752
+            20_000,
+        ),  # of 22,528
     ],
 )
 def test_any_number_of_devices_replays(

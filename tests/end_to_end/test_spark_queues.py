@@ -36,7 +36,7 @@ def run(
 
 
 def test_two_devices_of_an_eighth_of_a_trial_replay(spark: Any, tmp_path: Path) -> None:
-    resources = {"devices_per_worker": 2, "device_memory": 42_000}  # its state has 335,040 bytes
+    resources = {"devices_per_worker": 2, "device_memory": 109_000}  # of 879,808 bytes
     run(spark, tmp_path, ("mlp",), 1, 16, **resources)
 
 

@@ -19,13 +19,13 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.fast_path import without_fast_path
 from cerebro_hydra.shards.held_tensors import HeldTensors
 from cerebro_hydra.shards.layout import Bytes, aligned
-from cerebro_hydra.shards.shard_profile import profile
 from cerebro_hydra.shards.shard_run import ShardRun
+from cerebro_hydra.shards.task_profile import profile
 from tests.shards import plain, zoo
 from tests.shards.device_loop import POISON, Slot
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
 from tests.shards.test_shards_equivalence import mlp_recipe
-from tests.shards.test_shards_shard_profile import WIDTH, ReadsBack
+from tests.shards.test_shards_task_profile import WIDTH, ReadsBack
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 WINDOWS = [zoo.vectors(8, 8), zoo.vectors(5, seed=2)]
@@ -141,7 +141,7 @@ def test_parameters_that_other_shards_read_are_held_if_the_profile_names_them():
     batch = windows[0][0]
     trial = start(make(), windows)
     example = (batch.features, batch.labels)
-    shared = profile(trial.recipe, trial.cut_model, trial.layout, example, True).shared
+    shared = profile(trial.recipe, trial.cut_model, trial.layout, example).shared
     trained(make, windows, shared)
     with pytest.raises(ConfigurationError, match=r"enters 'layers.0@1' while another shard runs"):
         trained(make, windows)

@@ -1,0 +1,351 @@
+"""Profiles the tasks of a cut trial: what they need of a device beside its state, and how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cerebro_hydra.documents import decode
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.run_progress import ShardSpec
+from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.evaluated_shards import EvaluatedShards
+from cerebro_hydra.shards.gradient_layout import GradientLayout
+from cerebro_hydra.shards.held_tensors import HeldTensors
+from cerebro_hydra.shards.layout import TrialLayout, aligned, initial_segments
+from cerebro_hydra.shards.memory_watch import LiveBytes, ReadsElsewhere
+from cerebro_hydra.shards.microbatch import Microbatch
+from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
+from cerebro_hydra.shards.sample import Example, copy_example
+from cerebro_hydra.shards.sub_epoch import SubEpoch
+
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 2, 6, 0.2
+
+Task = tuple[Literal["F", "B", "U"], int]
+Needs = tuple[ShardSpec, ...]
+"""What the tasks of each shard need; the bytes of its state are not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProfile:
+    """Holds what the tasks of a trial need for its largest batch, as they were measured.
+
+    Args:
+        evaluation: of the forwards of an evaluation.
+        keep: of training that keeps activations; None if no device could have them.
+        recompute: of training that computes them again; None if that was not asked for, or the
+            model can't be run so.
+        shared: the parameters that are read while another shard than theirs runs.
+    """
+
+    evaluation: Needs
+    keep: Needs | None
+    recompute: Needs | None
+    shared: tuple[str, ...]
+
+    def training(self, recompute: bool) -> Needs:
+        """Return the needs of training; those of the other way where this one was not measured."""
+        asked, other = self.keep, self.recompute
+        if recompute:
+            asked, other = other, asked
+        found = other if asked is None else asked
+        assert found is not None, "training was measured in one way at least"
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> TaskProfile:
+        found: TaskProfile = decode(cls, dict(document), "what the tasks of a trial need")
+        return found
+
+
+def gradients_outlive_tasks(recipe: Recipe, cut_model: CutModel) -> bool:
+    """Return whether gradients are kept from a backward to a later task."""
+    clips = recipe.clip_grad_norm is not None
+    return clips or recipe.accumulate > 1 or bool(cut_model.tied)
+
+
+def profile(
+    recipe: Recipe,
+    cut_model: CutModel,
+    layout: TrialLayout,
+    example: Example,
+    *,
+    keep: bool = True,
+    recompute: bool = True,
+) -> TaskProfile:
+    """Measure steps of state 0 on one batch: with all shards in memory, and with one at a time.
+
+    The bytes are those of tensors; what operations take for themselves is not seen. The model is as
+    before afterwards, and so are the process's random numbers.
+
+    Args:
+        keep, recompute: the ways of training to measure. If only one of them is possible, that one
+            is.
+
+    Raises:
+        NonFiniteLoss: the loss is NaN or infinite.
+        ConfigurationError: the model can't be run with its shards unloaded between tasks, and
+            ``keep`` is False.
+    """
+    random_state = torch.default_generator.get_state()
+    try:
+        shared = cut_model.shared | _read_elsewhere(recipe, cut_model, layout, example)
+        trial = _Measured(recipe, cut_model, layout, example, shared)
+        again = _recomputed(trial, or_not=keep) if recompute else None
+        kept = _kept(trial) if keep else None
+        evaluation = _evaluated(trial)
+    finally:
+        torch.default_generator.set_state(random_state)
+    return TaskProfile(evaluation, kept, again, tuple(sorted(shared)))
+
+
+class _Measured(NamedTuple):
+    """Holds what is measured."""
+
+    recipe: Recipe
+    cut_model: CutModel
+    layout: TrialLayout
+    example: Example
+    shared: frozenset[str]
+
+
+def _recomputed(trial: _Measured, or_not: bool) -> Needs | None:
+    try:
+        step = _ProfiledStep(trial, recompute=True)
+        return _timed(step, _recomputing(_measure_memory(step), step.gradients_outlive))
+    except ConfigurationError:
+        if or_not:
+            return None
+        raise
+
+
+def _kept(trial: _Measured) -> Needs:
+    step = _ProfiledStep(trial, recompute=False)
+    return _timed(step, _keeping(_measure_memory(step)))
+
+
+def _evaluated(trial: _Measured) -> Needs:
+    """Return what forwards of an evaluation need, each with its shard alone in memory."""
+    recipe, cut_model, layout, example, shared = trial
+    found: dict[Task, _TaskMemory] = {}
+    segments = initial_segments(recipe, layout)
+    maker = MicrobatchMaker(cut_model, recipe, 0)
+    task = ExitStack()
+
+    def reach(_: object, k: int) -> None:
+        task.close()
+        for other in range(cut_model.num_shards):
+            if other != k and other in shards:
+                shards.release(other, needed=True)
+        if k not in shards:
+            shards.receive(k, segments[k])
+        task.enter_context(live.measured(("F", k)))
+
+    with _LiveTasks(found) as live:
+        shards = EvaluatedShards(cut_model, layout, recipe, maker, shared)
+        features, labels = copy_example(example)
+        rows = int((labels or features)[0].shape[0])
+        with shards.evaluating(), task:
+            shards.begin_batch()
+            shards.run(_Batch(features, labels, rows), reach)
+            task.close()
+            shards.end_batch()
+    held = max(max(memory.before, memory.after) for memory in found.values())
+    activations = [max(0, found["F", k].peak - held) for k in range(cut_model.num_shards)]
+    boundary = [held] + [0] * (cut_model.num_shards - 1)
+    return tuple(ShardSpec(0, *each) for each in zip(activations, boundary, strict=True))
+
+
+class _Batch(NamedTuple):
+    features: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]
+    rows: int
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@dataclass
+class _TaskMemory:
+    """Holds the live bytes at a task's begin, peak and end."""
+
+    before: int
+    peak: int
+    after: int
+
+
+class _LiveTasks(LiveBytes):
+    """Notes the live bytes of tasks."""
+
+    def __init__(self, found: dict[Task, _TaskMemory]) -> None:
+        super().__init__()
+        self._found = found
+
+    @contextmanager
+    def measured(self, task: Task) -> Iterator[None]:
+        before = self.peak = self.now
+        yield
+        self._found[task] = _TaskMemory(before, self.peak, self.now)
+
+
+def _measure_memory(step: _ProfiledStep) -> dict[Task, _TaskMemory]:
+    found: dict[Task, _TaskMemory] = {}
+    with _LiveTasks(found) as live:
+        step.take(live.measured)
+    return found
+
+
+def _recomputing(
+    memory: Mapping[Task, _TaskMemory], gradients_outlive: bool
+) -> list[tuple[int, int]]:
+    """Return each shard's activations and boundary bytes, where F leaves the boundary alone.
+
+    What there is from the first task on, such as the batch, counts as the boundary of shard 0.
+    """
+    last = max(k for _, k in memory)
+    # Tasks of one shard that follow one another may leave more between them.
+    begins = {task: m.before for task, m in memory.items() if task != ("B", last)}
+    held = max(n for (kind, _), n in begins.items() if kind != "U" or gradients_outlive)
+    left = [max(0, memory["F", k].after - memory["F", k].before) for k in range(last)]
+    boundary = [max(0, held - sum(left)), *left]
+    held = sum(boundary)
+    peaks = [max(m.peak for (_, at), m in memory.items() if at == k) for k in range(last + 1)]
+    return [(max(0, peak - held), own) for peak, own in zip(peaks, boundary, strict=True)]
+
+
+def _keeping(memory: Mapping[Task, _TaskMemory]) -> list[tuple[int, int]]:
+    """Return each shard's activations, which stay from F to B, and no boundary."""
+    forwards = [m for (kind, _), m in memory.items() if kind == "F"]
+    kept = [max(0, m.after - m.before) for m in forwards[:-1]]
+    kept.append(max(m.peak for m in memory.values()) - sum(kept))
+    return [(nbytes, 0) for nbytes in kept]
+
+
+def _read_elsewhere(
+    recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
+) -> set[str]:
+    """Return the parameters that a microbatch reads while another shard than their own runs."""
+    segments = initial_segments(recipe, layout)
+    names = {
+        int(segments[k][name].ctypes.data) + entry.offset: entry.name.partition(":")[2]
+        for k, shard in enumerate(layout.shards)
+        for name, segment in (("frozen", shard.frozen), ("trainable", shard.trainable))
+        for entry in segment.entries
+        if entry.name.startswith("param:") and entry.nbytes
+    }
+    at = 0
+
+    def reach(_: object, k: int) -> None:
+        nonlocal at
+        at = k
+
+    owner = {p.name: p.owner for p in cut_model.params}
+    sub_epoch = SubEpoch(cut_model, layout, recipe, 1, 0, None)
+    with sub_epoch.tasks(keep=True) as tasks:
+        for k, each in enumerate(segments):
+            sub_epoch.receive(k, each, None)
+        sub_epoch.begin_window(0)
+        with ReadsElsewhere(names, owner, lambda: at) as reads:
+            tasks.run(_microbatch(recipe, example), reach)
+    return reads.found
+
+
+# ---------------------------------------------------------------------- seconds
+
+
+def _timed(step: _ProfiledStep, memory: Sequence[tuple[int, int]]) -> Needs:
+    """Return needs with the seconds of each task, the least of several rounds."""
+    fastest: dict[Task, float] = {}
+
+    @contextmanager
+    def measured(task: Task) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        spent = time.perf_counter() - begun
+        fastest[task] = min(spent, fastest.get(task, spent))
+
+    begun = time.perf_counter()
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - begun > _ENOUGH_SECONDS:
+            break
+        step.take(measured)
+    return tuple(
+        ShardSpec(0, *nbytes, fastest["F", k], fastest["B", k], fastest["U", k])
+        for k, nbytes in enumerate(memory)
+    )
+
+
+# ---------------------------------------------------------------------- the step
+
+
+def _microbatch(recipe: Recipe, example: Example) -> Microbatch:
+    return Microbatch.collated(recipe, copy_example(example), RandomKey(0, 0, 0), weight=None)
+
+
+class _ProfiledStep:
+    """Takes the first step of a trial, as often as wanted, and tells of every task."""
+
+    def __init__(self, trial: _Measured, recompute: bool) -> None:
+        self._recipe, self._cut_model, self._layout, self._example, self._shared = trial
+        self._recompute = recompute
+        self.gradients_outlive = gradients_outlive_tasks(self._recipe, self._cut_model)
+        self._sub_epoch: SubEpoch
+        self._task: ExitStack
+        self._at: Task | None = None
+
+    def take(self, measured: Callable[[Task], AbstractContextManager[None]]) -> None:
+        """Take the step; each task runs within what `measured` returns for it."""
+        self._measured, self._at = measured, None
+        self._segments = initial_segments(self._recipe, self._layout)
+        self._gradients = [
+            aligned(GradientLayout.of(shard).nbytes, zeroed=True) for shard in self._layout.shards
+        ]
+        self._sub_epoch = SubEpoch(
+            self._cut_model, self._layout, self._recipe, 1, 0, None, HeldTensors(self._shared)
+        )
+        with self._sub_epoch.tasks(keep=not self._recompute) as tasks, ExitStack() as self._task:
+            batch = _microbatch(self._recipe, self._example)
+            self._sub_epoch.begin_window(0)
+            self._sub_epoch.begin_microbatch()
+            tasks.run(batch, self._reach)
+            self._end()
+            self._sub_epoch.end_microbatch()
+            if self.gradients_outlive:
+                for k in range(self._cut_model.num_shards):
+                    self._go_to(k, needed=False)
+                    self._update(k)
+
+    def _reach(self, kind: Literal["F", "B"], k: int) -> None:
+        self._end()
+        self._go_to(k, needed=kind == "F")
+        self._at = kind, k
+        self._task.enter_context(self._measured(self._at))
+
+    def _end(self) -> None:
+        """End the task under way, with the update that follows."""
+        self._task.close()
+        if self._at is not None and self._at[0] == "B" and not self.gradients_outlive:
+            self._update(self._at[1])
+
+    def _update(self, k: int) -> None:
+        with self._measured(("U", k)):
+            self._sub_epoch.update(k)
+
+    def _go_to(self, k: int, needed: bool) -> None:
+        """Have shard k alone in memory, or beside the others if activations are kept."""
+        if self._recompute:
+            for other in range(self._cut_model.num_shards):
+                if other != k and other in self._sub_epoch:
+                    self._sub_epoch.release(other, needed=needed, last=False)
+        if k not in self._sub_epoch:
+            self._sub_epoch.receive(k, self._segments[k], None, self._gradients[k])
