@@ -22,7 +22,6 @@ from typing import Any
 from cerebro_hydra.agent.attempt_reports import AttemptReports
 from cerebro_hydra.agent.device_messages import (
     Answer,
-    Close,
     Closed,
     Compute,
     Done,
@@ -49,6 +48,7 @@ from cerebro_hydra.agent.worker_loop import WorkerLoop
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.device_log import DeviceLog
 from cerebro_hydra.plan.instructions import FetchShards
 from cerebro_hydra.plan.worker_events import (
     ActionDone,
@@ -104,7 +104,8 @@ class QueueTrainer:
     ) -> None:
         self._incarnation = incarnation
         self._state = state
-        self._loop = WorkerLoop(state, self._carry_out, broken, self._check_times)
+        self._log = DeviceLog(state, lambda run: self._runs[run].task.trial)
+        self._loop = WorkerLoop(state, self._log, self._carry_out, broken, self._check_times)
         self._planner = planner
         self._shard_store = shard_store
         self._fetch_manager = fetch_manager
@@ -207,8 +208,7 @@ class QueueTrainer:
         was_over, run.over = run.over, True
         run.retract(self._shard_store)
         self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
-        for device in run.opened:
-            device.give(Close(run.number, cancelled=True))
+        run.close(cancelled=True)
         self._look()
         if not was_over:
             self._entrance.leave(run.task.trial)
@@ -252,8 +252,7 @@ class QueueTrainer:
             self._fail(run, "", f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
             run.closing = set(run.opened)
-            for device in run.opened:
-                device.give(Close(run.number))
+            run.close()
 
     def _closed(self, run: QueuedRun, device: WorkerDevice) -> None:
         """Report a run that every device has ended."""
@@ -265,12 +264,12 @@ class QueueTrainer:
             self._fail(run, "", fault)
             return
         run.over = True
+        self._report(self._log.report(self._incarnation, time.monotonic()))
         self._reports.done(result)
         self._entrance.leave(run.task.trial)
 
     def _restart(self, run: QueuedRun) -> None:
-        for device in run.opened:
-            device.give(Close(run.number, cancelled=True))
+        run.close(cancelled=True)
         run.retract(self._shard_store)
         run.begin_anew()
         run.announce(self._shard_store)
@@ -349,7 +348,7 @@ class QueueTrainer:
                     self._closed(run, device)
             case Done():
                 self._note(self._runs[answer.action.trial], answer)
-                self._loop.tell(ActionDone(answer.action, answer.seconds))
+                self._loop.tell(ActionDone(answer.action, answer.seconds, answer.nbytes))
 
     def _check_times(self) -> None:
         for run in self._runs.values():

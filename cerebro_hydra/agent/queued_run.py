@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cerebro_hydra.agent.device_messages import RunOrder
+from cerebro_hydra.agent.device_messages import Close, RunOrder
 from cerebro_hydra.agent.run_time import RunTime
 from cerebro_hydra.agent.shard_home import ShardHome
 from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
@@ -88,6 +88,11 @@ class QueuedRun:
             self.start_step = int((cursor or {}).get("step", 0))
         return RunOrder(self.number, self.trial, self.task, self.start_step, self.spec.recompute)
 
+    def close(self, cancelled: bool = False) -> None:
+        """Let every device end the run."""
+        for device in self.opened:
+            device.give(Close(self.number, cancelled))
+
     def saved_sizes(self, shard: int) -> dict[str, int]:
         """Return the bytes of slabs that a shard's changes are written back to, by name."""
         sizes = {
@@ -160,6 +165,7 @@ class QueuedRun:
             nbytes=self.nbytes,
             seconds=self.seconds(),
             hop=hop,
+            device_seconds=self.time.seconds,
         )
 
     def _evaluated(self, incarnation: str, hop: Hop) -> EvaluationDone:
@@ -167,5 +173,11 @@ class QueuedRun:
         assert self.evaluation is not None
         found = self.evaluation
         return EvaluationDone(
-            self.task.attempt, incarnation, found.sums, self.seconds(), hop, found.states
+            attempt=self.task.attempt,
+            incarnation=incarnation,
+            sums=found.sums,
+            seconds=self.seconds(),
+            hop=hop,
+            states=found.states,
+            device_seconds=self.time.seconds,
         )
