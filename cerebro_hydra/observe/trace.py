@@ -71,10 +71,10 @@ class _Trace:
             threads |= {_thread(bar): f"{words[bar.kind]} {bar.lane}" for bar in bars if bar.lane}
             for lane in sorted({bar.hop.lane for bar in bars if bar.hop}):
                 threads[HOPS + lane] = f"hops {lane}" if lane else "hops"
-            for lane in self._lanes_of(worker):
-                threads[_device(lane, moves=True)] = f"{lane.totals.name} transfers"
-                if not lane.totals.is_dram:
-                    threads[_device(lane)] = lane.totals.name
+            for device in self._lanes_of(worker):
+                threads[_device(device, moves=True)] = f"{device.totals.name} transfers"
+                if not device.totals.is_dram:
+                    threads[_device(device)] = device.totals.name
             for tid, name in threads.items():
                 yield _event("M", "thread_name", pid, tid, args={"name": name})
                 yield _event("M", "thread_sort_index", pid, tid, args={"sort_index": tid})
