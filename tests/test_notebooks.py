@@ -38,6 +38,20 @@ def test_the_port_from_cerebro_runs_and_every_trial_replays(
     assert float(accuracy[1]) > 0.8
 
 
+@pytest.mark.long
+@pytest.mark.spark
+def test_models_of_eight_times_a_devices_memory_train_and_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outputs = run("04_larger_than_memory.ipynb", monkeypatch)
+    text = printed(outputs)
+    assert text.count(": identical") == 3
+    sizes = re.search(r"a trial's state has (\d+) MB, a device (\d+\.\d) MB", text)
+    assert sizes is not None
+    assert float(sizes[1]) > 7.9 * float(sizes[2])
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+
+
 def run(name: str, monkeypatch: pytest.MonkeyPatch) -> list[nbformat.NotebookNode]:
     """The outputs of all cells of a notebook."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parent), *sys.path]))

@@ -87,7 +87,8 @@ class HostMoves:
             except Exception as error:
                 failure = error
             if answers or failure is not None:
-                seconds = time.perf_counter() - begun
-                self._on_moved(run, ActionDone(action, seconds), failure)
+                seconds, home = time.perf_counter() - begun, run.homes.get(action.shard)
+                nbytes = 0 if home is None else home.bytes_on_disk
+                self._on_moved(run, ActionDone(action, seconds, nbytes), failure)
 
         self._threads.submit(carry_out)

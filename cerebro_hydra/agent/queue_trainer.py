@@ -23,7 +23,6 @@ from typing import Any
 from cerebro_hydra.agent.attempt_reports import AttemptReports
 from cerebro_hydra.agent.device_messages import (
     Answer,
-    Close,
     Closed,
     Compute,
     Done,
@@ -52,6 +51,7 @@ from cerebro_hydra.agent.worker_loop import WorkerLoop
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.device_log import DeviceLog
 from cerebro_hydra.plan.instructions import FetchShards
 from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.plan.worker_events import (
@@ -109,7 +109,8 @@ class QueueTrainer:
     ) -> None:
         self._incarnation = incarnation
         self._state = state
-        self._loop = WorkerLoop(state, self._carry_out, broken, self._check_times)
+        self._log = DeviceLog(state, lambda run: self._runs[run].task.trial)
+        self._loop = WorkerLoop(state, self._log, self._carry_out, broken, self._check_times)
         self._planner = planner
         self._shard_store = shard_store
         self._fetch_manager = fetch_manager
@@ -129,7 +130,7 @@ class QueueTrainer:
         self._entrance = TaskEntrance(planner, self._devices, self._reports, self._enter)
         self._ends = RunEnds(
             incarnation, self._loop, planner, audits, self._entrance, self._reports, shard_store,
-            fetch_manager, self._look,
+            fetch_manager, self._report_devices, self._look,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -259,13 +260,14 @@ class QueueTrainer:
             self._ends.fail(run, "", f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
             run.closing = set(run.opened)
-            for device in run.opened:
-                device.give(Close(run.number))
+            run.close()
+
+    def _report_devices(self) -> None:
+        self._report(self._log.report(self._incarnation, time.monotonic()))
 
     def _restart(self, run: QueuedRun) -> None:
         self._ends.end_audit(run)
-        for device in run.opened:
-            device.give(Close(run.number, cancelled=True))
+        run.close(cancelled=True)
         run.retract(self._shard_store)
         run.begin_anew()
         run.announce(self._shard_store)
@@ -345,7 +347,7 @@ class QueueTrainer:
                     self._ends.closed(run, device)
             case Done():
                 self._note(self._runs[answer.action.trial], answer)
-                self._loop.tell(ActionDone(answer.action, answer.seconds))
+                self._loop.tell(ActionDone(answer.action, answer.seconds, answer.nbytes))
 
     def _check_times(self) -> None:
         for run in self._runs.values():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cerebro_hydra.agent.device_messages import Done, RunOrder
+from cerebro_hydra.agent.device_messages import Close, Done, RunOrder
 from cerebro_hydra.agent.run_time import RunTime
 from cerebro_hydra.agent.shard_home import ShardHome
 from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
@@ -114,6 +114,11 @@ class QueuedRun:
             self.audits is not None,
         )
 
+    def close(self, cancelled: bool = False) -> None:
+        """Let every device end the run."""
+        for device in self.opened:
+            device.give(Close(self.number, cancelled))
+
     def saved_sizes(self, shard: int) -> dict[str, int]:
         """Return the bytes of slabs that a shard's changes are written back to, by name."""
         sizes = {
@@ -202,6 +207,7 @@ class QueuedRun:
             nbytes=self.nbytes,
             seconds=self.seconds(),
             hop=hop,
+            device_seconds=self.time.seconds,
             audit_seconds=self.audit_seconds,
         )
 
@@ -210,5 +216,11 @@ class QueuedRun:
         assert self.evaluation is not None
         found = self.evaluation
         return EvaluationDone(
-            self.task.attempt, incarnation, found.sums, self.seconds(), hop, found.states
+            attempt=self.task.attempt,
+            incarnation=incarnation,
+            sums=found.sums,
+            seconds=self.seconds(),
+            hop=hop,
+            states=found.states,
+            device_seconds=self.time.seconds,
         )

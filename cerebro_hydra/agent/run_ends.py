@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cerebro_hydra.agent.attempt_reports import AttemptReports
-from cerebro_hydra.agent.device_messages import Close
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queued_run import QueuedRun
@@ -26,6 +25,7 @@ class RunEnds:
 
     Args:
         incarnation: names this agent.
+        report_devices: tells the coordinator what the devices have done so far.
         after: is called when a run was ended early.
     """
 
@@ -39,6 +39,7 @@ class RunEnds:
         reports: AttemptReports,
         shard_store: ShardStore,
         fetch_manager: FetchManager,
+        report_devices: Callable[[], object],
         after: Callable[[], object],
     ) -> None:
         self._incarnation = incarnation
@@ -49,6 +50,7 @@ class RunEnds:
         self._reports = reports
         self._shard_store = shard_store
         self._fetch_manager = fetch_manager
+        self._report_devices = report_devices
         self._after = after
 
     def early(self, run: QueuedRun) -> None:
@@ -56,8 +58,7 @@ class RunEnds:
         was_over, run.over = run.over, True
         run.retract(self._shard_store)
         self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
-        for device in run.opened:
-            device.give(Close(run.number, cancelled=True))
+        run.close(cancelled=True)
         self._after()
         self.end_audit(run)
         self._planner.end_audit(run.number)
@@ -105,5 +106,6 @@ class RunEnds:
             self.fail(run, "", fault)
             return
         run.over = True
+        self._report_devices()
         self._reports.done(result)
         self._entrance.leave(run.task.trial)

@@ -29,6 +29,11 @@ class RunTime:
             return self._seconds
         return self._seconds + time.monotonic() - self._since
 
+    @property
+    def seconds(self) -> float:
+        """Return how long devices have computed for the run."""
+        return self._clock()
+
     def build(self) -> None:
         """Note that a device builds the trial before it computes."""
         self._building = True

@@ -39,6 +39,11 @@ class ShardHome:
         """Return the shard's bytes, which are in DRAM, by name."""
         return self._stored | self._own
 
+    @property
+    def bytes_on_disk(self) -> int:
+        """Return the bytes of the shard's files, which are what moves between disk and DRAM."""
+        return sum(self._sizes[name] for name in self._files)
+
     def room_for(self, sizes: Mapping[str, int]) -> Mapping[str, Bytes]:
         """Return slabs that a device may write the shard's changes to."""
         for name, nbytes in sizes.items():

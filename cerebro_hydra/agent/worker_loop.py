@@ -10,6 +10,7 @@ from functools import partial
 
 from cerebro_hydra.agent.units import with_units
 from cerebro_hydra.plan.actions import Action
+from cerebro_hydra.plan.device_log import DeviceLog
 from cerebro_hydra.plan.worker_events import Answer, WorkerEvent
 from cerebro_hydra.plan.worker_state import WorkerState
 
@@ -21,6 +22,7 @@ class WorkerLoop:
 
     Args:
         state: the queues.
+        log: is told what happens, and looks at the queues after each decision.
         carry_out: begins what they decide, with the tasks of a unit as a list.
         broken: takes an error that ends the loop.
         tick: is called now and then by the loop.
@@ -29,11 +31,12 @@ class WorkerLoop:
     def __init__(
         self,
         state: WorkerState,
+        log: DeviceLog,
         carry_out: Callable[[Answer | list[Action]], object],
         broken: Callable[[Exception], object],
         tick: Callable[[], object],
     ) -> None:
-        self._state = state
+        self._state, self._log = state, log
         self._carry_out = carry_out
         self._broken = broken
         self._tick = tick
@@ -82,7 +85,10 @@ class WorkerLoop:
                 work()
                 while self._events:
                     events, self._events = self._events, []
-                    for decision in with_units(self._state.handle(events)):
+                    self._log.hear(time.monotonic(), events)
+                    decisions = self._state.handle(events)
+                    self._log.look()
+                    for decision in with_units(decisions):
                         self._carry_out(decision)
         except Exception as error:
             self._broken(error)

@@ -1,4 +1,4 @@
-"""Plots a run with matplotlib: learning curves, and parameters against the metric."""
+"""Plots a run with matplotlib: learning curves, parameters against the metric, devices' lanes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.observe.text import metric_title, parameter_names
+from cerebro_hydra.observe.timeline import Timeline
 from cerebro_hydra.observe.trial_view import TrialView
 from cerebro_hydra.observe.view import RunView
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 # The palette of Okabe and Ito, as in the report; colour-blind people tell the colours apart.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#a3960c", "#3c3f46")
+_GREY = (0.39, 0.42, 0.45)
 
 _COLUMNS = 3
 
@@ -30,21 +32,6 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
         SetupError: matplotlib is not installed.
         ConfigurationError: no trial has a parameter of that name.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SetupError(
-            "plots need matplotlib; install it with pip install 'cerebro-hydra[notebook]'"
-        ) from error
-
-    class Shown(Figure):
-        """A figure that a notebook shows without a backend of its own."""
-
-        def _repr_png_(self) -> bytes:
-            buffer = io.BytesIO()
-            self.savefig(buffer, format="png")
-            return buffer.getvalue()
-
     known = parameter_names(view)
     for name in parameters:
         if name not in known:
@@ -52,8 +39,7 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
     measured = list(view.measured())
     count = len(measured) + len(parameters)
     columns, rows = min(count, _COLUMNS), math.ceil(count / _COLUMNS)
-    # Not through pyplot, which keeps every figure and picks a backend.
-    figure: Figure = Shown(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
+    figure = _figure(4.2 * columns, 3.2 * rows)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[count:]:
         axes.remove()
@@ -77,6 +63,65 @@ def plot(view: RunView, parameters: Sequence[str] = ()) -> Figure:
     most = slice(None, -len(_COLOURS) - 1, -1)
     figure.legend(handles[most], labels[most], loc="outside right upper", frameon=False)
     return figure
+
+
+def plot_devices(view: RunView, timeline: Timeline) -> Figure:
+    """Plot what each device of the workers' shard queues did when.
+
+    A lane is as high as the device was busy, in the colours of its trials; the line below it is as
+    dark as it copied shards.
+
+    Raises:
+        SetupError: matplotlib is not installed.
+        ConfigurationError: no worker had shard queues.
+    """
+    lanes = [each for each in timeline.lanes.values() if not each.totals.is_dram]
+    if not lanes:
+        raise ConfigurationError(
+            "no worker of this run had shard queues; give the backend device_memory= or "
+            "devices_per_worker="
+        )
+    figure = _figure(10, 0.9 + 0.8 * len(lanes))
+    rows = figure.subplots(len(lanes), 1, sharex=True, squeeze=False).ravel()
+    ranked = view.best_first()
+    for axes, lane in zip(rows, lanes, strict=True):
+        bottoms = [0.0] * len(lane.tasks)
+        begins, widths = [b for b, _, _ in lane.tasks], [e - b for b, e, _ in lane.tasks]
+        for place, trial in enumerate(ranked):
+            work = [dict(each).get(trial.trial, 0.0) for _, _, each in lane.tasks]
+            shares = [each / max(width, 1e-9) for each, width in zip(work, widths, strict=True)]
+            style: dict[str, Any] = {"color": _colour(place), "label": trial.trial_id}
+            axes.bar(begins, shares, widths, bottoms, align="edge", **style)
+            bottoms = [sum(pair) for pair in zip(bottoms, shares, strict=True)]
+        copied = [(begin, end - begin, sum(s for _, s in work)) for begin, end, work in lane.moves]
+        shades = [(*_GREY, min(1.0, max(0.25, busy / max(w, 1e-9)))) for _, w, busy in copied]
+        axes.broken_barh([each[:2] for each in copied], (-0.22, 0.14), color=shades)
+        axes.set(ylim=(-0.25, 1), yticks=[], facecolor="#f1f2f4")
+        name = f"worker {lane.totals.worker}, {lane.totals.name}  "
+        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        axes.spines[:].set_visible(False)
+    rows[-1].set_xlabel("seconds since the run began")
+    figure.legend(*rows[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
+    return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    """Return an empty figure that a notebook shows without a backend of its own."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SetupError(
+            "plots need matplotlib; install it with pip install 'cerebro-hydra[notebook]'"
+        ) from error
+
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    # Not through pyplot, which keeps every figure and picks a backend.
+    return Shown(figsize=(width, height), layout="constrained")
 
 
 def _against(axes: Any, name: str, ranked: Sequence[TrialView], view: RunView) -> None:

@@ -27,10 +27,11 @@ from cerebro_hydra.observe.text import (
     utf8,
     without_addresses,
 )
-from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
+from cerebro_hydra.observe.timeline import DeviceLane, HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.observe.trial_view import TrialView
 from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.plan.device_work import Span
 from cerebro_hydra.storage.run_folder import RunFolder
 
 REPORT_FILE = "report.html"
@@ -118,6 +119,9 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
         "leader_params": _cells(leader.params) if leader else {},
         "begun": begun,
         "busy": sum(bar.work_seconds for bar in timeline.tasks) / span,
+        "devices": sorted(
+            (lane.totals for lane in timeline.lanes.values()), key=lambda each: each.worker
+        ),
         "hops": [
             {"trial": view.trials[bar.task.trial].trial_id, "to": bar.task.worker, "bar": bar.hop}
             for bar in timeline.tasks
@@ -223,6 +227,7 @@ def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int], running
             for worker, partitions in sorted(timeline.workers.items())
         ],
         "tasks": [_task(bar, places[bar.task.trial]) for bar in timeline.tasks],
+        "devices": [_lane(lane, places) for lane in timeline.lanes.values()],
         "absences": [
             asdict(absence) | {"end": timeline.end if absence.end is None else absence.end}
             for absence in timeline.absences
@@ -231,6 +236,21 @@ def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int], running
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     # The only characters with which text could leave a script element, or begin a comment in it.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _lane(lane: DeviceLane, places: Mapping[int, int]) -> dict[str, Any]:
+    """Return the spans of a device; `places` are those of trials in their list."""
+
+    def drawn(spans: Sequence[Span]) -> list[Any]:
+        return [(b, e, [(places[t], seconds) for t, seconds in work]) for b, e, work in spans]
+
+    return {
+        "worker": lane.totals.worker,
+        "name": lane.totals.name,
+        "computes": not lane.totals.is_dram,
+        "tasks": drawn(lane.tasks),
+        "moves": drawn(lane.moves),
+    }
 
 
 def _task(bar: TaskBar, place: int) -> dict[str, Any]:

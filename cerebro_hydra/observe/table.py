@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import groupby
 
 from rich.console import Console, Group
 from rich.text import Text
@@ -13,6 +14,7 @@ from cerebro_hydra.observe.records import OutputLine, Record, RunEnded, RunStart
 from cerebro_hydra.observe.screen import Screen, screen_of
 from cerebro_hydra.observe.text import (
     counted,
+    devices_text,
     duration,
     metric_title,
     not_saved,
@@ -75,17 +77,26 @@ def frame(view: RunView, width: int, height: int) -> Group:
 
     Where not all trials fit into `height` lines, they are those in training and the best.
     """
-    trials = view.best_first()
-    room = max(_FEWEST_TRIALS, height - _OTHER_LINES)
+    trials, devices = view.best_first(), _devices(view, max(1, height // 6))
+    room = max(_FEWEST_TRIALS, height - _OTHER_LINES - len(devices))
     shown = sorted(trials, key=lambda trial: trial.worker is None)[:room]
     table, left_out = live_table(view, [trial for trial in trials if trial in shown], width)
-    notes = [f"{metric_title(view)}; {len(view.workers)} workers, {view.totals}"]
+    notes = [*devices, f"{metric_title(view)}; {len(view.workers)} workers, {view.totals}"]
     if len(shown) < len(trials):
         notes.insert(0, f"and {len(trials) - len(shown)} more trials")
     if left_out:
         notes.append(left_out)
     below = [Text(f" {note}", style="dim", no_wrap=True, overflow="ellipsis") for note in notes]
     return Group(table, _bar(view), *below)
+
+
+def _devices(view: RunView, most: int) -> list[str]:
+    """Return a line per worker with shard queues; one line for all where they are too many."""
+    devices = [view.devices[key] for key in sorted(view.devices)]
+    workers = [list(group) for _, group in groupby(devices, lambda each: each.worker)]
+    if len(workers) > most:
+        return [f"{len(workers)} workers: {devices_text(devices)}"]
+    return [f"worker {group[0].worker}: {devices_text(group)}" for group in workers]
 
 
 def _bar(view: RunView) -> Text:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
+from cerebro_hydra.observe.device_totals import DeviceTotals
 from cerebro_hydra.observe.records import (
     Decision,
     NotSaved,
@@ -17,6 +19,7 @@ from cerebro_hydra.observe.records import (
     SlowBatch,
     WorkersMissing,
 )
+from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.observe.trial_view import TrialView
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import CheckpointFailed, StateDiffers, WorkerGivenUp
@@ -173,7 +176,29 @@ def summary(view: RunView) -> str:
     """Return what a finished run took, in one line."""
     took = "" if view.seconds is None else f" in {duration(view.seconds)}"
     audits = "" if not view.audits else f"; {audited(view.audits)}"
-    return f"{counted(view)}{took}; {view.totals}{audits}"
+    devices = f"; {devices_text([*view.devices.values()])}" if view.devices else ""
+    return f"{counted(view)}{took}; {view.totals}{devices}{audits}"
+
+
+def devices_text(devices: Sequence[DeviceTotals]) -> str:
+    """Return how busy devices were, how full the fullest was, and what was moved, in one line."""
+    computing = [each for each in devices if not each.is_dram]
+    seconds = sum(each.seconds for each in computing)
+    busy = sum(each.computing for each in computing) / seconds if seconds else 0.0
+    fullest = max(computing or devices, key=lambda each: each.peak / (each.budget or math.inf))
+    disk = sum(each.spilled for each in devices if each.is_dram)
+    return (
+        f"{len(computing)} device{'s' if len(computing) > 1 else ''} {busy:.0%} busy, peak "
+        f"{memory(fullest)}, {human_bytes(sum(each.promoted for each in computing))} promoted, "
+        f"{human_bytes(sum(each.spilled for each in computing))} spilled"
+        + (f", {human_bytes(disk)} to disk" if disk else "")
+    )
+
+
+def memory(device: DeviceTotals) -> str:
+    """Return the most bytes that were in use on a device, and its budget if it has one."""
+    limit = "" if device.budget is None else f" of {human_bytes(device.budget)}"
+    return f"{human_bytes(device.peak)}{limit}"
 
 
 def counted(view: RunView) -> str:

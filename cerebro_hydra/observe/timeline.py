@@ -9,13 +9,18 @@ decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from cerebro_hydra.observe.device_totals import DeviceTotals
 from cerebro_hydra.observe.records import Decision, Record, RunEnded, records_of
 from cerebro_hydra.observe.view import RunView, Task
 from cerebro_hydra.plan import events, instructions
+from cerebro_hydra.plan.device_work import DeviceWork, Span, add_span
 from cerebro_hydra.storage.run_folder import RunFolder
+
+_MOST_SPANS = 1000
+"""Spans of tasks, and as many of transfers, that a device's lane has at most."""
 
 AttemptOutcome = Literal["running", "done", "repeated", "failed", "cancelled", "lost"]
 
@@ -84,6 +89,30 @@ class Absence:
 
 
 @dataclass
+class DeviceLane:
+    """Shows what a device of a worker with shard queues did, or what moved between DRAM and disk.
+
+    A span says how many seconds of it were worked for each trial; where the reports of a long run
+    are many, their spans are joined. `told` has the totals after each report, with its end, and
+    with the most bytes that were in use since the report before.
+    """
+
+    totals: DeviceTotals
+    tasks: list[Span] = field(default_factory=list)
+    moves: list[Span] = field(default_factory=list)
+    told: list[tuple[float, DeviceTotals]] = field(default_factory=list)
+
+    def add(self, work: DeviceWork, seconds: float, now: float) -> None:
+        """Add what it did in the seconds until now."""
+        self.totals.add(work, seconds)
+        self.told.append((now, replace(self.totals, peak=work.peak)))
+        begun = now - seconds
+        for lane, spans in ((self.tasks, work.tasks), (self.moves, work.moves)):
+            for begin, end, did in spans:
+                add_span(lane, (max(begun + begin, 0.0), min(begun + end, now), did), _MOST_SPANS)
+
+
+@dataclass
 class Timeline:
     """The bars of a run after the records that were applied."""
 
@@ -100,6 +129,8 @@ class Timeline:
     """How many devices each of them has."""
     residents: dict[int, int] = field(default_factory=dict)
     """How many tasks each of them may hold at once."""
+    lanes: dict[tuple[int, int], DeviceLane] = field(default_factory=dict)
+    """What devices of workers with shard queues did, by worker and number."""
     _open: dict[int, TaskBar] = field(default_factory=dict)
     _live: dict[int, str] = field(default_factory=dict)
     _known: dict[str, int] = field(default_factory=dict)
@@ -144,6 +175,8 @@ class Timeline:
                     bar.loss = event.loss_sum / event.rows
             case events.EvaluationDone():
                 self._done(event, now)
+            case events.DevicesWorked():
+                self._work(event, now)
             case events.TaskFailed() | events.TransferFailed():
                 self._close(event.attempt, "failed", now)
 
@@ -178,6 +211,13 @@ class Timeline:
             if moves and (event.hop.bytes_moved or event.hop.bytes_saved):
                 bar.hop = self._hop(bar, event.hop)
         return bar
+
+    def _work(self, event: events.DevicesWorked, now: float) -> None:
+        for worker, incarnation in self._live.items():
+            for work in event.devices if incarnation == event.incarnation else ():
+                key = worker, work.device
+                lane = self.lanes.setdefault(key, DeviceLane(DeviceTotals(*key)))
+                lane.add(work, event.seconds, now)
 
     def _hop(self, bar: TaskBar, hop: events.Hop) -> HopBar:
         task = bar.task

@@ -1,21 +1,22 @@
 """Writes a run in the Trace Event Format, which Perfetto and Chrome's tracing page open.
 
 Every worker is a process with threads for sub-epochs, evaluations and hops, several where it holds
-several tasks at once; arrows lead from the
-sub-epoch that made a state to the hop that brought it elsewhere; counters add up the bytes. Times
-are whole microseconds since the run's first record.
+several tasks at once, and two for each device of its shard queues; arrows lead from the sub-epoch
+that made a state to the hop that brought it elsewhere; counters add up the bytes, and show the
+memory that devices used. Times are whole microseconds since the run's first record.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import JournalError
-from cerebro_hydra.observe.timeline import HopBar, TaskBar, Timeline, read_run
+from cerebro_hydra.observe.timeline import DeviceLane, HopBar, TaskBar, Timeline, read_run
 from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.plan.device_work import Span
 from cerebro_hydra.storage.run_folder import RunFolder
 
 RUN, FIRST_WORKER = 1, 2
@@ -24,6 +25,8 @@ RUN, FIRST_WORKER = 1, 2
 THREADS = {"train": 1, "evaluate": 2}
 HOPS = 3
 """Thread of the first lane of hops; hops that overlap have further lanes."""
+DEVICES = 500
+"""Thread of the transfers between DRAM and disk; two follow for each device."""
 _LANE = 1000
 """Threads between two lanes of tasks that a worker holds at once."""
 
@@ -68,6 +71,10 @@ class _Trace:
             threads |= {_thread(bar): f"{words[bar.kind]} {bar.lane}" for bar in bars if bar.lane}
             for lane in sorted({bar.hop.lane for bar in bars if bar.hop}):
                 threads[HOPS + lane] = f"hops {lane}" if lane else "hops"
+            for device in self._lanes_of(worker):
+                threads[_device(device, moves=True)] = f"{device.totals.name} transfers"
+                if not device.totals.is_dram:
+                    threads[_device(device)] = device.totals.name
             for tid, name in threads.items():
                 yield _event("M", "thread_name", pid, tid, args={"name": name})
                 yield _event("M", "thread_sort_index", pid, tid, args={"sort_index": tid})
@@ -82,6 +89,35 @@ class _Trace:
             ts = _microseconds(absence.start)
             yield _event("i", "worker lost", pid, THREADS["train"], s="p", ts=ts, args=args)
         yield from self._bytes()
+        for lane in self._timeline.lanes.values():
+            yield from self._spans(lane, lane.tasks, _device(lane), "device")
+            yield from self._spans(lane, lane.moves, _device(lane, moves=True), "transfer")
+            yield from self._told(lane)
+
+    def _lanes_of(self, worker: int) -> list[DeviceLane]:
+        return [each for each in self._timeline.lanes.values() if each.totals.worker == worker]
+
+    def _spans(
+        self, lane: DeviceLane, spans: Sequence[Span], tid: int, cat: str
+    ) -> Iterator[dict[str, Any]]:
+        pid = FIRST_WORKER + lane.totals.worker
+        for begin, end, work in spans:
+            seconds = {self._ids[trial]: each for trial, each in work}
+            ts, name = _microseconds(begin), ", ".join(seconds)
+            span = {"ts": ts, "dur": _microseconds(end) - ts}
+            yield _event("X", name, pid, tid, cat=cat, **span, args={"seconds": seconds})
+
+    def _told(self, lane: DeviceLane) -> Iterator[dict[str, Any]]:
+        """Yield what was moved so far, and what was in use of the budget, at each report."""
+        pid, budget = FIRST_WORKER + lane.totals.worker, lane.totals.budget
+        limit = {} if budget is None else {"budget": budget}
+        for moment, totals in lane.told:
+            for name, args in {
+                "bytes moved": {"promoted": totals.promoted, "spilled": totals.spilled},
+                "peak bytes": {"in use": totals.peak, **limit},
+            }.items():
+                title = f"{name} of {totals.name}"
+                yield _event("C", title, pid, 0, ts=_microseconds(moment), args=args)
 
     def _task(self, bar: TaskBar) -> dict[str, Any]:
         task, trial_id = bar.task, self._ids[bar.task.trial]
@@ -148,6 +184,10 @@ def _event(phase: str, name: str, pid: int, tid: int, **more: Any) -> dict[str, 
 
 def _thread(bar: TaskBar) -> int:
     return THREADS[bar.kind] + _LANE * bar.lane
+
+
+def _device(lane: DeviceLane, moves: bool = False) -> int:
+    return DEVICES + 2 * (lane.totals.device + 1) - (not moves)
 
 
 def _microseconds(seconds: float) -> int:

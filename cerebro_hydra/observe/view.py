@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from cerebro_hydra.observe.device_totals import DeviceTotals
 from cerebro_hydra.observe.records import (
     Decision,
     Progress,
@@ -40,6 +41,8 @@ class RunView:
         self.totals = Totals()
         self.workers: dict[int, str] = {}
         """Incarnation of each live worker."""
+        self.devices: dict[tuple[int, int], DeviceTotals] = {}
+        """Devices of workers with shard queues, and their DRAM, by worker and number."""
         self.audits: int = 0
         """How many steps of training were also taken by the uncut model, with the same bits."""
         self.audit_seconds: float = 0.0
@@ -232,6 +235,8 @@ class RunView:
                 self.differences.append(event)
             case events.SubEpochDone() | events.EvaluationDone():
                 self._done(event)
+            case events.DevicesWorked():
+                self._count(event)
 
     def _instruction(self, instruction: instructions.Instruction) -> None:
         match instruction:
@@ -297,6 +302,12 @@ class RunView:
             self._rest(trial, event.attempt)
         if task.source.incarnation not in (None, task.incarnation):
             self.totals.add(event.hop)
+
+    def _count(self, event: events.DevicesWorked) -> None:
+        for worker, incarnation in self.workers.items():
+            for work in event.devices if incarnation == event.incarnation else ():
+                key = worker, work.device
+                self.devices.setdefault(key, DeviceTotals(*key)).add(work, event.seconds)
 
     @staticmethod
     def _rest(trial: TrialView, attempt: int | None) -> None:

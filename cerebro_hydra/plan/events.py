@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cerebro_hydra.plan.device_work import DeviceWork
 from cerebro_hydra.plan.hop_config import TrialConfig
 
 
@@ -100,6 +101,18 @@ class SubEpochDone:
     def work_seconds(self) -> float:
         """Return how long it would have taken alone."""
         return self.seconds if self.device_seconds is None else self.device_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesWorked:
+    """A worker with shard queues tells what its devices did in the ``seconds`` since it last told.
+
+    It tells when a sub-epoch or an evaluation is done; nothing is decided by it.
+    """
+
+    incarnation: str
+    seconds: float
+    devices: tuple[DeviceWork, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +374,7 @@ Event = (
     | WorkerLost
     | WorkerGivenUp
     | PartitionsAdopted
+    | DevicesWorked
     | StateReceived
     | MetricsMerged
     | MetricsMergeFailed

@@ -38,6 +38,7 @@ from cerebro_hydra.plan.events import (
     AuditFailed,
     Checkpointed,
     CheckpointFailed,
+    DevicesWorked,
     EvaluationDone,
     Event,
     ForkFailed,
@@ -147,6 +148,8 @@ class HopState:
                 return ()
             case RunResumed():
                 return self._resume()
+            case DevicesWorked():
+                return ()
             case StateReceived():
                 self._state_received(event)
             case Checkpointed():

@@ -32,10 +32,11 @@ class ShardArrived:
 
 @dataclass(frozen=True, slots=True)
 class ActionDone:
-    """A device or the host has done an action in ``seconds``."""
+    """A device or the host has done an action in ``seconds``, and moved ``nbytes``."""
 
     action: Action
     seconds: float
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

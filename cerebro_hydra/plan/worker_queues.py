@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cerebro_hydra.plan.actions import Action
+from cerebro_hydra.plan.actions import HOST, Action
 from cerebro_hydra.plan.device_queue import DeviceQueue
 from cerebro_hydra.plan.room import Room
 from cerebro_hydra.plan.run_progress import RunProgress, Unit, placed
@@ -48,6 +48,14 @@ class WorkerQueues:
         self._room = Room(self.tiers, self.runs, self.queues)
         self._events = 0
         self._answers: list[Answer] = []
+
+    def used(self, place: int) -> int:
+        """Return the bytes that are in use on a device, or in DRAM if the place is ``HOST``."""
+        return self.tiers.host_used if place == HOST else self._room.used(self.queues[place])
+
+    def budget(self, place: int) -> float:
+        """Return the bytes that may be in use there."""
+        return self.tiers.host_budget if place == HOST else self.queues[place].budget
 
     # ------------------------------------------------------------------ decisions
 

@@ -67,7 +67,7 @@ class WorkerState(WorkerQueues):
         """
         self.tiers.validate()
         for queue in self.queues.values():
-            used = self._room.used(queue)
+            used = self.used(queue.number)
             assert used <= queue.budget, f"device {queue.number} has {used} of {queue.budget} bytes"
             assert queue.alive or queue.running is queue.reserved is None, f"{queue} is dead"
         under_way = [unit for run in self.runs.values() for unit in run.units]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import ConfigurationError, JournalError
 from cerebro_hydra.observe import Observer, RunStarted, records_of
-from cerebro_hydra.observe.plots import plot
+from cerebro_hydra.observe.plots import plot, plot_devices
 from cerebro_hydra.observe.text import number
+from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.tune.all_failed import reason
@@ -110,6 +111,15 @@ class SearchResult:
             ConfigurationError: there is no such parameter.
         """
         return plot(self._view, parameters)
+
+    def plot_devices(self) -> Figure:
+        """Plot with matplotlib what each device of the workers' shard queues did when.
+
+        Raises:
+            SetupError: matplotlib is not installed.
+            ConfigurationError: no worker had shard queues.
+        """
+        return plot_devices(*read_run(self._folder))
 
     def export_to(self, observer: Observer) -> None:
         """Give the whole run to a tracker that did not watch it, such as an `MLflowTracker`."""

@@ -125,6 +125,7 @@ class QueueBench:
         pool = BufferPool(poison=True, allocate=self.slabs.allocate)
         self.store = ShardStore(SegmentStore(1 << 30, self._scratch.name, pool))
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.worked: list[events.DevicesWorked] = []
         self.devices: list[DeviceProcess] = []  # the present process of each device comes last
         connect: Any = None
         folder: Any = None
@@ -193,7 +194,9 @@ class QueueBench:
             report = self.reported.get(timeout=SECONDS)
             if isinstance(report, Exception):
                 raise report
-            if not isinstance(report, events.SubEpochEnding):
+            if isinstance(report, events.DevicesWorked):
+                self.worked.append(report)
+            elif not isinstance(report, events.SubEpochEnding):
                 return report
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.plan import events
+from cerebro_hydra.plan.actions import HOST
+from cerebro_hydra.plan.device_log import MOST_SPANS
 from cerebro_hydra.shards.layout import Segments
 from tests.agent.byte_runs import ByteTrials, trained
 from tests.agent.queue_bench import QueueBench, bench, evaluate, train
@@ -198,3 +200,29 @@ def test_a_task_that_hangs_ends_with_its_device() -> None:
         assert isinstance(results[1], events.TaskFailed)
         assert "longer than batch_seconds=0.5" in results[1].error
         assert_trained(made, trials, 0, results[0], trials.initial(0))
+
+
+def test_a_worker_tells_what_its_devices_did_within_their_budgets() -> None:
+    trials = ByteTrials(SIZES, seconds=0.002)
+    with bench(trials, len(SIZES), [4500, 4500], 9000) as made:
+        begin(made, trials, 3)
+        end(made, trials, 3)
+    assert len(made.worked) == 3
+    work = [work for report in made.worked for work in report.devices]
+    assert {each.device for each in work} == {0, 1, HOST}
+    for each in work:
+        assert each.peak <= (each.budget or 0)
+        assert max(len(each.tasks), len(each.moves)) <= MOST_SPANS
+    devices = [each for each in work if each.device != HOST]
+    ran = {trial for each in devices for _, _, did in each.tasks for trial, _ in did}
+    assert ran == {0, 1, 2}
+    tasks = 3 * MICROBATCHES * 3 * len(SIZES)
+    assert (
+        0.002 * tasks
+        < sum(each.computing for each in devices)
+        < 2 * sum(report.seconds for report in made.worked)
+    )
+    assert sum(each.promoted for each in devices) > 3 * MICROBATCHES * sum(SIZES)
+    assert sum(each.spilled for each in devices) > 3 * sum(SIZES)
+    dram = [each for each in work if each.device == HOST]
+    assert sum(each.spilled for each in dram) > 0 == sum(each.computing for each in dram)

@@ -13,9 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cerebro_hydra.observe.device_totals import DeviceTotals
+from cerebro_hydra.observe.report import render
+from cerebro_hydra.observe.timeline import read_run
+from cerebro_hydra.observe.trace import trace
+from cerebro_hydra.plan.actions import HOST
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, hp_choice
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
 from tests.end_to_end import models
 from tests.end_to_end.test_runs import assert_replays, classes
 
@@ -48,6 +53,12 @@ def test_a_net_with_batchnorm_clipping_and_accumulation_is_larger_than_device_an
     result = grid.fit(IMAGES)
     assert [trial.status for trial in result.trials] == ["finished"]
     assert_replays(result)
+    (device,) = devices_of(result)
+    assert 0 < device.peak <= device.budget == 36_000
+    _, timeline = read_run(RunFolder.open(result.run_path))
+    dram = timeline.lanes[0, HOST].totals
+    assert 0 < dram.peak <= dram.budget < 90_000
+    assert dram.spilled > 0 < dram.promoted
 
 
 def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: Path) -> None:
@@ -87,6 +98,27 @@ def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     assert killed
     assert [trial.status for trial in result.trials] == ["finished"] * 2
     assert_replays(result)
+    assert len(devices_of(result)) == 2
+
+
+def devices_of(result: SearchResult) -> list[DeviceTotals]:
+    """What each device did, of which the report and the trace have a lane."""
+    folder = RunFolder.open(result.run_path)
+    view, timeline = read_run(folder)
+    events = trace(folder)["traceEvents"]
+    page = render(folder)
+    computed = {e["tid"] for e in events if e.get("cat") == "device"}
+    named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found = [device for device in view.devices.values() if not device.is_dram]
+    assert {named[tid] for tid in computed} == {device.name for device in found}
+    for device in found:
+        lane = timeline.lanes[device.worker, device.device]
+        assert lane.totals == device
+        assert lane.tasks and lane.moves
+        assert 0 < device.utilisation <= 1
+        assert device.promoted > device.spilled > 0
+        assert f"<td>worker 0, {device.name}</td>" in page
+    return found
 
 
 _TEXT = np.random.default_rng(3).integers(0, 128, (60, 16))

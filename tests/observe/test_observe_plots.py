@@ -7,6 +7,7 @@ import pytest
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.observe import RunView
 from tests.observe.conftest import begin
+from tests.observe.test_observe_devices import folded
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
@@ -61,3 +62,26 @@ def test_a_falling_metric_over_decades_has_a_log_axis(simulate: Any) -> None:
         for record in simulate(3, loss=lambda trial, epoch, s=steepness: s**-epoch)[1]:
             view.apply(record)
         assert plot(view).axes[1].get_yscale() == scale
+
+
+def test_a_lane_per_device_is_as_high_as_the_device_was_busy() -> None:
+    from cerebro_hydra.observe.plots import plot_devices
+
+    figure = plot_devices(*folded())
+    assert [axes.get_ylabel().strip() for axes in figure.axes] == [
+        "worker 0, device 0",
+        "worker 0, device 1",
+    ]
+    (first, *_), (second, *_) = figure.axes[0].containers  # a bar per span, for each trial
+    assert (first.get_x(), first.get_width(), first.get_height()) == (6.5, 1.0, 1.0)
+    assert second.get_height() == 0.0
+    shared = [bars[1] for bars in figure.axes[0].containers]
+    assert [(bar.get_y(), bar.get_height()) for bar in shared] == [(0.0, 0.25), (0.25, 0.5)]
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_run_without_queues_has_no_devices_to_plot() -> None:
+    from cerebro_hydra.observe.plots import plot_devices
+
+    with pytest.raises(ConfigurationError, match="give the backend device_memory="):
+        plot_devices(*folded(0))

@@ -22,6 +22,7 @@ from cerebro_hydra.tune import SearchResult
 from cerebro_hydra.tune.run_claim import run_claim
 from tests.journals import rewrite_journal
 from tests.observe.conftest import begin
+from tests.observe.test_observe_devices import written
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(
@@ -164,6 +165,29 @@ def outside(page: Any) -> list[str]:
         "main :is(h1, h2, p, dd, pre, summary, svg text), #trials :is(button, td)",
     )
     return found
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_devices_have_lanes_and_rows_at_every_width(page: Any, tmp_path: Path, width: int) -> None:
+    there = tmp_path / REPORT_FILE
+    there.write_text(render(written(tmp_path)), encoding="utf-8")
+    shown = page.context.browser.new_page(viewport={"width": width, "height": 900})
+    shown.goto(there.as_uri())
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    names = shown.locator("#timeline svg > text").all_text_contents()
+    assert names == ["worker 0", "device 0", "device 1", "disk"]
+    assert shown.locator("#timeline .device").count() == 2 * 2 * 3  # trials of each device's spans
+    assert shown.locator("#timeline .move").count() == 3 * 2
+    shares = shown.locator("#timeline .device").evaluate_all(
+        "all => all.map(e => e.height.baseVal.value)"
+    )
+    assert max(shares) == 20 and min(shares) == 5  # a quarter of two seconds
+    shown.locator("#timeline .device").nth(1).hover()
+    assert "trial-000 25 % trial-001 50 %" in " ".join(shown.locator("#tip").inner_text().split())
+    cells = shown.locator("#devices tbody :is(td)")
+    outside = "all => all.filter(e => e.getBoundingClientRect().right > innerWidth + 0.5).length"
+    assert cells.evaluate_all(outside) == 0
+    shown.close()
 
 
 def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinates(

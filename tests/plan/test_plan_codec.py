@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cerebro_hydra.errors import ConfigurationError, JournalError
 from cerebro_hydra.plan.closed_search import ClosedSearch
 from cerebro_hydra.plan.codec import from_json, to_json
+from cerebro_hydra.plan.device_work import DeviceWork
 from cerebro_hydra.plan.events import EvaluationDone, Event, StateReceived, TrialProposed
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import Instruction, MergeMetrics, StateSource
@@ -26,6 +27,14 @@ st.register_type_strategy(EvaluationDone, st.builds(EvaluationDone, states=state
 st.register_type_strategy(MergeMetrics, st.builds(MergeMetrics, states=st.lists(states).map(tuple)))
 params = st.dictionaries(st.text(), json_values, max_size=3)
 st.register_type_strategy(TrialProposed, st.builds(TrialProposed, params=params))
+seconds, count = st.floats(0, 1e9), st.integers(0, 2**63 - 1)
+spans = st.lists(st.tuples(seconds, seconds, st.lists(st.tuples(count, seconds)).map(tuple)))
+works = st.builds(
+    DeviceWork,
+    *(st.integers(-1, 9), seconds, seconds, count, count, count, st.none() | count),
+    *(spans.map(tuple), spans.map(tuple)),
+)
+st.register_type_strategy(DeviceWork, works)
 trials = st.builds(
     TrialConfig,
     trial=st.integers(0, 2**63),

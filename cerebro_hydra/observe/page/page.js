@@ -30,9 +30,9 @@
     if (sorted.get(table.id)?.[0] < headings.length) sort(sorted.get(table.id));
   }
 
-  // Makes a card of each trial where the table is wider than the screen.
-  function fitTrials() {
-    const table = document.getElementById("trials"), box = table.parentElement;
+  // Makes a card of each row where the table is wider than the screen.
+  function fitTable(table) {
+    const box = table.parentElement;
     table.classList.remove("cards");
     table.classList.toggle("cards", box.scrollWidth > box.clientWidth);
     const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
@@ -47,7 +47,7 @@
   function fit() {
     drawParallel();
     drawTimeline();
-    fitTrials();
+    document.querySelectorAll("#trials, #devices").forEach(fitTable);
   }
 
   function draw() {

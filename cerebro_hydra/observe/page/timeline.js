@@ -10,13 +10,19 @@
     const W = Math.max(320, box.clientWidth), left = 84, axis = 24, thick = 24, thin = 6, gap = 14;
     const [from, to] = zoomed ?? whole(), words = outcomes();
     const x = (time) => left + (time - from) / (to - from) * (W - left - 4);
-    const lanes = new Map();
+    const lanes = new Map(), small = 20;
     let height = 2;
     for (const { worker, residents } of data.workers) {
       const hops = Math.max(1, ...data.tasks.filter((t) => t.worker === worker && t.hop).map((t) => t.hop.lane + 1));
       const tasks = residents * (thick + 2) - 2;
-      lanes.set(worker, { y: height, tasks });
-      height += tasks + hops * (thin + 2) + gap;
+      const devices = data.devices.filter((device) => device.worker === worker && (device.computes || device.moves.length));
+      lanes.set(worker, { y: height, tasks, devices });
+      height += tasks + hops * (thin + 2);
+      for (const device of devices) {
+        device.y = height;
+        height += (device.computes ? small + 2 : 0) + thin + 4;
+      }
+      height += gap;
     }
     const svg = element("svg", { viewBox: `0 0 ${W} ${height + axis}`, height: height + axis, role: "img", "aria-label": "what each worker did when" });
     const defs = element("defs");
@@ -40,6 +46,26 @@
       parent.append(made);
       return made;
     };
+    const share = (work, start, end) => work.reduce((sum, [, each]) => sum + each, 0) / Math.max(end - start, 1e-9);
+    for (const { devices } of lanes.values()) for (const { y, name, computes, tasks, moves } of devices) {
+      const below = y + (computes ? small + 2 : 0);
+      svg.append(element("text", { x: 12, y: computes ? y + 14 : y + 7 }, computes ? name : "disk"));
+      const busy = (work, start, end) => work.map(([trial, each]) => `${data.trials[trial].id}   ${Math.round(100 * each / Math.max(end - start, 1e-9))} %`);
+      if (computes) inner.append(element("rect", { class: "laneback", x: left, y, width: W - left, height: small, rx: 2 }));
+      for (const [start, end, work] of tasks) {
+        const most = Math.max(1, share(work, start, end)), words = [`${name} computes for`, ...busy(work, start, end), `${seconds(end - start)}, from ${seconds(start)}`].join("\n");
+        let top = y + small;
+        for (const [trial, each] of work) {
+          const high = small * each / Math.max(end - start, 1e-9) / most;
+          top -= high;
+          explain(bar(inner, start, end, top, high, { class: "device", "data-trial": trial, fill: colour(data.trials[trial]) }), words);
+        }
+      }
+      for (const [start, end, work] of moves) {
+        const made = bar(inner, start, end, below, thin - 1, { class: "move", "fill-opacity": Math.max(0.25, Math.min(1, share(work, start, end))).toFixed(2) });
+        explain(made, [computes ? `${name} copies shards of` : "shards move between DRAM and disk", ...busy(work, start, end), `${seconds(end - start)}, from ${seconds(start)}`].join("\n"));
+      }
+    }
     for (const absence of data.absences) {
       const made = bar(inner, absence.start, absence.end, lanes.get(absence.worker).y, lanes.get(absence.worker).tasks, { class: "absent" });
       explain(made, `worker ${absence.worker} lost for ${seconds(absence.end - absence.start)}\n${absence.reason}`);

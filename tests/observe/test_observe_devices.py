@@ -1,0 +1,179 @@
+"""What workers tell of their devices, in every view: the live table, the report and the trace."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cerebro_hydra.observe import Decision, RunStarted, RunView, TrialAdmitted
+from cerebro_hydra.observe.report import render
+from cerebro_hydra.observe.table import frame
+from cerebro_hydra.observe.text import summary
+from cerebro_hydra.observe.timeline import Timeline
+from cerebro_hydra.observe.trace import trace
+from cerebro_hydra.plan import events as ev
+from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.actions import HOST
+from cerebro_hydra.plan.device_work import DeviceWork
+from cerebro_hydra.plan.hop_config import TrialConfig
+from cerebro_hydra.storage import LocalStore, RunFolder
+from tests.observe.conftest import begin
+from tests.observe.test_observe_trace import faults
+
+TASKS = ((0.5, 1.5, ((0, 1.0),)), (2.0, 4.0, ((0, 0.5), (1, 1.0))))
+MOVES = ((0.0, 0.5, ((0, 0.25),)),)
+
+
+def told(incarnation: str, devices: int = 2, budget: int | None = 1000) -> ev.DevicesWorked:
+    """Tell of four seconds, in which each device computed for two and a half."""
+    works = [
+        DeviceWork(n, 2.5, 0.25, 5_000 + n, 3_000, 800 + n, budget, TASKS, MOVES)
+        for n in range(devices)
+    ]
+    dram = DeviceWork(HOST, 0.0, 0.25, 700, 600, 9_000, None, (), MOVES)
+    return ev.DevicesWorked(incarnation, 4.0, (*works, dram))
+
+
+def decisions(workers: int = 1, devices: int = 2, budget: int | None = 1000) -> list[Decision]:
+    """Two trials; each worker tells of its devices twice, the second time in another process."""
+    records: list[tuple[float, Any, tuple[Any, ...]]] = []
+    for each in begin(2)[1:]:
+        assert isinstance(each, TrialAdmitted)
+        config = TrialConfig(each.spec.trial, 1.0, 1_000_000, each.spec.shards)
+        records.append((0.0, ev.TrialAdded(config, 3), ()))
+    source = ins.StateSource(0, None)
+    for worker in range(workers):
+        for life, now in (("a", 10.0), ("b", 13.9)):
+            name, attempt = f"{life}{worker}", len(records)
+            start = ins.StartSubEpoch(attempt, 0, 1, 0, 0, worker, name, source, {})
+            join = ev.WorkerJoined(worker, name, (worker,), devices, devices + 1)
+            done = ev.SubEpochDone(attempt, name, 4, 1.0, (), 9, 3.0, ev.Hop(0, 0, 0.0))
+            records += [(now - 4, join, (start,)), (now, told(name, devices, budget), ())]
+            records.append((now, done, ()))
+            if life == "a":
+                records.append((now, ev.WorkerLost(name, "killed"), ()))
+                records.append((now, told(name, devices, budget), ()))  # too late to count
+    return [Decision(seq, *record) for seq, record in enumerate(records)]
+
+
+def folded(*args: Any) -> tuple[RunView, Timeline]:
+    view, timeline = RunView(), Timeline()
+    for record in (*begin(2), *decisions(*args)):
+        view.apply(record)
+        timeline.apply(record)
+    timeline.lay_out()
+    return view, timeline
+
+
+def written(tmp_path: Path, *args: Any) -> RunFolder:
+    folder = RunFolder(LocalStore(str(tmp_path)), "20260101-000000-abcdef")
+    started, *admitted = begin(2)
+    assert isinstance(started, RunStarted)
+    folder.write_json("run.json", started.document.to_json())
+    for each in admitted:
+        assert isinstance(each, TrialAdmitted)
+        folder.write_trial(each.spec)
+    lines = [decision.to_json() for decision in decisions(*args)]
+    folder.write_segment(0, [{"run_id": folder.run_id, "config": {}}, *lines])
+    return folder
+
+
+def test_what_was_told_is_added_up_and_lanes_never_overlap() -> None:
+    view, timeline = folded()
+    assert {key: lane.totals for key, lane in timeline.lanes.items()} == view.devices
+    assert view.devices.keys() == {(0, 0), (0, 1), (0, HOST)}
+    device = view.devices[0, 1]
+    assert (device.promoted, device.spilled, device.peak, device.budget) == (
+        10_002,
+        6_000,
+        801,
+        1000,
+    )
+    assert (device.utilisation, device.idle) == (5.0 / 8.0, 3.0)
+    for lane in timeline.lanes.values():
+        for spans in (lane.tasks, lane.moves):
+            assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    assert timeline.lanes[0, 0].tasks[0] == (6.5, 7.5, ((0, 1.0),))
+    assert [moment for moment, _ in timeline.lanes[0, 0].told] == [10.0, 13.9]
+
+
+def test_a_long_run_has_no_more_spans_than_can_be_drawn() -> None:
+    timeline = Timeline()
+    timeline.apply(Decision(0, 0.0, ev.WorkerJoined(0, "a", (0,), 1, 2), ()))
+    for n in range(1, 1001):
+        timeline.apply(Decision(n, 4.0 * n, told("a", 1), ()))
+    lane = timeline.lanes[0, 0]
+    assert 100 < len(lane.tasks) <= 1000
+    assert sum(seconds for _, _, work in lane.tasks for _, seconds in work) == pytest.approx(2500)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_live_table_has_a_line_per_worker_only_where_queues_are_used(width: int) -> None:
+    def lines(view: RunView, height: int) -> str:
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        console.print(frame(view, width, height))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    few, _ = folded(2)
+    shown = lines(few, 40)
+    assert "worker 0: 2 devices 62% busy, peak 801 B of 1.0 kB, 20.0 kB promoted" in shown
+    assert "worker 1: 2 devices" in shown
+    many, _ = folded(30)
+    assert "30 workers: 60 devices 62% busy" in lines(many, 40)
+    assert max(len(line) for line in lines(many, 40).splitlines()) <= width
+    view, _ = folded(0)
+    assert "busy" not in lines(view, 40) + summary(view)
+
+
+def test_the_summary_says_how_busy_devices_were_and_what_went_to_disk() -> None:
+    view, _ = folded(1, 1, None)
+    said = "1 device 62% busy, peak 800 B, 10.0 kB promoted, 6.0 kB spilled, 1.2 kB to disk"
+    assert said in summary(view)
+
+
+def test_the_trace_has_two_threads_per_device_and_counters_of_its_memory(tmp_path: Path) -> None:
+    content = trace(written(tmp_path))
+    assert faults(content) == []
+    events = content["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    computing = [e for e in events if e.get("cat") == "device"]
+    moving = [e for e in events if e.get("cat") == "transfer"]
+    assert {names[e["tid"]] for e in computing} == {"device 0", "device 1"}
+    assert {names[e["tid"]] for e in moving} == {
+        f"{place} transfers" for place in ("device 0", "device 1", "DRAM")
+    }
+    both = next(e for e in computing if e["name"] == "trial-000, trial-001")
+    assert both["args"] == {"seconds": {"trial-000": 0.5, "trial-001": 1.0}}
+    counters = [e for e in events if e["ph"] == "C"]
+    assert [e["args"] for e in counters if e["name"] == "peak bytes of device 1"] == [
+        {"in use": 801, "budget": 1000}
+    ] * 2
+    moved = [e["args"] for e in counters if e["name"] == "bytes moved of device 0"]
+    assert moved[-1] == {"promoted": 10_000, "spilled": 6_000}
+
+
+def test_the_report_has_a_lane_and_a_row_per_device(tmp_path: Path) -> None:
+    page = render(written(tmp_path))
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
+    names = [(lane["worker"], lane["name"], lane["computes"]) for lane in data["devices"]]
+    assert names == [(0, "device 0", True), (0, "device 1", True), (0, "DRAM", False)]
+    assert data["devices"][0]["tasks"][0] == [6.5, 7.5, [[0, 1.0]]]
+    rows = re.findall(r"<tr>\s*<td>(worker .*?)</tr>", page, re.DOTALL)
+    cells = [re.sub(r"<.*?>", " ", row).split() for row in rows]
+    assert " ".join(cells[1]) == (
+        "worker 0, device 1 62 % 5.0 s 0.5 s 3.0 s 10.0 kB 6.0 kB 801 B 1.0 kB"
+    )
+    assert " ".join(cells[2]) == "worker 0, DRAM – – 0.5 s – 1.4 kB 1.2 kB 9.0 kB no limit"
+
+
+def test_a_run_without_queues_has_no_devices_in_its_report(tmp_path: Path) -> None:
+    page = render(written(tmp_path, 0))
+    assert 'id="devices"' not in page and "device copying" not in page
