@@ -31,6 +31,7 @@ from cerebro_hydra.agent.device_messages import (
     RunOrder,
 )
 from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings, fork_server
+from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.slabs import Slabs
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
@@ -51,7 +52,7 @@ WINDOW = 8  # microbatches of an optimizer step
 SLOTS = 3  # one computes, one is loaded, one is written back
 NBYTES = 1 << 18  # of the shards of the cheapest trial
 ROWS = 4  # of a microbatch
-TASK = {1.0: 0.1, 10.0: 0.03}  # seconds of a task of the cheapest trial, by the spread of costs
+TASK = {1.0: 0.25, 10.0: 0.06}  # seconds of a task of the cheapest trial, by the spread of costs
 TRIALS = (4, 8, 16)
 PROMOTIONS = (0.5, 1.0, 1.5)  # over the time of a task
 PATIENCE = 60.0  # seconds after which a device counts as one that hangs
@@ -125,9 +126,9 @@ class Figure:
 def measure(case: Case, promotion: float, double_buffering: bool, context: Any) -> Figure:
     """Train every trial for a sub-epoch in the queues of a worker, and simulate the same."""
     delays = case.delays()
-    rate = NBYTES / (promotion * TASK[case.spread])
-    settings = DeviceSettings(context, delays, double_buffering, partial(DelayMemory, rate))
-    budgets = [SLOTS * max(delays.nbytes.values())] * DEVICES
+    make_memory = partial(DelayMemory, rate_of(case, promotion))
+    settings = DeviceSettings(context, delays, double_buffering, make_memory)
+    budgets = budgets_of(case)
 
     def start(slabs: Slabs, on_answer: Any, on_gone: Any) -> DeviceProcess:
         return DeviceProcess(settings, slabs, on_answer, on_gone, print)
@@ -137,13 +138,7 @@ def measure(case: Case, promotion: float, double_buffering: bool, context: Any) 
         WorkerState(budgets, None, sharp, double_buffering=double_buffering),
         budgets[0],
         rows=MICROBATCHES * ROWS,
-        trial={
-            "shards": [None] * SHARDS,
-            "batch_size": ROWS,
-            "accumulate": WINDOW,
-            "recompute": True,
-            "schedule": "sharp",
-        },
+        spec_of=_Spec,
     )
     try:
         for trial in range(case.trials + DEVICES):
@@ -152,30 +147,51 @@ def measure(case: Case, promotion: float, double_buffering: bool, context: Any) 
         measured = _train(worker, range(case.trials))
     finally:
         worker.close()
-    specs = [
-        worker.planner.run_spec(trial, train(trial, trial, 1), delays.profile(_Numbered(trial)))
-        for trial in range(case.trials)
-    ]
-    rates = MoveRates(device=rate)
+    simulated = simulate(case, promotion, double_buffering)
+    return Figure(case, promotion, double_buffering, measured, simulated, os.getloadavg()[0])
+
+
+def simulate(case: Case, promotion: float, double_buffering: bool) -> float:
+    """Return the seconds until the last shard was written back."""
+    delays, budgets = case.delays(), budgets_of(case)
+    rates = MoveRates(device=rate_of(case, promotion))
+    planner = RunPlanner(lambda split, partition: MICROBATCHES * ROWS, budgets[0])
+    specs = []
+    for trial in range(case.trials):
+        spec: Any = _Spec(trial)
+        planner.learn(spec)
+        specs.append(planner.run_spec(trial, train(trial, trial, 1), delays.profile(spec)))
 
     def seconds(action: Action) -> float:
-        shard = specs[action.trial].shards[action.shard]
         if action.kind.computes:
             return 0.0 if action.kind is U else case.seconds[action.trial]
-        return rates.seconds(action, shard)
+        return rates.seconds(action, specs[action.trial].shards[action.shard])
 
     simulation = WorkerSimulation(
         specs, budgets, None, sharp, seconds, double_buffering=double_buffering
     )
-    simulated = simulation.run().makespan
-    return Figure(case, promotion, double_buffering, measured, simulated, os.getloadavg()[0])
+    return max(each.end for each in simulation.run().done)
+
+
+def rate_of(case: Case, promotion: float) -> float:
+    """Return the bytes per second at which a promotion takes this share of a task."""
+    return NBYTES / (promotion * TASK[case.spread])
+
+
+def budgets_of(case: Case) -> list[int]:
+    return [SLOTS * max(case.delays().nbytes.values())] * DEVICES
 
 
 @dataclass(frozen=True)
-class _Numbered:
-    """Stands in for what a trial is, of which delays need only the number."""
+class _Spec:
+    """Says of a trial what queues and delays need to know."""
 
     trial: Any
+    shards: tuple[None, ...] = (None,) * SHARDS
+    batch_size: int = ROWS
+    accumulate: int = WINDOW
+    recompute: bool = True
+    schedule: str = "sharp"
 
 
 def _train(worker: QueueWorker, trials: range) -> float:

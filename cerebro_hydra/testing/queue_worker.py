@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import queue
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from cerebro_hydra.agent.buffer_pool import BufferPool
@@ -26,7 +25,6 @@ from cerebro_hydra.storage.digest import digest
 
 ME = "me"
 EPOCH, PARTITION, WORKER = 0, 0, 0
-MEMORY = 4 << 30  # bytes of DRAM that states may have beside what the queues plan with
 
 StartDevice = Callable[[Slabs, OnAnswer, OnGone], WorkerDevice]
 
@@ -50,8 +48,9 @@ class QueueWorker:
         state: the queues.
         smallest: the bytes of the smallest device; None if that has no limit.
         rows: of the partition, training and validation alike.
-        trial: what every trial's spec says, by the fields of ``TrialSpec``.
+        spec_of: describes a trial by its number, as ``TrialSpec`` does.
         poison: overwrite memory that is given back.
+        memory: the bytes of DRAM for states, beyond which they are spilled.
         batch_seconds: after which a batch is ended.
     """
 
@@ -61,16 +60,17 @@ class QueueWorker:
         state: WorkerState,
         smallest: int | None,
         rows: int,
-        trial: Mapping[str, Any],
+        spec_of: Callable[[int], Any],
         *,
         poison: bool = False,
+        memory: int = 4 << 30,
         batch_seconds: float | None = None,
     ) -> None:
         self.slabs = Slabs()
         self._scratch = tempfile.TemporaryDirectory(prefix="cerebro-hydra-")
-        self._trial = trial
+        self._spec_of = spec_of
         pool = BufferPool(poison=poison, allocate=self.slabs.allocate)
-        self.store = ShardStore(SegmentStore(MEMORY, self._scratch.name, pool))
+        self.store = ShardStore(SegmentStore(memory, self._scratch.name, pool))
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.state = state
         self.planner = RunPlanner(lambda split, partition: rows, smallest)
@@ -94,8 +94,7 @@ class QueueWorker:
 
     def perform(self, task: Task) -> None:
         """Give the worker a task, as a coordinator would."""
-        spec: Any = SimpleNamespace(trial=task.trial, **self._trial)
-        self.trainer.learn(spec)
+        self.trainer.learn(self._spec_of(task.trial))
         self.trainer.accept(task.attempt)
         self.trainer.perform(task, None)
 

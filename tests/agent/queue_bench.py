@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from cerebro_hydra.agent.device_memory import DeviceMemory
@@ -106,13 +107,14 @@ class QueueBench(QueueWorker):
             CheckedState(budgets, host_budget, double_buffering=double_buffering),
             min(known, default=None),
             rows,
-            {
-                "shards": [None] * num_shards,
-                "batch_size": batch_size,
-                "accumulate": window,
-                "recompute": recompute,
-                "schedule": "sharp",
-            },
+            lambda trial: SimpleNamespace(
+                trial=trial,
+                shards=[None] * num_shards,
+                batch_size=batch_size,
+                accumulate=window,
+                recompute=recompute,
+                schedule="sharp",
+            ),
             poison=True,
             batch_seconds=batch_seconds,
         )
