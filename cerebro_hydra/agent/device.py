@@ -1,10 +1,10 @@
-"""A device carries out actions: it computes on one thread and moves shards on another one.
+"""A device carries out actions: it computes on one thread and moves shards on two others.
 
 ::
 
-    orders ──┬── F, B, U ───► computing thread ──┐
-             │                                   ├──► answers
-             └── LOAD, SPILL ──► copying thread ─┘
+    orders ──┬── F, B, U ──► computing thread ──┐
+             ├── LOAD ─────► promoting thread ──┼──► answers
+             └── SPILL ────► demoting thread ───┘
 
 Its orders come from the agent, either in the agent's own process or through a pipe.
 """
@@ -85,17 +85,23 @@ class Device:
         self._slots: dict[Key, Segments] = {}
         self._unbound: dict[Key, tuple[Cursor | None, bool]] = {}  # what unloading gave
         self._computing = _Lane("device-computes")
-        self._copying = _Lane("device-copies") if double_buffering else self._computing
+        self._promoting = self._demoting = self._computing
+        if double_buffering:
+            self._promoting, self._demoting = _Lane("device-promotes"), _Lane("device-demotes")
 
     def start(self) -> None:
         """Begin to work."""
-        for lane in {self._computing, self._copying}:
+        for lane in self._lanes:
             lane.start()
 
     def close(self) -> None:
         """End the threads after what they are doing."""
-        for lane in {self._computing, self._copying}:
+        for lane in self._lanes:
             lane.close()
+
+    @property
+    def _lanes(self) -> set[_Lane]:
+        return {self._computing, self._promoting, self._demoting}
 
     def give(self, order: Order) -> None:
         """Take an order; those of one thread are carried out one after the other."""
@@ -115,7 +121,7 @@ class Device:
             case Move():
                 key = (order.action.trial, order.action.shard)
                 bound = order.action.kind is not ActionKind.LOAD and key not in self._unbound
-                lane = self._computing if bound else self._copying
+                lane = self._computing if bound else self._lane_of(order.action)
                 lane.put(partial(self._move, order))
 
     # ------------------------------------------------------------------ runs
@@ -211,7 +217,7 @@ class Device:
                 self._unbound[key] = order.cursor, False
             elif key not in self._unbound:
                 self._unbound[key] = self._runs[action.trial].unload(action.shard)
-                self._copying.put(partial(self._move, order))
+                self._lane_of(action).put(partial(self._move, order))
                 return
             else:
                 cursor, has_gradients = self._unbound[key]
@@ -224,6 +230,10 @@ class Device:
         if action.kind is not ActionKind.DROP:
             moved = sum(slab.nbytes for slab in order.slabs.values())
             self._answer(replace(done, seconds=time.perf_counter() - begun, nbytes=moved))
+
+    def _lane_of(self, move: Action) -> _Lane:
+        """Return the lane of a move; DROP gives a place up that the LOAD after it may take."""
+        return self._demoting if move.kind is ActionKind.SPILL else self._promoting
 
     def _give_up(self, key: Key) -> None:
         self._unbound.pop(key, None)

@@ -40,13 +40,13 @@ class DeviceSettings:
         context: starts processes; see `fork_server`.
         make_opener: makes what opens runs there; a module's function, or a partial of one.
         double_buffering: whether shards are moved beside the computing.
-        poison: whether slots that are given up are overwritten, as tests ask for.
+        make_memory: makes the memory that has its slots.
     """
 
     context: Any
     make_opener: Callable[[], RunOpener]
     double_buffering: bool = True
-    poison: bool = False
+    make_memory: Callable[[], DeviceMemory] = DeviceMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
     with forwarded(lambda message: tell(_Said(message))):
         device = Device(
             settings.make_opener(),
-            DeviceMemory(settings.poison),
+            settings.make_memory(),
             tell,
             double_buffering=settings.double_buffering,
         )

@@ -27,9 +27,10 @@ class OwnDevice:
         on_answer: Callable[[WorkerDevice, Answer], object],
         on_gone: Callable[[WorkerDevice], object],  # with the agent
     ) -> None:
+        self.memory = DeviceMemory()
         self._device = Device(
             opener,
-            DeviceMemory(),
+            self.memory,
             lambda answer: on_answer(self, answer),
             double_buffering=double_buffering,
             begin=begin,

@@ -2,7 +2,8 @@
 
 It runs alone, or ``plan/simulate.py`` takes its steps beside those of other workers.
 
-A device computes, loads and writes back at the same time, one action of each kind after the other.
+A device computes, loads and writes back at the same time, one action of each kind after the other;
+without double buffering it does one action of any kind after the other.
 Transfers from other workers and to disk go one after the other too. Every action is checked against
 the places and bytes of ``plan/memory_check.py`` when it begins and ends.
 """
@@ -99,6 +100,7 @@ class WorkerSimulation:
         self.state = WorkerState(budgets, host_budget, rule, double_buffering=double_buffering)
         self.timeline = WorkerTimeline(len(budgets))
         self._seconds, self._observe = seconds, observe
+        self._double_buffering = double_buffering
         self._state_bytes: dict[Key, int] = {}
         self._activations: dict[Key, int] = {}
         self.check = MemoryCheck(
@@ -194,6 +196,8 @@ class WorkerSimulation:
 
     def _lane(self, action: Action) -> Lane:
         place = HOST if action.device is None else action.device
+        if place != HOST and not self._double_buffering:
+            return place, "everything"
         return place, "compute" if action.kind.computes else action.kind
 
     def _begin(self, lane: Lane) -> None:

@@ -1,4 +1,8 @@
-"""Trials whose tasks only take time, so that a real worker with many devices runs on few cores."""
+"""Trials and devices that only take time, so that a real worker with many of them fits few cores.
+
+Queues, processes, messages, slots and slabs are real; what takes time is a wait until a moment, so
+that a core that is busy with something else delays it little.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +13,32 @@ from typing import Any
 
 import numpy as np
 
+from cerebro_hydra.agent.device_memory import DeviceMemory
 from cerebro_hydra.agent.device_messages import RunOrder
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.shards.layout import Bytes, Segments
 from cerebro_hydra.shards.trial_profile import ShardBytes, TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
 
 @dataclass(frozen=True)
 class DelayTrials:
-    """Opens runs whose forwards and backwards are waits; moves, memory and messages are real.
+    """Opens runs whose forwards and backwards are waits.
 
     It also is what makes the opener of a device's process.
 
     Args:
         shards: how many each trial has.
-        nbytes: of the state of a shard.
-        forward: seconds of a forward, by the number of the trial.
+        nbytes: of the state of a shard, by the number of the trial.
+        forward: seconds of a forward, likewise.
         backward: seconds of a backward for each of a forward; updates take none.
         rows: of each microbatch.
     """
 
     shards: int
-    nbytes: int
+    nbytes: Mapping[int, int]
     forward: Mapping[int, float]
     backward: float = 2.0
     rows: int = 4
@@ -47,17 +52,18 @@ class DelayTrials:
 
     def profile(self, trial: TrialSpec) -> TrialProfile:
         """Describe a trial."""
-        each = ShardBytes(0, self.nbytes, 0, False)
+        each = ShardBytes(0, self.nbytes[trial.trial], 0, False)
         return TrialProfile((each,) * self.shards, (), False)
 
     def open(self, order: RunOrder) -> DelayRun:
         """Return a run of a trial."""
         return DelayRun(order, self.forward[order.task.trial], self)
 
-    def initial(self) -> list[Segments]:
-        """Return the first state of each trial."""
+    def initial(self, trial: int) -> list[Segments]:
+        """Return the first state of a trial."""
+        nbytes = self.nbytes[trial]
         return [
-            {"frozen": np.zeros(0, np.uint8), "trainable": np.zeros(self.nbytes, np.uint8)}
+            {"frozen": np.zeros(0, np.uint8), "trainable": np.zeros(nbytes, np.uint8)}
             for _ in range(self.shards)
         ]
 
@@ -85,7 +91,7 @@ class DelayRun:
 
     def perform(self, task: Action) -> tuple[float, int] | None:
         """Wait as long as the task takes."""
-        time.sleep(self._seconds.get(task.kind, 0.0))
+        _wait_until(time.perf_counter() + self._seconds.get(task.kind, 0.0))
         if task.kind is ActionKind.U:
             self._slots[task.shard]["trainable"][0] += 1
             self._steps[task.shard] += 1
@@ -97,3 +103,37 @@ class DelayRun:
 
     def cancel(self) -> None:
         """End the run where it stands."""
+
+
+class DelayMemory(DeviceMemory):
+    """Copies shards at a given speed, each way.
+
+    Args:
+        rate: bytes per second.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self._rate = rate
+
+    def promote(self, slabs: Mapping[str, Bytes], gradients: int) -> Segments:
+        """Return slots with the content of slabs."""
+        ends = self._ends(slabs)
+        slots = super().promote(slabs, gradients)
+        _wait_until(ends)
+        return slots
+
+    def demote(self, slots: Segments, slabs: Mapping[str, Bytes]) -> None:
+        """Copy slots into slabs."""
+        ends = self._ends(slabs)
+        super().demote(slots, slabs)
+        _wait_until(ends)
+
+    def _ends(self, slabs: Mapping[str, Bytes]) -> float:
+        nbytes = sum(slab.nbytes for slab in slabs.values())
+        return time.perf_counter() + nbytes / self._rate
+
+
+def _wait_until(moment: float) -> None:
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)

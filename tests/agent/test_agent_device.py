@@ -1,19 +1,67 @@
-"""A device in the agent's own process says whose code runs, in case it ends the process."""
+"""A device moves shards beside its computing, each way on its own, and says whose code runs."""
 
 from __future__ import annotations
 
 import queue
+import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from cerebro_hydra.agent.device import Device
 from cerebro_hydra.agent.device_memory import DeviceMemory
-from cerebro_hydra.agent.device_messages import Compute, Move, Open, Profile, RunOrder
+from cerebro_hydra.agent.device_messages import Compute, Done, Move, Open, Opened, Profile, RunOrder
 from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.shards.layout import Bytes, Segments
+from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_runs import ByteTrials
-from tests.agent.queue_bench import train
 from tests.agent.standins import SECONDS
+
+
+class PatientMemory(DeviceMemory):
+    """Writes nothing back before two shards were brought."""
+
+    def __init__(self) -> None:
+        super().__init__(poison=True)
+        self._brought = threading.Semaphore(0)
+
+    def promote(self, slabs: Mapping[str, Bytes], gradients: int) -> Segments:
+        slots = super().promote(slabs, gradients)
+        self._brought.release()
+        return slots
+
+    def demote(self, slots: Segments, slabs: Mapping[str, Bytes]) -> None:
+        assert all(self._brought.acquire(timeout=SECONDS) for _ in range(2)), "nothing was brought"
+        super().demote(slots, slabs)
+
+
+def test_a_shard_is_brought_while_another_one_is_written_back() -> None:
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    trials = ByteTrials((8, 8))
+    device = Device(trials, PatientMemory(), answers.put)
+    device.start()
+    spec: Any = None
+    device.give(Open(RunOrder(0, spec, train(0, 0, 1), 0, recompute=True)))
+    slabs = [{name: np.full(8, k, np.uint8) for name in ("frozen", "trainable")} for k in range(2)]
+    moves = [
+        Action(0, 0, ActionKind.LOAD, device=0),
+        Action(0, 0, ActionKind.SPILL, device=0),
+        Action(0, 1, ActionKind.LOAD, device=0),
+    ]
+    try:
+        assert answers.get(timeout=SECONDS) == Opened(0)
+        device.give(Move(moves[0], slabs[0], {"step": 0}))
+        assert answers.get(timeout=SECONDS).action == moves[0]
+        for action in moves[1:]:
+            device.give(Move(action, slabs[action.shard], {"step": 0}))
+        done = [answers.get(timeout=SECONDS) for _ in range(2)]
+    finally:
+        device.close()
+    assert all(isinstance(each, Done) for each in done)
+    assert {each.action for each in done} == set(moves[1:])
 
 
 def wait_for(answers: queue.SimpleQueue[Any], action: Action) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from cerebro_hydra.agent import queue_audits
 from cerebro_hydra.plan import events
+from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_runs import ByteTrials
-from tests.agent.queue_bench import QueueBench, bench, train
+from tests.agent.queue_bench import QueueBench, bench
 from tests.agent.test_agent_queue_trainer import SIZES, assert_trained, begin
 
 audited = partial(bench, audit_share=0.01)

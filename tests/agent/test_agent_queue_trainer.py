@@ -18,8 +18,9 @@ from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import HOST
 from cerebro_hydra.plan.device_log import MOST_SPANS
 from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.testing.queue_worker import evaluate, train
 from tests.agent.byte_runs import ByteTrials, trained
-from tests.agent.queue_bench import QueueBench, bench, evaluate, train
+from tests.agent.queue_bench import QueueBench, bench
 from tests.agent.standins import SECONDS
 
 MICROBATCHES = 10
@@ -159,7 +160,8 @@ def test_a_device_ends_with_an_agent_that_is_killed() -> None:
     program = """
         import multiprocessing, time
         from tests.agent.byte_runs import ByteTrials
-        from tests.agent.queue_bench import QueueBench, train
+        from cerebro_hydra.testing.queue_worker import train
+        from tests.agent.queue_bench import QueueBench
 
         trials = ByteTrials((1000, 3000), seconds=60)
         made = QueueBench(trials, 2, [None], context=multiprocessing.get_context("forkserver"))

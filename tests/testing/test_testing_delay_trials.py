@@ -6,9 +6,10 @@ import time
 
 from cerebro_hydra.plan import events
 from cerebro_hydra.testing.delay_trials import DelayTrials
-from tests.agent.queue_bench import QueueBench, bench, train
+from cerebro_hydra.testing.queue_worker import train
+from tests.agent.queue_bench import QueueBench, bench
 
-ROWS, BATCH, DEVICES, FORWARD = 12, 4, 4, 0.03
+ROWS, BATCH, DEVICES, FORWARD, NBYTES = 12, 4, 4, 0.03, 100_000
 
 
 def sub_epochs(made: QueueBench, visit: int) -> float:
@@ -22,13 +23,14 @@ def sub_epochs(made: QueueBench, visit: int) -> float:
 
 
 def test_four_devices_train_four_trials_at_the_same_time() -> None:
-    trials = DelayTrials(3, 100_000, dict.fromkeys(range(DEVICES), FORWARD))
+    numbers = range(DEVICES)
+    trials = DelayTrials(3, dict.fromkeys(numbers, NBYTES), dict.fromkeys(numbers, FORWARD))
     tasks = ROWS // BATCH * trials.shards
     alone = tasks * FORWARD * (1 + trials.backward)
-    budgets = [2 * trials.nbytes] * DEVICES
+    budgets = [2 * NBYTES] * DEVICES
     with bench(trials, trials.shards, budgets, rows=ROWS, batch_size=BATCH) as made:
         for trial in range(DEVICES):
-            made.put(trial, 0, trials.initial())
+            made.put(trial, 0, trials.initial(trial))
         sub_epochs(made, visit=1)  # devices start meanwhile
         seconds = sub_epochs(made, visit=2)
         states = [made.get(trial, 2, trials.shards) for trial in range(DEVICES)]

@@ -1,0 +1,315 @@
+"""Measures what it costs to train a model on a device that is smaller than its training state."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from benchmarks.spill.trial import MemoryTrial
+from cerebro_hydra.agent.device_starts import OwnDevice
+from cerebro_hydra.agent.slabs import Slabs
+from cerebro_hydra.hopper.worker_resources import QUEUED_SHARE
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.schedules.sharp import sharp
+from cerebro_hydra.plan.worker_events import Answer, WorkerEvent
+from cerebro_hydra.plan.worker_state import WorkerState
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.testing.queue_worker import QueueWorker, train
+
+LAYERS, WIDTH, VOCABULARY = 16, 256, 2048
+BATCH, TOKENS, STEPS = 8, 32, 3
+SHARES = (2, 4, 8)  # of the training state, the parts that the device's budget is one of
+TIERS = ("DRAM", "disk")
+HOST_SHARE = 2  # likewise, DRAM for the queues where disk is the third tier
+CLAIMED_SHARE, CLAIM = 4, 1.35
+ROUNDS = 4
+
+
+class Bert(nn.Module):
+    """Wraps BERT for two classes (the default), with tensors in and logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            intermediate_size=4 * WIDTH,
+            max_position_embeddings=TOKENS,
+        )
+        self.bert = BertForSequenceClassification(config)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.bert(input_ids=input_ids).logits
+
+
+class Gpt2(nn.Module):
+    """Wraps GPT-2, whose embedding is its head too, with tensors in and logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=WIDTH,
+            n_layer=LAYERS,
+            n_head=4,
+            n_positions=TOKENS,
+            use_cache=False,
+        )
+        self.gpt2 = GPT2LMHeadModel(config)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.gpt2(input_ids=input_ids).logits.flatten(0, 1)
+
+
+def flat_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, labels.flatten())
+
+
+def bert(params: Mapping[str, Any]) -> Recipe:
+    model = Bert()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loss = nn.CrossEntropyLoss()
+    return Recipe(model, optimizer, loss, batch_size=BATCH, shards=LAYERS + 2, cut="modules")
+
+
+def gpt2(params: Mapping[str, Any]) -> Recipe:
+    model = Gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loss = flat_cross_entropy
+    return Recipe(model, optimizer, loss, batch_size=BATCH, shards=LAYERS + 2, cut="modules")
+
+
+def make_trial(model: str) -> MemoryTrial:
+    random = np.random.default_rng(0)
+    rows = BATCH * STEPS
+    tokens = random.integers(0, VOCABULARY, (rows, TOKENS))
+    if model == "BERT":
+        return MemoryTrial(bert, {"input_ids": tokens}, {"label": random.integers(0, 2, rows)})
+    return MemoryTrial(gpt2, {"input_ids": tokens}, {"label": np.roll(tokens, -1, 1)})
+
+
+MODELS = ("BERT", "GPT-2")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Names what a worker may use; without a share it holds the whole trial."""
+
+    share: int | None
+    tier: str = "DRAM"
+    double_buffering: bool = True
+
+
+class TrackedState(WorkerState):
+    """Notes the most bytes that the queues counted on the device."""
+
+    peak = 0
+
+    def handle(self, happened: Iterator[WorkerEvent]) -> list[Answer]:
+        answers = super().handle(happened)
+        self.peak = max(self.peak, *(self._room.used(queue) for queue in self.queues.values()))
+        return answers
+
+
+class Worker:
+    """Trains one trial on one CPU device, a sub-epoch at a time."""
+
+    def __init__(self, trial: MemoryTrial, variant: Variant) -> None:
+        profile = trial.profile
+        whole = profile.state_bytes
+        self.budget = None if variant.share is None else whole // variant.share
+        disk = variant.tier == "disk"
+        host = whole // HOST_SHARE if disk else None
+        self.state = TrackedState(
+            [self.budget], host, sharp, double_buffering=variant.double_buffering
+        )
+
+        def start(slabs: Slabs, on_answer: Any, on_gone: Any) -> OwnDevice:
+            self.device = OwnDevice(
+                trial.opener(), variant.double_buffering, sys.exit, on_answer, on_gone
+            )
+            return self.device
+
+        spec = trial.spec(recompute=variant.share is not None)
+        self._worker = QueueWorker(
+            start,
+            self.state,
+            self.budget,
+            trial.rows,
+            lambda number: spec,
+            memory=4 * whole if host is None else int(host / QUEUED_SHARE),
+        )
+        self._visit = 0
+        self._worker.put(0, 0, trial.initial)
+
+    def seconds(self) -> float:
+        """Train a sub-epoch from the state of the last one."""
+        self._visit += 1
+        begun = time.perf_counter()
+        self._worker.perform(train(self._visit, 0, self._visit))
+        result = self._worker.result()
+        taken = time.perf_counter() - begun
+        if not isinstance(result, events.SubEpochDone):
+            raise RuntimeError(f"the trial was not trained: {result}")
+        self._worker.trainer.drop(0, self._visit - 1)
+        return taken
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+@contextmanager
+def workers(trial: MemoryTrial, variants: Sequence[Variant]) -> Iterator[list[Worker]]:
+    made = [Worker(trial, variant) for variant in variants]
+    try:
+        yield made
+    finally:
+        for worker in made:
+            worker.close()
+
+
+# ---------------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Holds what was measured of one variant, over rounds."""
+
+    model: str
+    variant: Variant
+    lower: float  # of the seconds over those of resident training
+    median: float
+    upper: float
+    budget: int
+    peak: int  # bytes that the queues counted on the device
+    slots: int  # bytes that slots really had
+    rss: int | None  # bytes that the process had at most, above what it had before
+
+
+def measure(model: str, trial: MemoryTrial, share: int, rounds: int) -> list[Figure]:
+    variants = [
+        Variant(None),
+        *(Variant(share, tier, double) for tier in TIERS for double in (True, False)),
+    ]
+    figures = []
+    with workers(trial, variants) as made:
+        taken: list[list[float]] = [[] for _ in made]
+        for turn in range(rounds + 1):
+            # Each round begins at another variant, so that none always runs after the same one.
+            for i in range(len(made)):
+                at = (turn + i) % len(made)
+                taken[at].append(made[at].seconds())
+        for variant, worker, seconds in zip(variants[1:], made[1:], taken[1:], strict=True):
+            ratios = [ours / base for ours, base in zip(seconds[1:], taken[0][1:], strict=True)]
+            lower, median, upper = statistics.quantiles(ratios, n=4)
+            assert worker.budget is not None
+            rss = alone(model, variant) if variant.double_buffering else None
+            figures.append(
+                Figure(
+                    model, variant, lower, median, upper,
+                    worker.budget, worker.state.peak, worker.device.memory.peak, rss,
+                )
+            )  # fmt: skip
+    return figures
+
+
+def alone(model: str, variant: Variant) -> int:
+    """Return the peak of resident memory of a process that does nothing else."""
+    command = [sys.executable, __file__, "--alone", json.dumps([model, asdict(variant)])]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def resident_peak(model: str, variant: Variant) -> int:
+    """Train here, and return by how many bytes the process grew at most."""
+    trial = make_trial(model)
+    with workers(trial, [variant]) as (worker,):
+        trial.initial.clear()
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+        for _ in range(2):
+            worker.seconds()
+        return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+    return int(kib) << 10
+
+
+def table(figures: Sequence[Figure]) -> str:
+    lines = [
+        "| model | budget | tier | double buffering | quartile | **over resident** | quartile "
+        "| budget, MiB | tracked peak | slots | RSS, MiB |",
+        "| --- " * 11 + "|",
+    ]
+    for f in figures:
+        mib = [f"{n / 2**20:.1f}" for n in (f.budget, f.peak, f.slots)]
+        cells = [
+            f.model, f"1/{f.variant.share}", f.variant.tier,
+            "on" if f.variant.double_buffering else "off",
+            f"{f.lower:.3f}", f"**{f.median:.3f}**", f"{f.upper:.3f}", *mib,
+            "" if f.rss is None else f"{f.rss / 2**20:.0f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    parser.add_argument("--model", choices=MODELS, help="only this model")
+    parser.add_argument("--share", type=int, choices=SHARES, help="only this part of the state")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how many rounds")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.alone is not None:
+        model, variant = json.loads(arguments.alone)
+        print(resident_peak(model, Variant(**variant)))
+        return
+    print(
+        f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, transformers {transformers.__version__}"
+    )
+    figures = []
+    for model in MODELS:
+        if arguments.model not in (None, model):
+            continue
+        trial = make_trial(model)
+        whole = trial.profile
+        print(
+            f"{model}: {len(whole.shards)} shards, {whole.state_bytes / 2**20:.0f} MiB of training "
+            f"state, resident RSS {alone(model, Variant(None)) / 2**20:.0f} MiB"
+        )
+        for share in SHARES:
+            if arguments.share in (None, share):
+                figures += measure(model, trial, share, arguments.rounds)
+                print(f"load {os.getloadavg()[0]:.1f}\n{table(figures[-4:])}", flush=True)
+    print(table(figures))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(f) for f in figures], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
