@@ -176,7 +176,7 @@ def _read_elsewhere(
     recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
 ) -> set[str]:
     """Return the parameters that a microbatch reads while another shard than their own runs."""
-    segments = initial_segments(recipe, layout)
+    segments = list(initial_segments(recipe, layout))
     names = {
         int(segments[k][name].ctypes.data) + entry.offset: entry.name.partition(":")[2]
         for k, shard in enumerate(layout.shards)
@@ -256,7 +256,7 @@ class _ProfiledStep:
     def take(self, measured: Callable[[Task], AbstractContextManager[None]]) -> None:
         """Take the step; each task runs within what `measured` returns for it."""
         self._measured, self._at = measured, None
-        self._segments = initial_segments(self._recipe, self._layout)
+        self._segments = list(initial_segments(self._recipe, self._layout))
         self._gradients = [
             aligned(GradientLayout.of(shard).nbytes, zeroed=True) for shard in self._layout.shards
         ]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cerebro_hydra.recipe import Recipe
 from tests.end_to_end.models import next_token_loss
 
-VOCABULARY, WIDTH = 32, 16
+VOCABULARY, WIDTH = 32, 128
 
 
 class Block(nn.Module):
