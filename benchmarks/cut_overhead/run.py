@@ -172,7 +172,7 @@ class Cut:
         cut_model = cache.get(recipe.model, admission.spec, Sample.of(recipe, example))
         self.shards = cut_model.num_shards
         self._engine = Engine(cut_model, admission.layout, recipe, SEED, steps_per_epoch=1000)
-        self._segments = initial_segments(recipe, admission.layout)
+        self._segments = list(initial_segments(recipe, admission.layout))
         self._cursors: list[dict[str, Any] | None] = [None] * self.shards
         self._batch = batch
         self._step = 0

@@ -48,7 +48,7 @@ class MemoryTrial:
             for given in (features, labels)
         ]
         admission = admit(recipe, [(first[0], first[1])], SEED)
-        self.initial: list[Segments] = initial_segments(recipe, admission.layout)
+        self.initial: list[Segments] = list(initial_segments(recipe, admission.layout))
         self._document = RunDocument(
             run_id="benchmark",
             factory=None,

@@ -11,6 +11,8 @@ import torch
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.columns import Columns
+from cerebro_hydra.recipe.meta_model import give_memory, is_on_meta
+from cerebro_hydra.recipe.meta_operations import MetaOperations
 from cerebro_hydra.recipe.recipe import Recipe
 
 
@@ -79,9 +81,21 @@ def recipe_of(built: Any) -> Recipe:
 def build_recipe(
     factory: Callable[[Any], Any], params: Mapping[str, Any], seed: int, columns: Columns
 ) -> Recipe:
-    """Run the user's factory with the search's seed, so that equal layers start with equal bits."""
-    torch.manual_seed(seed)
-    return recipe_of(factory(dict(params))).bind(columns)
+    """Run the user's factory with the search's seed, so that equal layers start with equal bits.
+
+    A model on the meta device gets memory for the values that `warm_start` has.
+    """
+
+    def build() -> Recipe:
+        torch.manual_seed(seed)
+        return recipe_of(factory(dict(params)))
+
+    recipe = build()
+    if is_on_meta(recipe.model):
+        with MetaOperations() as operations:
+            recipe = build()
+        give_memory(recipe, operations)
+    return recipe.bind(columns)
 
 
 def build_keeping_random_state(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -56,14 +55,31 @@ def _check_kind(name: str, given: Any, own: Tensor) -> None:
         )
 
 
-def _read(path: str) -> dict[str, Tensor]:
+class _MappedFile(Mapping[str, Tensor]):
+    """Reads each tensor of a safetensors file when it is asked for, from mapped memory."""
+
+    def __init__(self, path: str) -> None:
+        self._file = safetensors.safe_open(path, "pt")
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _read(path: str) -> Mapping[str, Tensor]:
     if not os.path.isfile(path):
         raise ConfigurationError(
             f"warm_start is {path!r}, and there is no such file; give the path of a safetensors "
             "file, or a state dict"
         )
     try:
-        return dict(safetensors.torch.load_file(path))
+        return _MappedFile(path)
     except safetensors.SafetensorError as error:
         raise ConfigurationError(
             f"warm_start is {path!r}, which is no safetensors file ({error}); write one with "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.errors import CerebroHydraError, NonFiniteLoss, ReplayError
 from cerebro_hydra.recipe import (
     Columns,
@@ -24,6 +25,9 @@ from cerebro_hydra.replay.run_data import RunData, with_threads
 from cerebro_hydra.replay.states import Replayed, go_on, load_model, read_saved
 from cerebro_hydra.storage.estimator_factories import find
 from cerebro_hydra.storage.run_document import TrialSpec
+
+_STATES = 3
+"""States of a trial that a replay has in memory: the first, the one that it trains, the result."""
 
 
 def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = False) -> ReplayReport:
@@ -42,7 +46,8 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
     Raises:
         ConfigurationError: the factory is known only by the name that the run records, and `trust`
             is False; nothing was imported.
-        ReplayError: the factory, the trial or its final state can't be found.
+        ReplayError: the factory, the trial or its final state can't be found, or the whole model
+            does not fit into memory.
         StoreError: a file of the run is missing or damaged.
         JournalError: the journal is damaged.
         DataError: the rows are not those that were prepared.
@@ -50,6 +55,7 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-replay-") as scratch:
         run = RunData.open(run_path, scratch)
         spec = run.trial(trial_id)
+        _check_memory(spec)
         found = find(run.folder.path, run.document.factory, factory, trust)
         run.folder.check_journal(run.document)
         expected = expectations(run, spec)
@@ -75,6 +81,16 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
                         "started with"
                     ) from error
         return compare(recipe, replayed, expected, run)
+
+
+def _check_memory(spec: TrialSpec) -> None:
+    needed, free = _STATES * spec.nbytes, available_memory()
+    if needed > free:
+        raise ReplayError(
+            f"{spec.trial_id} needs about {needed / 2**30:.2g} GiB of memory to be replayed, as "
+            f"plain PyTorch trains its whole model, and {free / 2**30:.2g} GiB are free; replay "
+            "it on a machine with more"
+        )
 
 
 @dataclass(frozen=True)

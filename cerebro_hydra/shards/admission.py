@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, FailedAttempt
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.kept_heap import kept_heap
-from cerebro_hydra.shards.layout import TrialLayout
+from cerebro_hydra.shards.layout import TrialLayout, check_no_overlap
+from cerebro_hydra.shards.mapped_memory import MappedMemory
 from cerebro_hydra.shards.microbatch_maker import UnfitShape
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.shard_times import measure_shards
@@ -31,6 +33,11 @@ from cerebro_hydra.shards.state_template import StateTemplate
 from cerebro_hydra.shards.task_profiler import TaskProfiler
 from cerebro_hydra.shards.trace import CutFailed
 from cerebro_hydra.shards.trial_profile import TrialProfile
+
+_COPIES_TRAINED = 13
+"""Bytes that admission takes for each byte of parameters that train, as measured with AdamW: values
+and gradients of the plain model and of the shards, and the optimizer's state of both."""
+_COPIES_FROZEN = 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,30 @@ class AdmittedCut:
     layout: TrialLayout
     profile: TrialProfile | None = None
     """What the queues of workers must know; None if nobody asked for it."""
+
+
+def memory_needed(recipe: Recipe) -> int:
+    """Return about how many bytes the admission of a recipe takes at once, at most."""
+    parameters = [(p.nbytes, p.requires_grad) for p in recipe.model.parameters()]
+    return sum(
+        nbytes * (_COPIES_TRAINED if trains else _COPIES_FROZEN) for nbytes, trains in parameters
+    )
+
+
+@contextmanager
+def on_disk(recipe: Recipe, folder: str, resident: float) -> Iterator[None]:
+    """Let what a model's admission needs lie in files, of which this much is in memory at once.
+
+    Its parameters are there from now on, and what else is made until the end.
+
+    Raises:
+        ConfigurationError: two parameters share memory.
+    """
+    check_no_overlap(recipe)
+    with MappedMemory(folder, resident):
+        for parameter in recipe.model.parameters():
+            parameter.data = parameter.data.clone()
+        yield
 
 
 def admit(

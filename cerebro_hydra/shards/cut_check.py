@@ -208,7 +208,7 @@ class _Shards:
         modes: Sequence[Mode] = ("keep", "recompute"),
     ) -> None:
         self._check = check
-        self.segments: list[Segments] = initial_segments(check.recipe, layout)
+        self.segments: list[Segments] = list(initial_segments(check.recipe, layout))
         self._cursors: list[dict[str, Any] | None] = [None] * cut_model.num_shards
         self._cut_model = cut_model
         self._layout = layout

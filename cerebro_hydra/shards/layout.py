@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from cerebro_hydra.documents import parse, unreadable
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_model import CutModel, TensorInfo
+from cerebro_hydra.shards.mapped_memory import mapped
 from cerebro_hydra.shards.state_template import StateTemplate
 
 ALIGNMENT = 64
@@ -130,7 +131,7 @@ class TrialLayout:
             ConfigurationError: a tensor has a type that safetensors lacks, or two parameters
                 overlap in memory.
         """
-        _check_no_overlap(recipe)
+        check_no_overlap(recipe)
         return cls(
             tuple(
                 _shard_layout(cut_model, template, k, recipe.ema is not None)
@@ -139,18 +140,17 @@ class TrialLayout:
         )
 
 
-def initial_segments(recipe: Recipe, layout: TrialLayout) -> list[Segments]:
-    """Return state 0 of a trial: parameters, buffers, and the optimizer's initial state."""
+def initial_segments(recipe: Recipe, layout: TrialLayout) -> Iterator[Segments]:
+    """Yield state 0 of a trial by shard: parameters, buffers, the optimizer's initial state."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in recipe.model.named_parameters():
         tensors[f"param:{name}"] = tensors[f"ema:{name}"] = parameter
         for key, value in recipe.optimizer.state.get(parameter, {}).items():
             tensors[f"optim:{name}:{key}"] = value
     tensors |= {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
-    return [
-        {"frozen": _filled(shard.frozen, tensors), "trainable": _filled(shard.trainable, tensors)}
-        for shard in layout.shards
-    ]
+    for shard in layout.shards:
+        both = {"frozen": shard.frozen, "trainable": shard.trainable}
+        yield {name: _filled(segment, tensors) for name, segment in both.items()}
 
 
 def _filled(segment: SegmentLayout, tensors: Mapping[str, Tensor]) -> Bytes:
@@ -173,7 +173,10 @@ def aligned(nbytes: int, zeroed: bool = False) -> Bytes:
     """Return memory that starts at a multiple of 64 bytes, as torch's own does.
 
     Kernels may round otherwise on other addresses. Zeroed memory costs nothing until written to.
+    Large memory is mapped from a file within `MappedMemory`.
     """
+    if (of_file := mapped(nbytes)) is not None:
+        return of_file.numpy()
     raw = (np.zeros if zeroed else np.empty)(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
@@ -201,7 +204,12 @@ def read_tensors(buffer: Bytes) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("pad:")}
 
 
-def _check_no_overlap(recipe: Recipe) -> None:
+def check_no_overlap(recipe: Recipe) -> None:
+    """Refuse a model two of whose parameters share memory, unless they are one.
+
+    Raises:
+        ConfigurationError: two are different views of the same memory.
+    """
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in recipe.model.named_parameters()

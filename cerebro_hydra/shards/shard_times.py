@@ -22,7 +22,7 @@ def measure_shards(
     recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
 ) -> list[float]:
     """Return the seconds of a training step in each shard, the fastest of some rounds."""
-    segments = initial_segments(recipe, layout)
+    segments = list(initial_segments(recipe, layout))
     states = {k: ShardState(shard, segments[k]) for k, shard in enumerate(layout.shards)}
     originals = {name: id(p) for name, p in recipe.model.named_parameters()}
     optimizers = [

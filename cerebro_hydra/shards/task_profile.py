@@ -138,7 +138,7 @@ def _evaluated(trial: _Measured) -> Needs:
     """Return what forwards of an evaluation need, each with its shard alone in memory."""
     recipe, cut_model, layout, example, shared = trial
     found: dict[Task, _TaskMemory] = {}
-    segments = initial_segments(recipe, layout)
+    segments = list(initial_segments(recipe, layout))
     maker = MicrobatchMaker(cut_model, recipe, 0)
     task = ExitStack()
 
@@ -235,7 +235,7 @@ def _read_elsewhere(
     recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
 ) -> set[str]:
     """Return the parameters that a microbatch reads while another shard than their own runs."""
-    segments = initial_segments(recipe, layout)
+    segments = list(initial_segments(recipe, layout))
     names = {
         int(segments[k][name].ctypes.data) + entry.offset: entry.name.partition(":")[2]
         for k, shard in enumerate(layout.shards)
@@ -306,7 +306,7 @@ class _ProfiledStep:
     def take(self, measured: Callable[[Task], AbstractContextManager[None]]) -> None:
         """Take the step; each task runs within what `measured` returns for it."""
         self._measured, self._at = measured, None
-        self._segments = initial_segments(self._recipe, self._layout)
+        self._segments = list(initial_segments(self._recipe, self._layout))
         self._gradients = [
             aligned(GradientLayout.of(shard).nbytes, zeroed=True) for shard in self._layout.shards
         ]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.value_ranges import value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.observe.text import parameters
+from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.recipe import (
     Columns,
     Metric,
@@ -25,7 +28,7 @@ from cerebro_hydra.recipe import (
     trial_seed,
 )
 from cerebro_hydra.recipe.blocks import AUTO
-from cerebro_hydra.shards.admission import AdmittedCut, admit
+from cerebro_hydra.shards.admission import AdmittedCut, admit, memory_needed, on_disk
 from cerebro_hydra.shards.admission_key import admission_key
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, ShardReport
@@ -158,7 +161,14 @@ class Admission:
     ) -> tuple[TrialSpec, Recipe]:
         with _refusing():
             recipe = build_recipe(self._factory, params, self._seed, self._columns)
-            if parent is None and recipe.warm_start is not None:
+        with self._within_memory(trial, recipe):
+            return self._compared(trial, params, parent, recipe), recipe
+
+    def _compared(
+        self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None, recipe: Recipe
+    ) -> TrialSpec:
+        if recipe.warm_start is not None:
+            with _refusing():
                 load_warm_start(recipe.model, recipe.warm_start)
         if parent is not None and recipe.shards == AUTO:
             recipe.shards = list(parent.cut["at"])
@@ -204,7 +214,24 @@ class Admission:
                 self._memory_bill.check(spec, profile)
         self._folder.write_trial(spec)
         self._report_cut(spec, admission.report)
-        return spec, recipe
+        return spec
+
+    @contextlib.contextmanager
+    def _within_memory(self, trial: int, recipe: Recipe) -> Iterator[None]:
+        """Let the recipe's admission need no more memory than there is."""
+        needed, free = memory_needed(recipe), available_memory()
+        if needed <= free:
+            yield
+            return
+        folder = tempfile.gettempdir()
+        self._report(
+            f"{trial_name(trial)} is admitted in files under {folder}, which is slower: it needs "
+            f"{bytes_text(needed)} of memory, and {bytes_text(free)} are free"
+        )
+        with contextlib.ExitStack() as stack:
+            with _refusing():
+                stack.enter_context(on_disk(recipe, folder, resident=free / 4))
+            yield
 
     def _kept_by(self, recipe: Recipe) -> str:
         """Return which epoch a trial keeps where the search doesn't say it."""

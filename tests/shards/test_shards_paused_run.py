@@ -82,7 +82,7 @@ def test_interleaved_trials_have_the_bits_of_plain_training(cut: str, recompute:
                 spec = CutSpec("modules", AT[cut], UNITS, (), WRITTEN)
             cut_model = CutModel.build(recipe.model, spec, sample)
             layout = TrialLayout.make(recipe, cut_model, StateTemplate({}))
-            segments = initial_segments(recipe, layout)
+            segments = list(initial_segments(recipe, layout))
             states: dict[int, ShardState] = {}
             if cut == "modules":
                 recipe.model.train()

@@ -83,7 +83,7 @@ def test_parameters_are_bound_in_place_and_momentum_does_not_exist_before_its_fi
 
     trial = start(mlp_recipe(sgd)(), two_sub_epochs()[0])
     layout = trial.layout.shards[0]
-    segments = initial_segments(trial.recipe, trial.layout)[0]
+    segments = next(initial_segments(trial.recipe, trial.layout))
     state = ShardState(layout, segments)
     assert state.existing_optimizer_state() == {}
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_parameters_are_bound_in_place_and_momentum_does_not_exist_before_its_fi
 
 def test_memory_that_is_not_aligned_is_not_trained_in():
     trial = start(mlp_recipe()(), two_sub_epochs()[0])
-    segments = initial_segments(trial.recipe, trial.layout)[0]
+    segments = next(initial_segments(trial.recipe, trial.layout))
     raw = np.empty(segments["trainable"].nbytes + 128, np.uint8)
     start_at = -raw.ctypes.data % 64 + 8
     raw[start_at : start_at + segments["trainable"].nbytes] = segments["trainable"]
@@ -105,7 +105,7 @@ def test_memory_that_is_not_aligned_is_not_trained_in():
 
 def test_a_segment_of_another_layout_is_refused():
     trial = start(mlp_recipe()(), two_sub_epochs()[0])
-    a, b = initial_segments(trial.recipe, trial.layout)[:2]
+    a, b, *_ = initial_segments(trial.recipe, trial.layout)
     with pytest.raises(ValueError, match="belongs to another trial or cut"):
         ShardState(trial.layout.shards[0], {**a, "trainable": b["trainable"]})
 

@@ -1,0 +1,72 @@
+"""Tensors in mapped files: the bits of memory, within less of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.shards.layout import aligned
+from cerebro_hydra.shards.mapped_memory import LEAST_MAPPED, MappedMemory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["modules", pytest.param("export", marks=pytest.mark.long)])
+def test_admission_needs_the_memory_of_a_few_shards_and_finds_the_same(
+    tmp_path: Path, cut: str
+) -> None:
+    command = [sys.executable, "-m", "tests.shards.admitted_on_disk", str(tmp_path), cut]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    on_disk, in_memory = json.loads(done.stdout)
+    assert on_disk["bits"] == in_memory["bits"]
+    assert on_disk["peak"] < 3.2 * on_disk["shard"] < in_memory["peak"] / 4
+
+
+def trained() -> list[torch.Tensor]:
+    """Train a net with dropout twice, and return all that training made."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Dropout(0.5), nn.Linear(300, 300))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    x = torch.randn(100, 300)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    states = [optimizer.state[p] for p in model.parameters()]
+    return [t for s in states for t in s.values()] + [p.grad for p in model.parameters()]
+
+
+def test_what_operations_make_lies_in_files_without_a_name_and_has_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    plain = trained()
+    with MappedMemory(str(tmp_path), resident=1 << 20):
+        mapped = trained()
+        segment = aligned(LEAST_MAPPED, zeroed=True)
+    for one, other in zip(plain, mapped, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+    places = [t.data_ptr() for t in mapped if t.nbytes >= LEAST_MAPPED]
+    assert len(places) == 6
+    assert all(place in mapped_places(tmp_path) for place in (*places, segment.ctypes.data))
+    assert not list(tmp_path.iterdir())
+    assert aligned(LEAST_MAPPED).ctypes.data not in mapped_places(tmp_path)
+
+
+def mapped_places(folder: Path) -> set[int]:
+    """Return where files of a folder begin in this process's memory."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {int(line.partition("-")[0], 16) for line in lines if str(folder) in line}
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    memory = MappedMemory(str(tmp_path), resident=1 << 20)
+    with pytest.raises(OSError, match=r"No space left|File too large"):
+        memory.allocate(1 << 60)
+    assert not list(tmp_path.iterdir())
