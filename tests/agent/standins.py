@@ -17,7 +17,7 @@ from cerebro_hydra.agent.shard_store import Shard, ShardStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 
-SECONDS = 20.0
+SECONDS = 60.0
 """After this a wait counts as one that never ends."""
 
 
