@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cerebro_hydra.agent.device_memory import DeviceMemory
-from cerebro_hydra.agent.device_messages import RunOrder
+from cerebro_hydra.agent.device_messages import Done, RunOrder
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
@@ -89,13 +89,15 @@ class DelayRun:
         del self._slots[shard]
         return {"step": self._steps[shard]}, False
 
-    def perform(self, task: Action) -> tuple[float, int] | None:
+    def perform(self, task: Action) -> Done:
         """Wait as long as the task takes."""
         _wait_until(time.perf_counter() + self._seconds.get(task.kind, 0.0))
         if task.kind is ActionKind.U:
             self._slots[task.shard]["trainable"][0] += 1
             self._steps[task.shard] += 1
-        return (0.0, self._rows) if task.kind is ActionKind.B and task.shard == 0 else None
+        if task.kind is not ActionKind.B or task.shard or task.microbatch is None:
+            return Done(task)
+        return Done(task, losses={task.microbatch: (0.0, self._rows)})
 
     def close(self) -> Evaluation:
         """End the run."""
