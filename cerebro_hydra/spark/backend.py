@@ -12,6 +12,7 @@ from cerebro_hydra.hopper.loss_limits import LossLimits
 from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
+from cerebro_hydra.spark.progress_line import no_progress_line
 from cerebro_hydra.spark.session import context_of, workers_of
 from cerebro_hydra.storage import Store, require_store
 from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
@@ -98,10 +99,11 @@ class SparkBackend:
         self.limits = LossLimits(join_timeout, heartbeat_interval, missed_heartbeats, max_failures)
         self.num_workers = workers_of(self.spark_context, num_workers)
         self._report = to_stderr if verbose else to_nobody
-        preflight.require_ready(self.spark_context, self.num_workers, self._report)
-        self.resources = self.resources.measured(
-            lambda: self._mapped(host_and_memory, range(self.num_workers))
-        )
+        with no_progress_line(self.spark_context):  # our lines say what is waited for
+            preflight.require_ready(self.spark_context, self.num_workers, self._report)
+            self.resources = self.resources.measured(
+                lambda: self._mapped(host_and_memory, range(self.num_workers))
+            )
 
     def prepare_data(
         self,
@@ -137,8 +139,8 @@ class SparkBackend:
         """Do what `prepare_data` does, for a search."""
         from cerebro_hydra.data.prepare import prepare
 
-        context_of(self.spark_context)
-        return prepare(df, store, self.num_workers, spec, tell)
+        with no_progress_line(context_of(self.spark_context)):
+            return prepare(df, store, self.num_workers, spec, tell)
 
     def existing_data(
         self,
@@ -173,8 +175,9 @@ class SparkBackend:
         """Do what `existing_data` does, for a search."""
         from cerebro_hydra.data.existing import describe
 
-        context_of(self.spark_context)
-        return describe(store, self.num_workers, spec, self._mapped)
+        reading = Waiting(self._report, "checking the rows of existing files")
+        with no_progress_line(context_of(self.spark_context)), reading:
+            return describe(store, self.num_workers, spec, self._mapped)
 
     def get_metadata_from_parquet(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console, JustifyMethod
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -30,13 +31,13 @@ def print_contents(console: Console, prefix: str) -> None:
     for run in contents.runs:
         age, size = _age(run.modified, now), human_bytes(run.bytes)
         runs.add_row(*map(Text, (run.run_id, run.status, age, size, run.trials, run.winner)))
-    data = _table("data", "age", "size", "needed by", "rows and columns")
+    console.print(runs if runs.row_count else "no runs")
+    console.print("[bold]data[/]" if contents.data else "no data")
     for each in contents.data:
         count = f"{len(each.needed_by)} run{'' if len(each.needed_by) == 1 else 's'}"
         age, size = _age(each.modified, now), human_bytes(each.bytes)
-        data.add_row(*map(Text, (each.fingerprint, age, size, count, each.text)))
-    for table, none in ((runs, "no runs"), (data, "no data")):
-        console.print(table if table.row_count else none)
+        console.print(Text(f"{each.fingerprint}  {age}, {size}, needed by {count}"), soft_wrap=True)
+        console.print(Padding(Text(each.text), (0, 0, 0, 4)))
 
 
 def clean(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,24 @@ job()
 with no_progress_line(context):
     spark.stop()
 """
+
+
+BACKEND = """
+import sys
+from pyspark.sql import SparkSession
+from cerebro_hydra import LocalStore, SparkBackend
+
+spark = SparkSession.builder.master("local[2,2]").config("spark.ui.enabled", "false").getOrCreate()
+spark.sparkContext.setLogLevel("ERROR")
+df = spark.range(60).selectExpr("array(float(id), 1f) AS features", "id % 2 AS label")
+SparkBackend(spark, num_workers=2).prepare_data(LocalStore(sys.argv[1]), df)
+"""
+
+
+def test_checks_and_preparation_tell_lines_of_ours_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BACKEND, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "[Stage" not in done.stderr
 
 
 def test_the_line_stays_away_for_a_while_and_comes_back() -> None:

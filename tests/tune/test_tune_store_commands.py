@@ -85,13 +85,14 @@ def test_a_list_has_size_age_status_and_winner(store: LocalStore) -> None:
     assert " finished " in line and "1 of 1" in line and "kB" in line and " s " in line
     assert "trial-000, val_loss" in line
     needed, other = data_of(store)
-    assert next(line for line in text.splitlines() if needed in line).count(" 1 run ") == 1
-    assert next(line for line in text.splitlines() if other in line).count(" 0 runs ") == 1
+    assert next(line for line in text.splitlines() if needed in line).endswith("needed by 1 run")
+    assert next(line for line in text.splitlines() if other in line).endswith("needed by 0 runs")
 
 
 def test_names_are_whole_in_a_narrow_window(store: LocalStore) -> None:
     text = listed(store, width=80)
     assert all(name in text for name in (run_of(store).run_id, *data_of(store)))
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_the_status_of_a_run_is_told_by_its_claim_and_its_journal(store: LocalStore) -> None:
