@@ -59,11 +59,12 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
         found = find(run.folder.path, run.document.factory, factory, trust)
         run.folder.check_journal(run.document)
         expected = expectations(run, spec)
-        initial = read_saved(run.folder, spec.trial, 0, run.document.run_id)
+        course = [*expected.ancestors, (spec.trial, len(expected.visit_log))]
+        initial = read_saved(run.folder, course[0][0], 0, run.document.run_id)
         replayed = Replayed()
         with exclusive_generator, torch.random.fork_rng(devices=[]):
             line = []
-            for number, until in [*expected.ancestors, (spec.trial, len(expected.visit_log))]:
+            for number, until in course:
                 each = run.folder.read_trial(number, run.document.run_id)
                 recipe = build_recipe(found, each.params, run.seed, Columns.of(run.document))
                 line.append(Ancestor(each, recipe, until))

@@ -185,9 +185,10 @@ class Admission:
                     "neither"
                 )
         shards = self._written(initial) if parent is None else parent.shards
+        if parent is None:  # else it begins with a state of its parent
+            entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
+            self._folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": entries})
         profile = admission.profile
-        entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
-        self._folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": entries})
         spec = TrialSpec(
             trial=trial,
             trial_id=trial_name(trial),

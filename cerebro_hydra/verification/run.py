@@ -74,8 +74,9 @@ class _Verification:
         self._made: dict[tuple[int, int], Digests] = {}
         """The digests of a trial's state after a visit, as its agent reported them."""
         self._results: dict[int, int] = {}
-        self._forks: set[int] = set()
         """The visit whose state is a trial's result, of each trial that has one."""
+        self._forks: set[int] = set()
+        """The trials that begin with a state of another one."""
         self._objects: dict[str, str | None] = {}
         """What is wrong with each object that was read."""
 
@@ -149,13 +150,13 @@ class _Verification:
             event = record["event"]
             if event["type"] == "SubEpochDone":
                 reported[event["attempt"]] = tuple((f, t) for f, t in event["digests"])
+            elif event["type"] == "TrialForked":
+                self._forks.add(event["config"]["trial"])
             for told in record["instructions"]:
                 if told["type"] == "Commit":
                     self._made[told["trial"], told["visit"]] = reported[told["attempt"]]
-                elif told["type"] == "ForkState":
-                    self._forks.add(told["trial"])  # it begins with a state of its parent
-                    if visit := told["visit"]:
-                        self._made[told["trial"], visit] = self._made[told["parent"], visit]
+                elif told["type"] == "ForkState" and (visit := told["visit"]):
+                    self._made[told["trial"], visit] = self._made[told["parent"], visit]
                 elif told["type"] == "FinishTrial" and told["visit"]:
                     self._results[told["trial"]] = told["visit"]
                 elif told["type"] == "ReopenTrial":
