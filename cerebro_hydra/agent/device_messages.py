@@ -26,6 +26,7 @@ class RunOrder:
         task: what the coordinator asked for.
         start_step: the optimizer steps that the trial has done before.
         recompute: whether a backward computes its forward again.
+        task_bytes: what tasks of each shard may have beside their shards; None for any amount.
     """
 
     run: int
@@ -33,6 +34,7 @@ class RunOrder:
     task: StartSubEpoch | Evaluate
     start_step: int
     recompute: bool
+    task_bytes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

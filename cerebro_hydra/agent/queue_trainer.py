@@ -190,7 +190,7 @@ class QueueTrainer:
         spec = self._planner.run_spec(next(self._numbers), task, profile)
         look = self._shard_store.follow(task.trial, task.source.visit)
         timed = RunTime(task, self._make_watch, self._end_overdue)
-        run = QueuedRun(trial, task, profile, spec, look, timed)
+        run = QueuedRun(trial, task, profile, spec, look, timed, self._planner.has_budget)
         run.announce(self._shard_store)
         known = self._state.runs.keys()
         self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}

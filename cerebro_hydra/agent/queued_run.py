@@ -31,6 +31,7 @@ class QueuedRun:
         start_step: the optimizer steps that the trial has done before the run.
         look: finds a shard of the state before, or says that it will never come.
         time: of its own computing.
+        limited: whether its devices have a budget.
         opened: the devices that have opened the run.
         lost: how many devices died while they computed for it.
         over: whether it has been reported how the run ended.
@@ -45,6 +46,7 @@ class QueuedRun:
     spec: RunSpec
     look: Callable[[int], HeldShard | None]
     time: RunTime
+    limited: bool = False
     state: State | None = None
     start_step: int | None = None
     homes: dict[int, ShardHome] = field(default_factory=dict)
@@ -86,7 +88,10 @@ class QueuedRun:
         """Return what a device must know to open the run, one of whose shards has this cursor."""
         if self.start_step is None:  # the first device opens a run before any update
             self.start_step = int((cursor or {}).get("step", 0))
-        return RunOrder(self.number, self.trial, self.task, self.start_step, self.spec.recompute)
+        task_bytes = self.spec.task_bytes if self.limited else None
+        return RunOrder(
+            self.number, self.trial, self.task, self.start_step, self.spec.recompute, task_bytes
+        )
 
     def saved_sizes(self, shard: int) -> dict[str, int]:
         """Return the bytes of slabs that a shard's changes are written back to, by name."""

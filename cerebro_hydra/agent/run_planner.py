@@ -57,6 +57,11 @@ class RunPlanner:
         """Return what a trial is."""
         return self._trials[trial]
 
+    @property
+    def has_budget(self) -> bool:
+        """Return whether the devices' memory has a limit."""
+        return self._budget is not None
+
     def rule(self, candidates: Sequence[Candidate]) -> Candidate:
         """Pick by SHARP once a trial of that schedule was here, else the oldest run first."""
         return self._rule(candidates)

@@ -18,6 +18,7 @@ from cerebro_hydra.plan.instructions import Evaluate
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.memory_watch import MemoryLimit
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
 from cerebro_hydra.shards.task_profile import TaskProfile
@@ -74,10 +75,14 @@ class TrialRuns:
             self._builder.add_partitions(splits["train"], splits["val"])
         runtime = self._builder.get(task.trial)
         cut = (runtime.cut_model, runtime.layout, runtime.recipe, runtime.spec.seed)
-        shared = () if order.trial.tasks is None else order.trial.tasks["shared"]
+        shared, limit = (), None
+        if (tasks := order.trial.tasks) is not None:
+            shared = tasks["shared"]
+            if order.task_bytes is not None and runtime.recipe.collate is not None:
+                limit = MemoryLimit(tasks["batch"], order.task_bytes)  # else batches are alike
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)
-            return EvaluationRun(ShardEvaluation(*cut, batches, shared))
+            return EvaluationRun(ShardEvaluation(*cut, batches, shared, limit))
         windows = self._builder.windows(task.trial, task.epoch, task.partition)
         run = ShardRun(
             *cut,
@@ -87,6 +92,7 @@ class TrialRuns:
             windows,
             task.metrics or None,
             shared,
+            limit,
         )
         return TrainingRun(run, runtime.layout, order.recompute)
 
