@@ -192,8 +192,7 @@ class QueueTrainer:
         timed = RunTime(task, self._make_watch, self._end_overdue)
         run = QueuedRun(trial, task, profile, spec, look, timed, self._planner.has_budget)
         run.announce(self._shard_store)
-        known = self._state.runs.keys()
-        self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}
+        self._runs = {n: r for n, r in self._runs.items() if n in self._state.runs or not r.over}
         self._runs[spec.run] = run
         self._loop.tell(RunAdded(spec))
 
@@ -227,7 +226,10 @@ class QueueTrainer:
     def _fail(self, run: QueuedRun, kind: str, why: str, lacking: str | None = None) -> None:
         if not run.over:
             self._end_early(run)
-            self._reports.failed(run.task, kind, why, lacking)
+            if lacking is not None and self._planner.can_spare(run.spec, run.trial, run.profile):
+                self._entrance.enter(run.task)  # once more, from the state before it
+            else:
+                self._reports.failed(run.task, kind, why, lacking)
 
     # ------------------------------------------------------------------ what the queues decide
 
@@ -340,13 +342,11 @@ class QueueTrainer:
                     self._fail(run, answer.kind, answer.error, answer.lacking)
             case Profiled() | Failed():
                 self._entrance.hear(answer)
-            case Opened():
-                if (run := self._runs.get(answer.run)) is not None:
-                    run.time.built()
-            case Closed():
-                if (run := self._runs.get(answer.run)) is not None:
-                    run.evaluation = answer.evaluation
-                    self._closed(run, device)
+            case Opened(number) if number in self._runs:
+                self._runs[number].time.built()
+            case Closed(number, evaluation) if number in self._runs:
+                self._runs[number].evaluation = evaluation
+                self._closed(self._runs[number], device)
             case Done():
                 self._note(self._runs[answer.action.trial], answer)
                 self._loop.tell(ActionDone(answer.action, answer.seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -18,6 +19,8 @@ from cerebro_hydra.storage.run_document import TrialSpec
 
 Split = Literal["train", "val"]
 
+_log = logging.getLogger(__name__)
+
 
 class RunPlanner:
     """Knows the trials that the agent was told of, and the rows of a run.
@@ -31,6 +34,7 @@ class RunPlanner:
         self._trials: dict[int, TrialSpec] = {}
         self._rows = rows
         self._budget = budget
+        self._sparing: set[int] = set()  # trials that have run out of memory
         self._rule: Callable[[Sequence[Candidate]], Candidate] = oldest_first
 
     @classmethod
@@ -48,6 +52,7 @@ class RunPlanner:
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
         self._trials.pop(trial, None)
+        self._sparing.discard(trial)
 
     def knows(self, trial: int) -> bool:
         """Return whether a trial is not over."""
@@ -74,7 +79,22 @@ class RunPlanner:
             return profile.evaluation(number, len(sizes))
         sizes = batch_sizes(self._rows("train", task.partition), trial.batch_size)
         recompute = profile.recomputes(trial.recompute, self._budget, trial.accumulate)
+        recompute |= task.trial in self._sparing
         return profile.training(number, len(sizes), trial.accumulate, recompute)
+
+    def can_spare(self, run: RunSpec, trial: TrialSpec, profile: TrialProfile) -> bool:
+        """Return whether a run that ran out of memory may need less when it is done once more.
+
+        From now on the trial's activations are computed again instead of kept.
+        """
+        can_recompute = profile.tasks is None or profile.tasks.recompute is not None
+        if not run.keeps_all or trial.recompute is not None or not can_recompute:
+            return False
+        self._sparing.add(trial.trial)
+        _log.warning(
+            "%s ran out of memory; from now on its activations are computed again", trial.trial_id
+        )
+        return True
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
         """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""
