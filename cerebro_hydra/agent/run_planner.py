@@ -15,6 +15,7 @@ from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.plan.schedules.candidate import Candidate, oldest_first
 from cerebro_hydra.plan.schedules.sharp import sharp
 from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 
 Split = Literal["train", "val"]
@@ -92,7 +93,8 @@ class RunPlanner:
             return False
         self._sparing.add(trial.trial)
         _log.warning(
-            "%s ran out of memory; from now on its activations are computed again", trial.trial_id
+            "%s ran out of memory; its activations are computed again from now on",
+            trial_name(trial.trial),
         )
         return True
 

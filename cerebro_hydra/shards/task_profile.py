@@ -62,7 +62,8 @@ class TaskProfile:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        document = asdict(self)
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in document.items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TaskProfile:

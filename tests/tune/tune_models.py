@@ -24,7 +24,7 @@ def small(params: dict[str, Any]) -> Recipe:
         loss=nn.CrossEntropyLoss(),
         metrics=params.get("metrics", ["accuracy"]),
         batch_size=params.get("batch_size", 16),
-        shards=2,
+        shards=params.get("shards", 2),
     )
 
 
