@@ -29,6 +29,7 @@ class RunOrder:
         recompute: whether a backward computes its forward again.
         watched: whether the first step may be audited.
         audits: whether the uncut model takes the first step alone, to audit another run.
+        task_bytes: what tasks of each shard may have beside their shards; None for any amount.
     """
 
     run: int
@@ -38,6 +39,7 @@ class RunOrder:
     recompute: bool
     watched: bool = False
     audits: bool = False
+    task_bytes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ class QueueTrainer:
         trial = self._planner.trial(task.trial)
         look = self._shard_store.follow(task.trial, task.source.visit)
         timed = RunTime(task, self._make_watch, self._end_overdue)
-        run = QueuedRun(trial, task, profile, spec, look, timed)
+        run = QueuedRun(trial, task, profile, spec, look, timed, self._planner.has_budget)
         known = self._state.runs.keys()
         self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}
         self._runs[spec.run] = run
@@ -338,13 +338,11 @@ class QueueTrainer:
                     self._ends.fail(run, answer.kind, answer.error, answer.lacking)
             case Profiled() | Failed():
                 self._entrance.hear(answer)
-            case Opened():
-                if (run := self._runs.get(answer.run)) is not None:
-                    run.time.built()
-            case Closed():
-                if (run := self._runs.get(answer.run)) is not None:
-                    run.evaluation = answer.evaluation
-                    self._ends.closed(run, device)
+            case Opened(number) if number in self._runs:
+                self._runs[number].time.built()
+            case Closed(number, evaluation) if number in self._runs:
+                self._runs[number].evaluation = evaluation
+                self._ends.closed(self._runs[number], device)
             case Done():
                 self._note(self._runs[answer.action.trial], answer)
                 self._loop.tell(ActionDone(answer.action, answer.seconds, answer.nbytes))

@@ -32,6 +32,7 @@ class QueuedRun:
         start_step: the optimizer steps that the trial has done before the run.
         look: finds a shard of the state before, or says that it will never come.
         time: of its own computing.
+        limited: whether its devices have a budget.
         opened: the devices that have opened the run.
         lost: how many devices died while they computed for it.
         over: whether it has been reported how the run ended.
@@ -53,6 +54,7 @@ class QueuedRun:
     spec: RunSpec
     look: Callable[[int], HeldShard | None]
     time: RunTime
+    limited: bool = False
     state: State | None = None
     start_step: int | None = None
     homes: dict[int, ShardHome] = field(default_factory=dict)
@@ -112,6 +114,7 @@ class QueuedRun:
             self.spec.recompute,
             self.watched,
             self.audits is not None,
+            self.spec.task_bytes if self.limited else None,
         )
 
     def close(self, cancelled: bool = False) -> None:

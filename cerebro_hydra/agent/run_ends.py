@@ -71,14 +71,19 @@ class RunEnds:
             self.early(run.audit)
 
     def fail(self, run: QueuedRun, kind: str, why: str, lacking: str | None = None) -> None:
-        """End a run with an error; see `AttemptReports.failed`."""
+        """End a run with an error; see `AttemptReports.failed`.
+
+        A run that lacks memory is done once more if it may need less then.
+        """
         if run.over:
             return
         self.early(run)
-        if run.audits is None:
-            self._reports.failed(run.task, kind, why, lacking)
-        else:
+        if run.audits is not None:
             self._go_on(run.audits, self._audits.failed(run, kind, why))
+        elif lacking is not None and self._planner.can_spare(run.spec, run.trial, run.profile):
+            self._entrance.enter(run.task)  # once more, from the state before it
+        else:
+            self._reports.failed(run.task, kind, why, lacking)
 
     def closed(self, run: QueuedRun, device: WorkerDevice) -> None:
         """End a run once every device has closed it, and its audit is over."""

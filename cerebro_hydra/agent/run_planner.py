@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -14,9 +15,12 @@ from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.plan.schedules.candidate import Candidate, oldest_first
 from cerebro_hydra.plan.schedules.sharp import sharp
 from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 
 Split = Literal["train", "val"]
+
+_log = logging.getLogger(__name__)
 
 
 class RunPlanner:
@@ -31,6 +35,7 @@ class RunPlanner:
         self._trials: dict[int, TrialSpec] = {}
         self._rows = rows
         self._budget = budget
+        self._sparing: set[int] = set()  # trials that have run out of memory
         self._rule: Callable[[Sequence[Candidate]], Candidate] = oldest_first
         self._audits: set[int] = set()  # the runs that audit another one
 
@@ -49,6 +54,7 @@ class RunPlanner:
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
         self._trials.pop(trial, None)
+        self._sparing.discard(trial)
 
     def knows(self, trial: int) -> bool:
         """Return whether a trial is not over."""
@@ -57,6 +63,11 @@ class RunPlanner:
     def trial(self, trial: int) -> TrialSpec:
         """Return what a trial is."""
         return self._trials[trial]
+
+    @property
+    def has_budget(self) -> bool:
+        """Return whether the devices' memory has a limit."""
+        return self._budget is not None
 
     def rule(self, candidates: Sequence[Candidate]) -> Candidate:
         """Pick by SHARP once a trial of that schedule was here, else the oldest run first.
@@ -76,6 +87,7 @@ class RunPlanner:
         if task.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
         recompute = profile.recomputes(trial.recompute, self._budget, trial.accumulate)
+        recompute |= task.trial in self._sparing
         return profile.training(number, len(sizes), trial.accumulate, recompute)
 
     def audit_spec(self, number: int, audited: RunSpec, profile: TrialProfile) -> RunSpec:
@@ -92,6 +104,21 @@ class RunPlanner:
         """Describe a run of the uncut model: whole if a device has room for it, else by shard."""
         recompute = profile.recomputes(None, self._budget, window)
         return profile.training(number, microbatches, window, recompute)
+
+    def can_spare(self, run: RunSpec, trial: TrialSpec, profile: TrialProfile) -> bool:
+        """Return whether a run that ran out of memory may need less when it is done once more.
+
+        From now on the trial's activations are computed again instead of kept.
+        """
+        can_recompute = profile.tasks is None or profile.tasks.recompute is not None
+        if not run.keeps_all or trial.recompute is not None or not can_recompute:
+            return False
+        self._sparing.add(trial.trial)
+        _log.warning(
+            "%s ran out of memory; its activations are computed again from now on",
+            trial_name(trial.trial),
+        )
+        return True
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
         """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""

@@ -21,6 +21,7 @@ from cerebro_hydra.plan.instructions import Evaluate
 from cerebro_hydra.recipe import Evaluation, Recipe
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.memory_watch import MemoryLimit
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
 from cerebro_hydra.shards.step_result import tensor_digests
@@ -88,10 +89,14 @@ class TrialRuns:
         if order.audits or task.uncut:
             cut_model = cut_model.eager(recipe.model)
         cut = (cut_model, layout, recipe, runtime.spec.seed)
-        shared = () if order.trial.tasks is None else order.trial.tasks["shared"]
+        shared, limit = (), None
+        if (tasks := order.trial.tasks) is not None:
+            shared = tasks["shared"]
+            if order.task_bytes is not None and recipe.collate is not None:
+                limit = MemoryLimit(tasks["batch"], order.task_bytes)  # else batches are alike
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)
-            return EvaluationRun(ShardEvaluation(*cut, batches, shared))
+            return EvaluationRun(ShardEvaluation(*cut, batches, shared, limit))
         windows = self._builder.windows(task.trial, task.epoch, task.partition)
         steps, metrics = runtime.spec.steps_per_epoch, task.metrics or None
         if order.audits:
@@ -101,7 +106,7 @@ class TrialRuns:
             run = PlainRun(recipe, layout, cut[3], steps, order.start_step, windows, metrics)
         else:
             sub_epoch = ShardRun(
-                *cut, steps, order.recompute, order.start_step, windows, metrics, shared
+                *cut, steps, order.recompute, order.start_step, windows, metrics, shared, limit
             )
             run = TrainingRun(sub_epoch, layout, order.recompute)
         if order.watched or order.audits:

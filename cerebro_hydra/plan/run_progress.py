@@ -103,6 +103,13 @@ class RunSpec:
             return self.state_bytes + self.held_bytes
         return self.held_bytes + max(shard.state + shard.activations for shard in self.shards)
 
+    @property
+    def task_bytes(self) -> tuple[int, ...]:
+        """Return the bytes beside the shards that tasks of each shard may have on a device."""
+        if self.keeps_all:
+            return (self.held_bytes,) * len(self.shards)
+        return tuple(self.held_bytes + shard.activations for shard in self.shards)
+
     def buffered_need(self, buffers: int) -> int:
         """Return the bytes of a device with room for so many shards, of which one computes."""
         if self.keeps_all:

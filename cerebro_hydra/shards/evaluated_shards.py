@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, RunningEvaluation
 from cerebro_hydra.shards.bound_model import BoundModel, bound_model
@@ -14,6 +15,7 @@ from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.graph_tasks import GraphPredictor
 from cerebro_hydra.shards.held_tensors import HeldTensors, check_released, storages
 from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.memory_watch import MemoryLimit
 from cerebro_hydra.shards.microbatch import Reach
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
 from cerebro_hydra.shards.module_tasks import ModulePredictor
@@ -27,6 +29,7 @@ class EvaluatedShards:
 
     Args:
         shared: the parameters that a batch may read while their shard is away.
+        limit: bounds what forwards hold of the device beside their shards; None does not.
         on_outputs: is called with the model's outputs for each batch.
     """
 
@@ -37,12 +40,14 @@ class EvaluatedShards:
         recipe: Recipe,
         maker: MicrobatchMaker,
         shared: Collection[str] = (),
+        limit: MemoryLimit | None = None,
         on_outputs: Callable[[Any], object] | None = None,
     ) -> None:
         self._cut_model = cut_model
         self._layout = layout
         self._recipe = recipe
         self._maker = maker
+        self._limit = limit
         self._on_outputs = on_outputs
         self._held = HeldTensors(shared)
         self._states: dict[int, ShardState] = {}
@@ -128,11 +133,17 @@ class EvaluatedShards:
         inputs = recipe.inputs(features, targets)
         self._maker.check_shapes(inputs)
         with torch.no_grad(), recipe.precision():
-            outputs = self._predictor.run(inputs, reach)
+            outputs = self._outputs(inputs, reach)
             if self._on_outputs is not None:
                 self._on_outputs(outputs)
             loss = recipe.compute_loss(outputs, targets).item()
             self._evaluation.add(loss, outputs, targets, batch.rows)
+
+    def _outputs(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
+        if self._limit is None:
+            return self._predictor.run(inputs, reach)
+        with self._limit.kept(inputs, self._held.copies.values(), reach) as watched:
+            return self._predictor.run(inputs, watched)
 
     def result(self) -> Evaluation:
         """Return what the batches so far have given."""

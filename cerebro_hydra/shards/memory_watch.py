@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from cerebro_hydra.plan.human_units import bytes_text
+from cerebro_hydra.shards.microbatch import Reach
 
 
 class LiveBytes(TorchDispatchMode):
@@ -19,11 +25,13 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: the bytes at present.
         peak: the most bytes since it was set.
+        most: the bytes that there may be; an operation that passes them raises a MemoryError.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.most: float = math.inf
         self._seen: set[int] = set()
 
     def __torch_dispatch__(
@@ -34,6 +42,12 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             self._count(storage, storage.nbytes())
+        if self.now > self.most:
+            raise MemoryError(
+                f"a batch takes {bytes_text(self.now)} of a device beside its shard, and "
+                f"{bytes_text(self.most)} is what the largest batch of the first rows took; let "
+                "collate limit the size of a batch, or use smaller microbatches"
+            )
         return result
 
     def _count(self, storage: UntypedStorage, nbytes: int) -> None:
@@ -48,6 +62,42 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, nbytes: int) -> None:
         self._seen.discard(key)
         self.now -= nbytes
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bounds what tasks hold of a device, by what the tasks of one batch were measured to hold.
+
+    Args:
+        batch: the bytes of that batch; one that has no more needs no more, and is not watched.
+        most: the bytes that tasks of each shard may hold.
+    """
+
+    batch: int
+    most: Sequence[int]
+
+    @contextmanager
+    def kept(
+        self, inputs: Sequence[Tensor], held: Iterable[Tensor], reach: Reach
+    ) -> Iterator[Reach]:
+        """Raise a MemoryError where a batch passes the limit; its `reach` is the one to call.
+
+        Args:
+            held: what is on the device for the batch by now.
+        """
+        nbytes = sum(each.nbytes for each in inputs)
+        if nbytes <= self.batch:
+            yield reach
+            return
+        live = LiveBytes()
+        live.now = nbytes + sum(each.nbytes for each in held)
+
+        def watched(kind: Literal["F", "B"], k: int) -> None:
+            reach(kind, k)
+            live.most = self.most[k]
+
+        with live:
+            yield watched
 
 
 class ReadsElsewhere(TorchDispatchMode):

@@ -11,6 +11,7 @@ from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.evaluated_shards import EvaluatedShards
 from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.memory_watch import MemoryLimit
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
 from cerebro_hydra.shards.paused_run import PausedRun
 
@@ -22,7 +23,7 @@ class ShardEvaluation:
 
     Args:
         batches: the validation rows of a partition.
-        shared: see `ShardRun`.
+        shared, limit: see `ShardRun`.
     """
 
     def __init__(
@@ -33,10 +34,11 @@ class ShardEvaluation:
         trial_seed: int,
         batches: Iterable[BatchTensors],
         shared: Collection[str] = (),
+        limit: MemoryLimit | None = None,
     ) -> None:
         maker = MicrobatchMaker(cut_model, recipe, trial_seed)
         shared = cut_model.shared.union(shared)
-        self._shards = EvaluatedShards(cut_model, layout, recipe, maker, shared)
+        self._shards = EvaluatedShards(cut_model, layout, recipe, maker, shared, limit)
         self._batches = enumerate(batches)
         self._paused = PausedRun()
         self._stack = ExitStack()

@@ -12,6 +12,7 @@ from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.engine import TrainTotals, with_last
 from cerebro_hydra.shards.held_tensors import HeldTensors
 from cerebro_hydra.shards.layout import ALIGNMENT, Bytes, Segments, TrialLayout
+from cerebro_hydra.shards.memory_watch import MemoryLimit
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
 from cerebro_hydra.shards.paused_run import PausedRun
@@ -36,6 +37,7 @@ class ShardRun:
         epoch_metrics: see `Engine.train`.
         shared: parameters that are read while another shard than theirs runs, if the cut model does
             not know of it.
+        limit: bounds what tasks hold of the device beside their shards; None does not.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ShardRun:
         windows: Iterable[Window],
         epoch_metrics: Mapping[str, float] | None = None,
         shared: Collection[str] = (),
+        limit: MemoryLimit | None = None,
     ) -> None:
         self.losses: dict[int, tuple[float, int]] = {}
         self._accumulate = recipe.accumulate
@@ -62,6 +65,7 @@ class ShardRun:
         self._sub_epoch = SubEpoch(
             cut_model, layout, recipe, steps_per_epoch, start_step, epoch_metrics, held
         )
+        self._limit, self._copies = limit, held.copies
         self._paused = PausedRun()
         self._stack = ExitStack()
         self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
@@ -178,7 +182,11 @@ class ShardRun:
         self._next = self._paused.begin(partial(self._run, batch, number, batches[place].rows))
 
     def _run(self, batch: Microbatch, number: int, rows: int, reach: Reach) -> None:
-        self._tasks.run(batch, reach)
+        if self._limit is None:
+            self._tasks.run(batch, reach)
+        else:
+            with self._limit.kept(batch.inputs, self._copies.values(), reach) as watched:
+                self._tasks.run(batch, watched)
         self.losses[number] = batch.loss, rows
 
     # ------------------------------------------------------------------ the end

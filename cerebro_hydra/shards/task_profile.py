@@ -43,12 +43,14 @@ class TaskProfile:
         recompute: of training that computes them again; None if that was not asked for, or the
             model can't be run so.
         shared: the parameters that are read while another shard than theirs runs.
+        batch: the bytes of that batch, as the model takes it.
     """
 
     evaluation: Needs
     keep: Needs | None
     recompute: Needs | None
     shared: tuple[str, ...]
+    batch: int
 
     def training(self, recompute: bool) -> Needs:
         """Return the needs of training; those of the other way where this one was not measured."""
@@ -60,7 +62,8 @@ class TaskProfile:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        document = asdict(self)
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in document.items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TaskProfile:
@@ -104,9 +107,10 @@ def profile(
         again = _recomputed(trial, or_not=keep) if recompute else None
         kept = _kept(trial) if keep else None
         evaluation = _evaluated(trial)
+        batch = sum(each.nbytes for each in _microbatch(recipe, example).inputs)
     finally:
         torch.default_generator.set_state(random_state)
-    return TaskProfile(evaluation, kept, again, tuple(sorted(shared)))
+    return TaskProfile(evaluation, kept, again, tuple(sorted(shared)), batch)
 
 
 class _Measured(NamedTuple):

@@ -38,6 +38,8 @@ class ByteTrials:
         always_lethal: the trials whose code ends the process in a backward.
         hanging: the trials whose code never returns from a backward.
         faulty: the trials whose code raises in a backward.
+        greedy: the trials for whose activations there is no memory in a backward.
+        hungry: the trials for which there is none in any backward.
         stale: the code reads the first slots that a shard lay in.
         wrong: the trials whose updates are wrong unless they are uncut.
         unauditable: the trials that can't be built a second time.
@@ -50,6 +52,8 @@ class ByteTrials:
     always_lethal: frozenset[int] = frozenset()
     hanging: frozenset[int] = frozenset()
     faulty: frozenset[int] = frozenset()
+    greedy: frozenset[int] = frozenset()
+    hungry: frozenset[int] = frozenset()
     stale: bool = False
     wrong: frozenset[int] = frozenset()
     unauditable: frozenset[int] = frozenset()
@@ -133,6 +137,9 @@ class ByteRun:
                     time.sleep(10 * SECONDS)
                 if self.order.task.trial in self.trials.faulty:
                     raise ValueError("the user's code is wrong")
+                trial, kept = self.order.task.trial, not self.order.recompute
+                if trial in self.trials.hungry or (kept and trial in self.trials.greedy):
+                    raise MemoryError("there is no room")
                 gradient = gradient_of(trainable, task.microbatch)
                 before = self.gradients.get(task.shard)
                 self.gradients[task.shard] = gradient if before is None else before * 3 + gradient

@@ -14,6 +14,7 @@ from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.slabs import Slabs
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.memory_check import MemoryCheck
+from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.plan.schedules.sharp import sharp
 from cerebro_hydra.plan.worker_events import (
     ActionDone,
@@ -40,12 +41,14 @@ class CheckedState(WorkerState):
         self._bytes: dict[tuple[int, int], int] = {}
         self._work: dict[tuple[int, int], int] = {}
         self.check = MemoryCheck(dict(enumerate(budgets)), host, self._bytes, self._work)
+        self.added: list[RunSpec] = []
         self.computed = threading.Event()  # a task of any run
 
     def handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
         for event in events:
             match event:
                 case RunAdded():
+                    self.added.append(event.spec)
                     for number, shard in enumerate(event.spec.shards):
                         self._bytes[event.spec.run, number] = shard.state
                         self._work[event.spec.run, number] = shard.activations

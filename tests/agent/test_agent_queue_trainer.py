@@ -121,6 +121,24 @@ def test_an_error_of_a_trials_code_ends_its_run_alone() -> None:
             assert_trained(made, trials, trial, results[trial], trials.initial(trial))
 
 
+def test_a_run_whose_activations_find_no_memory_is_done_again_without_them_once() -> None:
+    trials = ByteTrials(SIZES, greedy=frozenset({0}), hungry=frozenset({1}))
+    with bench(trials, len(SIZES), [None]) as made:
+        begin(made, trials, 3)
+        results = {result.attempt: result for result in (made.result() for _ in range(3))}
+        for trial in (0, 2):
+            assert_trained(made, trials, trial, results[trial], trials.initial(trial))
+        assert isinstance(results[1], events.TaskFailed)
+        assert "there is no room" in results[1].error
+        made.perform(train(3, 0, 2))  # its next sub-epoch keeps no activations from the outset
+        assert isinstance(made.result(), events.SubEpochDone)
+        kept = [spec.keeps_all for spec in made.state.added]
+        assert kept.count(False) == 3, "a run of trial 0, one of trial 1, and the next of trial 0"
+    with bench(trials, len(SIZES), [None], recompute=False) as made:
+        begin(made, trials, 1)
+        assert isinstance(made.result(), events.TaskFailed), "what was asked for stays"
+
+
 def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:
     trials = ByteTrials(SIZES, seconds=0.01)
     with bench(trials, len(SIZES), [4500, 4500]) as made:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -269,3 +270,24 @@ def test_what_no_device_can_hold_is_refused_with_the_numbers_before_training(
     assert any("device: least" in line for line in found.told)
     found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}])
     assert not any("device: least" in line for line in found.told)
+
+
+def test_automatic_cuts_of_a_grid_are_in_the_documents_with_what_they_need(tmp_path: Path) -> None:
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    batches = examples(tmp_path, 70)
+    model = {"width": 64, "batch_size": 4, "shards": "auto"}  # 26 kB as one shard, 18 kB as two
+    candidates = [{"lr": 0.1, **model}, {"lr": 0.2, **model}]
+
+    def cuts(resources: WorkerResources) -> list[TrialSpec]:
+        found = admit_with(tune_models.small, folder, batches, candidates, resources=resources)
+        assert not found.refused
+        return found.specs
+
+    for spec in cuts(DEFAULT_RESOURCES):
+        assert spec.cut["at"] == [] and spec.tasks is None, "nobody asked for a budget"
+    whole, _ = cuts(WorkerResources(device_memory=1 << 20))
+    assert whole.cut["at"] == [] and whole.tasks is not None
+    first, second = cuts(WorkerResources(device_memory=20_000))
+    assert first.cut["at"] and first.cut == second.cut
+    assert first.tasks == second.tasks is not None, "they were measured once"
+    assert TrialSpec.from_json(json.loads(json.dumps(first.to_json())), "a trial") == first

@@ -24,7 +24,8 @@ def small(params: dict[str, Any]) -> Recipe:
         loss=nn.CrossEntropyLoss(),
         metrics=params.get("metrics", ["accuracy"]),
         batch_size=params.get("batch_size", 16),
-        shards=["3"],  # by name, because a cut by number follows measured times, as do its digests
+        # By name, because a cut by number follows measured times, as do its digests.
+        shards=params.get("shards", ["3"]),
     )
 
 
