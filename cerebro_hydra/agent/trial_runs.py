@@ -113,6 +113,8 @@ class TrialRuns:
                 self._spares[trial] = self._builder.another_recipe(trial)
             except Exception as error:
                 self._spares[trial] = error
+            kept = filter(self._builder.keeps, self._spares)
+            self._spares = {each: self._spares[each] for each in kept}
 
     def _take_spare(self, trial: int) -> Recipe:
         spare = self._spares.pop(trial)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import Recipe
@@ -156,7 +156,8 @@ def _candidates(
 
     if recipe.cut == "export":
         try:
-            yield from choices(_between_markers(recipe, sample, check.rows, cache))
+            between_markers = _between_markers(recipe, sample, check.rows, cache)
+            yield from choices(replace(between_markers, overwritten=between_units.overwritten))
         except CutFailed as error:
             attempts.append(FailedAttempt("by export", str(error)))
         except ConfigurationError:

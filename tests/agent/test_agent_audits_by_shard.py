@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.agent.plain_run import PlainRun
 from cerebro_hydra.agent.step_by_shard import memory_of_step
 from cerebro_hydra.plan import events
+from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards import graph_tasks, sub_epoch
+from cerebro_hydra.shards.layout import Bytes, aligned
 from cerebro_hydra.shards.shard_run import ShardRun
 from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.storage.digest import digest
 from tests.agent.lone_agent import BATCH, COLUMNS, Agent, train_without_agent
 from tests.agent.test_agent_auditor import broken_from
 
@@ -38,7 +42,7 @@ def many_shards(cut: str, frozen: bool = False, **options: Any) -> Recipe:
     return made.bind(COLUMNS)
 
 
-ALL: dict[str, Any] = {"accumulate": 3, "clip_grad_norm": 0.1, "ema": 0.9, "frozen": True}
+ALL: dict[str, Any] = {"accumulate": 5, "clip_grad_norm": 0.1, "ema": 0.9, "frozen": True}
 
 
 @pytest.fixture
@@ -133,3 +137,39 @@ def test_where_memory_has_no_room_for_one_shard_a_line_says_that_nothing_is_audi
     agent.memory._budget -= 2 * memory_of_step(agent.builder.get(0).layout)
     assert agent.train().audit_seconds == 0.0
     assert "no longer audited on worker 0" in caplog.text
+
+
+def test_the_plain_model_on_a_device_has_the_bits_of_plain_training(
+    made: Callable[..., Agent],
+) -> None:
+    agent = made("modules", **ALL)
+    agent.train(1)  # so that state 0 is here
+    runtime, shards = agent.builder.get(0), range(BLOCKS + 1)
+    held = [agent.shards.wait(0, 0, k).segments for k in shards]
+    slots = [{name: aligned_copy(content) for name, (_, content) in each.items()} for each in held]
+    cursors: dict[int, Any] = {}
+    windows = [*agent.builder.windows(0, 0, agent.order[0])]
+    spec = runtime.spec
+    run = PlainRun(
+        runtime.recipe, runtime.layout, spec.seed, spec.steps_per_epoch, 0, iter(windows), None
+    )
+    microbatches = sum(map(len, windows))
+    assert microbatches % spec.accumulate, "the last window is shorter"
+    graph = TaskGraph(len(shards), microbatches, spec.accumulate, barrier=True)
+    losses: dict[int, tuple[float, int]] = {}
+    for window in range(graph.windows):
+        for k in shards:
+            run.load(k, slots[k], cursors.get(k))
+        for task in graph.tasks(0, window):
+            losses |= run.perform(task).losses
+        for k in shards:
+            cursors[k], has_gradients = run.unload(k)
+            assert not has_gradients
+    assert [rows for _, rows in losses.values()] == [b.rows for w in windows for b in w]
+    assert [digest(each["trainable"]) for each in slots] == [b for _, b in agent.known(1)]
+
+
+def aligned_copy(content: Bytes) -> Bytes:
+    copy = aligned(content.nbytes)
+    copy[:] = content
+    return copy
