@@ -85,17 +85,18 @@ class TrialRuns:
             recipe = self._take_spare(task.trial)
         if order.audits or task.uncut:
             cut_model = cut_model.eager(recipe.model)
-        cut = (cut_model, layout, recipe, runtime.spec.seed)
+        seed, steps = runtime.spec.seed, runtime.spec.steps_per_epoch
+        cut = (cut_model, layout, recipe, seed)
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)
             return EvaluationRun(ShardEvaluation(*cut, batches))
         windows = self._builder.windows(task.trial, task.epoch, task.partition)
-        steps, metrics = runtime.spec.steps_per_epoch, task.metrics or None
+        metrics = task.metrics or None
         if order.audits:
             windows = islice(windows, 1)
         run: DeviceRun
         if (order.audits or task.uncut) and not order.recompute:
-            run = PlainRun(recipe, layout, cut[3], steps, order.start_step, windows, metrics)
+            run = PlainRun(recipe, layout, seed, steps, order.start_step, windows, metrics)
         else:
             sub_epoch = ShardRun(*cut, steps, order.recompute, order.start_step, windows, metrics)
             run = TrainingRun(sub_epoch, layout, order.recompute)
