@@ -170,10 +170,11 @@ class SubEpochAudit:
             elif self._step_began is None and self._is_by_shard():
                 self._note_first(step, loss)
             if self._is_due(seconds):
-                if self._first is not None:
+                if self._first is None:
+                    if self._ahead is not None:
+                        self._prepare(step + 1, cursor())
+                elif self._step_began is not None or self._ahead is None:  # it waits for seconds
                     self._compare_first(*self._first)
-                elif self._ahead is not None:
-                    self._prepare(step + 1, cursor())
         finally:
             budget.spent += time.perf_counter() - now
         self._step_began = time.perf_counter()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from cerebro_hydra.agent.device_messages import Done
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.recipe import Recipe, Window
@@ -75,6 +77,7 @@ class PlainRun:
     def _step(self, step: int, window: Window) -> list[float]:
         numbers = range(len(self._layout.shards))
         metrics = self._epoch_metrics if step == self._start_step else None
+        torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
         with uncut_training(
             self._recipe, self._layout, [self._slots[k] for k in numbers], self._cursors[0],
             self._trial_seed, self._steps_per_epoch, step, metrics,

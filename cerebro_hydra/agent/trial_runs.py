@@ -88,7 +88,8 @@ class TrialRuns:
             recipe = self._take_spare(task.trial)
         if order.audits or task.uncut:
             cut_model = cut_model.eager(recipe.model)
-        cut = (cut_model, layout, recipe, runtime.spec.seed)
+        seed, steps = runtime.spec.seed, runtime.spec.steps_per_epoch
+        cut = (cut_model, layout, recipe, seed)
         shared, limit = (), None
         if (tasks := order.trial.tasks) is not None:
             shared = tasks["shared"]
@@ -98,12 +99,12 @@ class TrialRuns:
             batches = self._builder.validation(task.trial, task.partition)
             return EvaluationRun(ShardEvaluation(*cut, batches, shared, limit))
         windows = self._builder.windows(task.trial, task.epoch, task.partition)
-        steps, metrics = runtime.spec.steps_per_epoch, task.metrics or None
+        metrics = task.metrics or None
         if order.audits:
             windows = islice(windows, 1)
         run: DeviceRun
         if (order.audits or task.uncut) and not order.recompute:
-            run = PlainRun(recipe, layout, cut[3], steps, order.start_step, windows, metrics)
+            run = PlainRun(recipe, layout, seed, steps, order.start_step, windows, metrics)
         else:
             sub_epoch = ShardRun(
                 *cut, steps, order.recompute, order.start_step, windows, metrics, shared, limit
@@ -123,6 +124,8 @@ class TrialRuns:
                 self._spares[trial] = self._builder.another_recipe(trial)
             except Exception as error:
                 self._spares[trial] = error
+            kept = filter(self._builder.keeps, self._spares)
+            self._spares = {each: self._spares[each] for each in kept}
 
     def _take_spare(self, trial: int) -> Recipe:
         spare = self._spares.pop(trial)

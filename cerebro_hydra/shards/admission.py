@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
@@ -220,7 +220,8 @@ def _candidates(
 
     if recipe.cut == "export":
         try:
-            yield from choices(_between_markers(recipe, sample, check.rows, cache))
+            between_markers = _between_markers(recipe, sample, check.rows, cache)
+            yield from choices(replace(between_markers, overwritten=between_units.overwritten))
         except CutFailed as error:
             attempts.append(FailedAttempt("by export", str(error)))
         except ConfigurationError:

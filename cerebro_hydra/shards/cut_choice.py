@@ -33,7 +33,7 @@ class CutPoints:
     def spec(self, at: tuple[str, ...]) -> CutSpec:
         """Return the spec of a cut at some of these places."""
         if self.mode == "export":
-            return CutSpec("export", at, rows=self.rows)
+            return CutSpec("export", at, overwritten=self.overwritten, rows=self.rows)
         return CutSpec("modules", at, self.units, self.overwritten, self.written)
 
 

@@ -183,7 +183,9 @@ class CutModel:
             return self
         # A module that is called in several shards belongs to the first of them.
         units = tuple(tuple(u for u in each if u.endswith("@0")) for each in self.units)
-        spec = CutSpec("modules", self.spec.at, tuple(itertools.chain(*units)))
+        written = tuple(buffer.name for buffer in self.buffers if not buffer.frozen)
+        in_order, overwritten = tuple(itertools.chain(*units)), self.spec.overwritten
+        spec = CutSpec("modules", self.spec.at, in_order, overwritten, written)
         shared = self.shared | CutModel.by_modules(model, spec).shared
         return replace(self, spec=spec, units=units, shared=shared, graphs=None)
 

@@ -21,7 +21,7 @@ class CutSpec:
         at: the unit calls, `module@call`, at which shards 1, 2, ... begin. Without any, the model
             is one shard.
         units: the first call of each unit in the order in which they come, where mode is "modules".
-        overwritten: those of them whose input the forward overwrites; they are never run again.
+        overwritten: the units whose input the forward overwrites; they are never run again.
         written: the buffers and frozen parameters to which training writes.
         rows: the numbers of rows for each of which a graph is exported. Without any, one graph
             holds for every number.

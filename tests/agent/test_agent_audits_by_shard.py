@@ -3,51 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
+from cerebro_hydra.agent.plain_run import PlainRun
 from cerebro_hydra.agent.step_by_shard import memory_of_step
 from cerebro_hydra.plan import events
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.shards import graph_tasks, sub_epoch
+from cerebro_hydra.shards.layout import Bytes, aligned
 from cerebro_hydra.shards.shard_run import ShardRun
-from cerebro_hydra.storage import LocalStore
-from tests.agent.lone_agent import BATCH, COLUMNS, Agent, train_without_agent
+from cerebro_hydra.storage.digest import digest
+from tests.agent.lone_agent import Agent
+from tests.agent.many_shards import BLOCKS, WIDTH, trained_many
 from tests.agent.test_agent_auditor import broken_from
-
-WIDTH, BLOCKS = 32, 6
-CUTS = [str(4 + 2 * block) for block in range(BLOCKS)]
-
-
-def many_shards(cut: str, frozen: bool = False, **options: Any) -> Recipe:
-    torch.manual_seed(3)
-    blocks = [m for _ in range(BLOCKS) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-    model = nn.Sequential(
-        nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3), *blocks,
-        nn.Linear(WIDTH, 3),
-    )  # fmt: skip
-    model[6].requires_grad_(not frozen)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    loss = nn.CrossEntropyLoss()
-    made = Recipe(model, optimizer, loss, batch_size=BATCH, shards=CUTS, cut=cut, **options)
-    return made.bind(COLUMNS)
-
-
-ALL: dict[str, Any] = {"accumulate": 3, "clip_grad_norm": 0.1, "ema": 0.9, "frozen": True}
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[..., Agent]:
     """Make an agent whose budget has room for a second copy of some shards, but not of all."""
 
-    def make(cut: str, **options: Any) -> Agent:
-        factory = partial(many_shards, cut, **options)
-        trained = train_without_agent(LocalStore(str(tmp_path / "store")), factory)
+    def make(cut: str, everything: bool = False) -> Agent:
+        trained, factory = trained_many(cut, everything)
         agent = Agent(trained, tmp_path, share=0.01, make=factory)
         agent.budget.trained = 1e6
         layout = agent.builder.get(0).layout
@@ -60,15 +39,17 @@ def made(tmp_path: Path) -> Callable[..., Agent]:
     return make
 
 
-@pytest.mark.parametrize(("cut", "options"), [("modules", {}), ("modules", ALL), ("export", ALL)])
+@pytest.mark.parametrize(
+    ("cut", "everything"), [("modules", False), ("modules", True), ("export", True)]
+)
 def test_the_first_step_of_each_sub_epoch_agrees_and_no_bit_changes(
     made: Callable[..., Agent],
     cut: str,
-    options: dict[str, Any],
+    everything: bool,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    agent = made(cut, **options)
+    agent = made(cut, everything)
     present, perform = [], ShardRun.perform
 
     def watched(self: Any, *args: Any) -> None:
@@ -112,7 +93,7 @@ def test_a_wrong_update_of_one_shard_is_found(
 def test_a_graph_that_differs_from_its_modules_is_found(
     made: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = made("export")
+    agent = made("export", True)
     forward = graph_tasks.GraphTasks.forward
 
     def wrong(self: Any, k: int, going: Any) -> None:
@@ -133,3 +114,39 @@ def test_where_memory_has_no_room_for_one_shard_a_line_says_that_nothing_is_audi
     agent.memory._budget -= 2 * memory_of_step(agent.builder.get(0).layout)
     assert agent.train().audit_seconds == 0.0
     assert "no longer audited on worker 0" in caplog.text
+
+
+def test_the_plain_model_on_a_device_has_the_bits_of_plain_training(
+    made: Callable[..., Agent],
+) -> None:
+    agent = made("modules", True)
+    agent.train(1)  # so that state 0 is here
+    runtime, shards = agent.builder.get(0), range(BLOCKS + 1)
+    held = [agent.shards.wait(0, 0, k).segments for k in shards]
+    slots = [{name: aligned_copy(content) for name, (_, content) in each.items()} for each in held]
+    cursors: dict[int, Any] = {}
+    windows = [*agent.builder.windows(0, 0, agent.order[0])]
+    spec = runtime.spec
+    run = PlainRun(
+        runtime.recipe, runtime.layout, spec.seed, spec.steps_per_epoch, 0, iter(windows), None
+    )
+    microbatches = sum(map(len, windows))
+    assert microbatches % spec.accumulate, "the last window is shorter"
+    graph = TaskGraph(len(shards), microbatches, spec.accumulate, barrier=True)
+    losses: dict[int, tuple[float, int]] = {}
+    for window in range(graph.windows):
+        for k in shards:
+            run.load(k, slots[k], cursors.get(k))
+        for task in graph.tasks(0, window):
+            losses |= run.perform(task).losses
+        for k in shards:
+            cursors[k], has_gradients = run.unload(k)
+            assert not has_gradients
+    assert [rows for _, rows in losses.values()] == [b.rows for w in windows for b in w]
+    assert [digest(each["trainable"]) for each in slots] == [b for _, b in agent.known(1)]
+
+
+def aligned_copy(content: Bytes) -> Bytes:
+    copy = aligned(content.nbytes)
+    copy[:] = content
+    return copy

@@ -26,7 +26,7 @@ def long_trained(made: QueueBench) -> None:
 def test_audits_of_several_trials_change_no_byte(window: int) -> None:
     trials = ByteTrials(SIZES, window)
     need = trials.profile(0).training(0, 1, window, True).device_need
-    with audited(trials, len(SIZES), [need, need], 4 * sum(SIZES), window=window) as made:
+    with audited(trials, len(SIZES), [need, need], 2 * need, window=window) as made:
         long_trained(made)
         begin(made, trials, 3)
         for _ in range(3):

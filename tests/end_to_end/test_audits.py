@@ -51,10 +51,11 @@ def test_what_trains_otherwise_is_trained_uncut_or_fails(
     assert cerebro_hydra.verify(result.run_path).ok
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "resources"),
     [
-        pytest.param("in shards", {"residents": 2}, marks=pytest.mark.long),
+        ("in shards", {"residents": 2}),
         ("in graphs", {"device_memory": 10_000}),  # of 10,752, so it is audited by shard
     ],
 )

@@ -32,11 +32,12 @@ def run(
     workers: int = 2,
     batch: int = 3,
     pause: float = 0.0,
+    residents: int = 1,
     **options: Any,
 ) -> Any:
     space = {"fault": faults, "driver": [os.getpid()], "batch": [batch], "pause": [pause]}
     return GridSearch(
-        backend=LocalBackend(workers),
+        backend=LocalBackend(workers, residents=residents),
         store=LocalStore(str(path)),
         estimator_gen_fn=lethal,
         search_space={name: hp_choice(values) for name, values in space.items()},
@@ -123,6 +124,12 @@ def test_a_trial_that_loses_its_agents_fails_alone(
     impatient = partial(ControlServer, silence_seconds=3.0)
     monkeypatch.setattr(coordinator, "ControlServer", impatient)
     check_fails_alone(run(tmp_path, ["none", fault, "none"]), undisturbed)
+
+
+@pytest.mark.long
+def test_a_resident_that_exits_beside_others_fails_alone(tmp_path: Path, undisturbed: Any) -> None:
+    result = run(tmp_path, ["none", "exits", "none"], residents=3)
+    check_fails_alone(result, undisturbed)
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ def owned(trial, shard):
 
 def test_cuts_are_where_the_names_say():
     trial = assert_equal_to_plain(mlp_recipe(shards=["3", "6"]), two_sub_epochs())
-    assert trial.admission.spec == CutSpec("export", ("3@0", "6@0"))
+    assert trial.admission.spec == CutSpec("export", ("3@0", "6@0"), overwritten=("4@0",))
     assert [owned(trial, k) for k in range(3)] == [
         ("0.weight", "0.bias"), ("3.weight", "3.bias"),
         ("6.weight", "6.bias", "8.weight", "8.bias"),

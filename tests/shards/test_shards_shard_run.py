@@ -139,6 +139,12 @@ class Together:
             self.trials.append(trial)
         self.initial = [trial.shards.copy() for trial in self.trials]
 
+    def run_eagerly(self) -> Together:
+        """Let the models' own forwards run in place of graphs."""
+        for trial in self.trials:
+            trial.cut_model = trial.cut_model.eager(trial.recipe.model)
+        return self
+
     def train(self, seed: int, share: float, recompute: bool = True, devices: int = 1) -> None:
         """Train from state 0 with a hop after each sub-epoch, then evaluate; compare every bit."""
         sums: list[list[float]] = [[] for _ in self.trials]
@@ -200,3 +206,14 @@ def test_every_graph_cut_goes_through_the_same_run():
     together = Together(list(TRIALS), "export")
     for share in (1 / 2, 1 / 8):
         together.train(2, share, devices=2)
+
+
+def test_a_graph_cut_can_be_run_by_its_modules():
+    Together(["norms of batches, clipping"], "export").run_eagerly().train(1, 1 / 8)
+
+
+@pytest.mark.long
+def test_every_graph_cut_can_be_run_by_its_modules():
+    together = Together(list(TRIALS), "export").run_eagerly()
+    for recompute in (True, False):
+        together.train(2, 1 / 4, recompute)
