@@ -101,7 +101,8 @@ def plot_devices(view: RunView, timeline: Timeline) -> Figure:
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
         axes.spines[:].set_visible(False)
     rows[-1].set_xlabel("seconds since the run began")
-    figure.legend(*rows[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
+    handles, labels = (each[: len(_COLOURS)] for each in rows[0].get_legend_handles_labels())
+    figure.legend(handles, labels, loc="outside right upper", frameon=False)
     return figure
 
 

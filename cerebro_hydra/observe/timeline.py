@@ -106,10 +106,10 @@ class DeviceLane:
         """Add what it did in the seconds until now."""
         self.totals.add(work, seconds)
         self.told.append((now, replace(self.totals, peak=work.peak)))
-        begun = now - seconds
         for lane, spans in ((self.tasks, work.tasks), (self.moves, work.moves)):
-            for begin, end, did in spans:
-                add_span(lane, (max(begun + begin, 0.0), min(begun + end, now), did), _MOST_SPANS)
+            for *ends, did in spans:
+                begin, end = (min(max(now - seconds + each, 0.0), now) for each in ends)
+                add_span(lane, (begin, end, did), _MOST_SPANS)
 
 
 @dataclass

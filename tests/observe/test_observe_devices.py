@@ -114,6 +114,14 @@ def test_a_long_run_has_no_more_spans_than_can_be_drawn() -> None:
     assert sum(seconds for _, _, work in lane.tasks for _, seconds in work) == pytest.approx(2500)
 
 
+def test_bars_of_a_clock_that_was_set_back_stay_within_the_run() -> None:
+    timeline = Timeline()
+    for seq, event in enumerate((ev.WorkerJoined(0, "a", (0,), 1, 2), told("a", 1))):
+        timeline.apply(Decision(seq, 3.0 * seq, event, ()))
+    spans = timeline.lanes[0, 0].tasks + timeline.lanes[0, 0].moves
+    assert all(0.0 <= begin <= end <= 3.0 for begin, end, _ in spans)
+
+
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_live_table_has_a_line_per_worker_only_where_queues_are_used(width: int) -> None:
     def lines(view: RunView, height: int) -> str:
