@@ -34,13 +34,13 @@ from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.testing.queue_worker import QueueWorker, train
 
-LAYERS, WIDTH, VOCABULARY = 16, 256, 2048
-BATCH, TOKENS, STEPS = 8, 32, 3
+LAYERS, WIDTH, VOCABULARY = 16, 192, 1024
+BATCH, TOKENS, STEPS = 8, 32, 2
 SHARES = (2, 4, 8)  # of the training state, the parts that the device's budget is one of
 TIERS = ("DRAM", "disk")
 HOST_SHARE = 2  # likewise, DRAM for the queues where disk is the third tier
 CLAIMED_SHARE, CLAIM = 4, 1.35
-ROUNDS = 4
+ROUNDS = 3
 
 
 class Bert(nn.Module):
@@ -52,7 +52,7 @@ class Bert(nn.Module):
             vocab_size=VOCABULARY,
             hidden_size=WIDTH,
             num_hidden_layers=LAYERS,
-            num_attention_heads=4,
+            num_attention_heads=3,
             intermediate_size=4 * WIDTH,
             max_position_embeddings=TOKENS,
         )
@@ -71,8 +71,10 @@ class Gpt2(nn.Module):
             vocab_size=VOCABULARY,
             n_embd=WIDTH,
             n_layer=LAYERS,
-            n_head=4,
+            n_head=3,
             n_positions=TOKENS,
+            bos_token_id=None,
+            eos_token_id=None,
             use_cache=False,
         )
         self.gpt2 = GPT2LMHeadModel(config)
@@ -162,13 +164,13 @@ class Worker:
         self._visit = 0
         self._worker.put(0, 0, trial.initial)
 
-    def seconds(self) -> float:
-        """Train a sub-epoch from the state of the last one."""
+    def seconds(self) -> tuple[float, float]:
+        """Train a sub-epoch from the state of the last one; return its CPU and its wall time."""
         self._visit += 1
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         self._worker.perform(train(self._visit, 0, self._visit))
         result = self._worker.result()
-        taken = time.perf_counter() - begun
+        taken = time.process_time() - cpu, time.perf_counter() - begun
         if not isinstance(result, events.SubEpochDone):
             raise RuntimeError(f"the trial was not trained: {result}")
         self._worker.trainer.drop(0, self._visit - 1)
@@ -197,13 +199,12 @@ class Figure:
 
     model: str
     variant: Variant
-    lower: float  # of the seconds over those of resident training
-    median: float
-    upper: float
+    cpu: tuple[float, float, float]  # quartiles of the seconds over those of resident training
+    wall: tuple[float, float, float]
     budget: int
     peak: int  # bytes that the queues counted on the device
     slots: int  # bytes that slots really had
-    rss: int | None  # bytes that the process had at most, above what it had before
+    load: float
 
 
 def measure(model: str, trial: MemoryTrial, share: int, rounds: int) -> list[Figure]:
@@ -213,24 +214,33 @@ def measure(model: str, trial: MemoryTrial, share: int, rounds: int) -> list[Fig
     ]
     figures = []
     with workers(trial, variants) as made:
-        taken: list[list[float]] = [[] for _ in made]
+        taken: list[list[tuple[float, float]]] = [[] for _ in made]
         for turn in range(rounds + 1):
             # Each round begins at another variant, so that none always runs after the same one.
             for i in range(len(made)):
                 at = (turn + i) % len(made)
                 taken[at].append(made[at].seconds())
         for variant, worker, seconds in zip(variants[1:], made[1:], taken[1:], strict=True):
-            ratios = [ours / base for ours, base in zip(seconds[1:], taken[0][1:], strict=True)]
-            lower, median, upper = statistics.quantiles(ratios, n=4)
+            ratios = [
+                (cpu / resident_cpu, wall / resident_wall)
+                for (cpu, wall), (resident_cpu, resident_wall) in zip(
+                    seconds[1:], taken[0][1:], strict=True
+                )
+            ]
+            cpu, wall = (quartiles(each) for each in zip(*ratios, strict=True))
             assert worker.budget is not None
-            rss = alone(model, variant) if variant.double_buffering else None
             figures.append(
                 Figure(
-                    model, variant, lower, median, upper,
-                    worker.budget, worker.state.peak, worker.device.memory.peak, rss,
+                    model, variant, cpu, wall, worker.budget,
+                    worker.state.peak, worker.device.memory.peak, os.getloadavg()[0],
                 )
             )  # fmt: skip
     return figures
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, median, upper
 
 
 def alone(model: str, variant: Variant) -> int:
@@ -239,15 +249,22 @@ def alone(model: str, variant: Variant) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+def print_rss(model: str, shares: Sequence[int]) -> None:
+    print("| model | budget | tier | peak RSS, MiB |\n| --- | --- | --- | --- |")
+    for variant in [Variant(None), *(Variant(share, tier) for share in shares for tier in TIERS)]:
+        budget = "all" if variant.share is None else f"1/{variant.share}"
+        peak = alone(model, variant) / 2**20
+        print(f"| {model} | {budget} | {variant.tier} | {peak:.0f} |", flush=True)
+
+
 def resident_peak(model: str, variant: Variant) -> int:
-    """Train here, and return by how many bytes the process grew at most."""
+    """Train a sub-epoch here, and return the most bytes that the process had meanwhile."""
     trial = make_trial(model)
     with workers(trial, [variant]) as (worker,):
         trial.initial.clear()
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
-        for _ in range(2):
-            worker.seconds()
+        worker.seconds()
         return _status("VmHWM")
 
 
@@ -257,22 +274,14 @@ def _status(name: str) -> int:
     return int(kib) << 10
 
 
-def table(figures: Sequence[Figure]) -> str:
-    lines = [
-        "| model | budget | tier | double buffering | quartile | **over resident** | quartile "
-        "| budget, MiB | tracked peak | slots | RSS, MiB |",
-        "| --- " * 11 + "|",
-    ]
-    for f in figures:
-        mib = [f"{n / 2**20:.1f}" for n in (f.budget, f.peak, f.slots)]
-        cells = [
-            f.model, f"1/{f.variant.share}", f.variant.tier,
-            "on" if f.variant.double_buffering else "off",
-            f"{f.lower:.3f}", f"**{f.median:.3f}**", f"{f.upper:.3f}", *mib,
-            "" if f.rss is None else f"{f.rss / 2**20:.0f}",
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def row(f: Figure) -> str:
+    mib = [f"{n / 2**20:.1f}" for n in (f.budget, f.peak, f.slots)]
+    cells = [
+        f.model, f"1/{f.variant.share}", f.variant.tier,
+        "on" if f.variant.double_buffering else "off",
+        *(f"{a:.3f} | **{b:.3f}** | {c:.3f}" for a, b, c in (f.cpu, f.wall)), *mib, f"{f.load:.1f}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -281,6 +290,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="only this model")
     parser.add_argument("--share", type=int, choices=SHARES, help="only this part of the state")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how many rounds")
+    parser.add_argument("--rss", action="store_true", help="measure resident memory instead")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -288,25 +298,26 @@ def main() -> None:
         model, variant = json.loads(arguments.alone)
         print(resident_peak(model, Variant(**variant)))
         return
+    models = MODELS if arguments.model is None else (arguments.model,)
+    shares = SHARES if arguments.share is None else (arguments.share,)
+    if arguments.rss:
+        for model in models:
+            print_rss(model, shares)
+        return
     print(
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}, transformers {transformers.__version__}"
+        f"{torch.__version__}, transformers {transformers.__version__}\n"
+        "| model | budget | tier | double buffering | quartile | CPU time | quartile | quartile "
+        "| wall time | quartile | budget, MiB | tracked peak | slots | load |"
     )
+    print("| --- " * 14 + "|", flush=True)
     figures = []
-    for model in MODELS:
-        if arguments.model not in (None, model):
-            continue
+    for model in models:
         trial = make_trial(model)
-        whole = trial.profile
-        print(
-            f"{model}: {len(whole.shards)} shards, {whole.state_bytes / 2**20:.0f} MiB of training "
-            f"state, resident RSS {alone(model, Variant(None)) / 2**20:.0f} MiB"
-        )
-        for share in SHARES:
-            if arguments.share in (None, share):
-                figures += measure(model, trial, share, arguments.rounds)
-                print(f"load {os.getloadavg()[0]:.1f}\n{table(figures[-4:])}", flush=True)
-    print(table(figures))
+        for share in shares:
+            measured = measure(model, trial, share, arguments.rounds)
+            print("\n".join(map(row, measured)), flush=True)
+            figures += measured
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(f) for f in figures], indent=2) + "\n")
 

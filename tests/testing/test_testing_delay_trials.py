@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from cerebro_hydra.plan import events
-from cerebro_hydra.testing.delay_trials import DelayTrials
+from cerebro_hydra.testing.delay_trials import DelayMemory, DelayTrials
 from cerebro_hydra.testing.queue_worker import train
 from tests.agent.queue_bench import QueueBench, bench
 
@@ -37,3 +39,17 @@ def test_four_devices_train_four_trials_at_the_same_time() -> None:
     for state in states:
         assert [shard["trainable"][0] for shard in state] == [2 * ROWS // BATCH] * trials.shards
     assert alone <= seconds < DEVICES * alone
+
+
+def test_moves_take_as_long_as_their_bytes_ask_for() -> None:
+    memory = DelayMemory(rate=NBYTES / FORWARD)
+    slabs = {"trainable": np.full(NBYTES, 7, np.uint8)}
+    begun = time.perf_counter()
+    slots = memory.promote(slabs, gradients=0)
+    promoted = time.perf_counter()
+    slots["trainable"][:] = 8
+    memory.demote(slots, slabs)
+    demoted = time.perf_counter()
+    assert promoted - begun >= FORWARD
+    assert demoted - promoted >= FORWARD
+    assert (slabs["trainable"] == 8).all()
