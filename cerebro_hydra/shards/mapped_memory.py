@@ -89,6 +89,8 @@ class MappedMemory(TorchDispatchMode):
         given = {s._cdata: s.nbytes() for s in _large((args, kwargs))}
         self._use(sum(given.values()))
         result = func(*args, **kwargs)
+        if any(returned.alias_info for returned in func._schema.returns):
+            return result  # it has memory that it was given
         moved: dict[int, UntypedStorage] = {}
         for tensor in tree_leaves(result):
             if not _is_large(tensor) or (storage := tensor.untyped_storage())._cdata in given:

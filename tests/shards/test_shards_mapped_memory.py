@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.layout import aligned
 from cerebro_hydra.shards.mapped_memory import LEAST_MAPPED, MappedMemory
 
@@ -39,6 +41,7 @@ def trained() -> list[torch.Tensor]:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
     states = [optimizer.state[p] for p in model.parameters()]
+    assert same_bits(copy.deepcopy(states[0])["exp_avg"], states[0]["exp_avg"])
     return [t for s in states for t in s.values()] + [p.grad for p in model.parameters()]
 
 
