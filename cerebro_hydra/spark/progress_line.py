@@ -16,23 +16,25 @@ _FOR_EVER = 2**62
 def no_progress_line(spark_context: SparkContext) -> Iterator[None]:
     """Draw no progress line while the body lasts; afterwards there is one again.
 
-    Spark can only stop the line for good, so this moves the time from which it waits to draw
-    it. Where that can't be done the line is drawn as ever.
+    Spark can only stop the line for good, so this changes how long it waits before it draws
+    one. Where that can't be done the line is drawn as ever.
     """
     from py4j.protocol import Py4JError
 
-    since: Any = None
+    delay: Any = None
     bar: Any = None
+    before = 0
     with suppress(Py4JError):
         option = spark_context._jsc.sc().progressBar()
         if option.isDefined():
             bar = option.get()
-            since = bar.getClass().getDeclaredField("lastFinishTime")
-            since.setAccessible(True)
-            since.setLong(bar, _FOR_EVER)
+            delay = bar.getClass().getDeclaredField("firstDelayMSec")
+            delay.setAccessible(True)
+            before = delay.getLong(bar)
+            delay.setLong(bar, _FOR_EVER)
     try:
         yield
     finally:
-        if since is not None:
+        if delay is not None:
             with suppress(Py4JError):  # somebody has stopped Spark
-                since.setLong(bar, 0)
+                delay.setLong(bar, before)
