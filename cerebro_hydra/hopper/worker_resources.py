@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cerebro_hydra.available_memory import usable_memory
 from cerebro_hydra.errors import ConfigurationError
 
 QUEUED_SHARE = 0.75
@@ -22,6 +24,11 @@ _FACTORS = {"": 1} | {
     for power, unit in enumerate("kmgt", start=1)
     for binary in ("", "i")
 }
+
+
+def host_and_memory(_: object = None) -> tuple[str, float]:
+    """Return the name of this machine, and the bytes of DRAM that a process here may have."""
+    return socket.gethostname(), usable_memory()
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class WorkerResources:
             None if residents == "auto" else residents,
         )
 
-    def measured(self, hosts: Callable[[], Sequence[tuple[str, int]]]) -> WorkerResources:
+    def measured(self, hosts: Callable[[], Sequence[tuple[str, float]]]) -> WorkerResources:
         """Return these with DRAM for shards, if they ask for queues and don't say how much.
 
         Args:

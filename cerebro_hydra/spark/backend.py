@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.hopper.host_memory import host_and_memory
 from cerebro_hydra.hopper.loss_limits import LossLimits
-from cerebro_hydra.hopper.worker_resources import WorkerResources
+from cerebro_hydra.hopper.worker_resources import WorkerResources, host_and_memory
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.progress_line import no_progress_line

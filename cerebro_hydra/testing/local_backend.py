@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.existing import describe
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.hopper.host_memory import host_and_memory
 from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
-from cerebro_hydra.hopper.worker_resources import WorkerResources
+from cerebro_hydra.hopper.worker_resources import WorkerResources, host_and_memory
 from cerebro_hydra.storage import Store
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.testing.local_launcher import LocalLauncher

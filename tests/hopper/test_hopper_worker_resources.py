@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.hopper.host_memory import usable_memory
 from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
 
 
@@ -66,25 +64,3 @@ def test_dram_that_nobody_speaks_of_is_half_of_what_a_machine_has_shared_by_its_
     given = WorkerResources(host_memory=5)
     assert given.measured(lambda: hosts) is given
     assert DEFAULT_RESOURCES.measured(lambda: hosts) is DEFAULT_RESOURCES, "no budget, no cost"
-
-
-@pytest.mark.parametrize(
-    ("groups", "limits", "usable"),
-    [
-        ("", {}, 4096),
-        ("0::/a/b", {"a/memory.max": "2048", "a/b/memory.max": "max"}, 2048),
-        ("0::/a/b", {"memory.max": "9000"}, 4096),
-        ("4:memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "3000"}, 3000),
-        ("4:memory:/x/y", {"memory/memory.limit_in_bytes": "1024"}, 1024),
-        ("3:cpuset:/a", {"a/memory.max": "5"}, 4096),
-    ],
-)
-def test_dram_is_the_machines_or_what_its_cgroups_leave(
-    tmp_path: Path, groups: str, limits: dict[str, str], usable: int
-) -> None:
-    files = {f"sys/fs/cgroup/{name}": f"{limit}\n" for name, limit in limits.items()}
-    files |= {"proc/meminfo": "MemTotal:  4 kB\nMemFree:  1 kB\n", "proc/self/cgroup": groups}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert usable_memory(tmp_path) == usable
