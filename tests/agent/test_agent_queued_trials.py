@@ -34,9 +34,10 @@ class Worker:
         trained, factory = trained_many(cut, everything)
         self.agent = Agent(trained, path, share=0.0, make=factory)
         runtime = self.agent.builder.get(0)
-        profile = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout)
+        profile = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, None)
         spec = profile.training(0, 1, runtime.spec.accumulate, share >= 1)
-        budget = max(int(share * profile.state_bytes), spec.device_need)
+        state = sum(shard.frozen + shard.trainable + shard.gradients for shard in profile.shards)
+        budget = max(int(share * state), spec.device_need)
         self.budget = budget
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.begun: list[int] = []
@@ -72,7 +73,10 @@ class Worker:
         task = StartSubEpoch(visit, 0, visit, 0, place, 0, "me", source, {}, uncut)
         self.trainer.accept(visit)
         self.trainer.perform(task, None)
-        while isinstance(event := self.reported.get(timeout=SECONDS), events.SubEpochEnding):
+        while isinstance(
+            event := self.reported.get(timeout=SECONDS),
+            events.SubEpochEnding | events.DevicesWorked,
+        ):
             pass
         if isinstance(event, Exception):
             raise event

@@ -25,7 +25,7 @@ def run(
         backend=SparkBackend(spark_context=spark.sparkContext, num_workers=workers, **resources),
         store=LocalStore(prefix_path=str(path)),
         estimator_gen_fn=mixed,
-        search_space={"model": hp_choice(list(names))},
+        search_space={"model": hp_choice(list(names)), "shards": hp_choice(["auto"])},
         num_epochs=1,
         evaluation_metric="loss",
         verbose=0,
@@ -37,7 +37,7 @@ def run(
 
 def test_two_devices_of_an_eighth_of_a_trial_replay(spark: Any, tmp_path: Path) -> None:
     resources = {"devices_per_worker": 2, "device_memory": 109_000}  # of 879,808 bytes
-    run(spark, tmp_path, ("mlp",), 1, 16, **resources)
+    run(spark, tmp_path, ("mlp",), 1, 20, **resources)
 
 
 @pytest.mark.long

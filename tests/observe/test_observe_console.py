@@ -37,7 +37,14 @@ PRINTED = OutputLine(worker=0, trial=1, stream="stdout", line="lr is [0.1]")
 
 
 def terminal(width: int = 160) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    environment = {"TERM": "xterm"}  # whatever the tests run in
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        width=width,
+        color_system=None,
+        _environ=environment,
+    )
 
 
 def pipe() -> Console:

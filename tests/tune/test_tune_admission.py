@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -149,7 +150,8 @@ def test_a_refused_trial_keeps_its_number_and_shifts_nobody_elses(tmp_path: Path
     assert spec == whole.specs[1], "its seed and all else are as if no other were refused"
     assert list(found.refused) == [0, 2]
     assert "ValueError: no layer is -2 wide" in found.refused[2]
-    assert "trial-002" in told[-1] and told[-1].endswith("ValueError: no layer is -2 wide")
+    said = r"trial-002 \(width=-2\) failed before training: ValueError: no layer is -2 wide \(.*\)"
+    assert re.fullmatch(said, told[-1])
 
 
 class Counts(nn.Module):
