@@ -45,7 +45,7 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
 
     Raises:
         ConfigurationError: the factory is known only by the name that the run records, and `trust`
-            is False; nothing was imported.
+            is False; nothing was imported. Or the trial is not given by its name.
         ReplayError: the factory, the trial or its final state can't be found, or the whole model
             does not fit into memory.
         StoreError: a file of the run is missing or damaged.

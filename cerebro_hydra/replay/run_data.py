@@ -15,7 +15,7 @@ from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.prepared import read_manifest
 from cerebro_hydra.errors import ReplayError, StoreError
 from cerebro_hydra.recipe import Columns
-from cerebro_hydra.storage.names import trial_name
+from cerebro_hydra.storage.names import checked_trial_id, trial_name
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder, read_document
 
@@ -54,11 +54,12 @@ class RunData:
         """Return the trial of that name.
 
         Raises:
+            ConfigurationError: it is not given by its name.
             ReplayError: the run has none, or it never started.
             StoreError: its document is damaged.
         """
         known = {trial_name(number): number for number in self.folder.trials()}
-        if trial_id not in known:
+        if checked_trial_id(trial_id) not in known:
             raise ReplayError(
                 f"run {self.folder.path} trained no trial {trial_id!r}; it has {list(known)}"
             )

@@ -7,7 +7,7 @@ import re
 from typing import Annotated, Any
 
 from cerebro_hydra.documents import matching, unreadable
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DIGEST = r"[0-9a-f]{32}"
@@ -59,6 +59,20 @@ def checked_digest(digest: str) -> str:
             "the document that holds it from a copy"
         )
     return digest
+
+
+def checked_trial_id(trial_id: object) -> str:
+    """Return what a user gave to name a trial.
+
+    Raises:
+        ConfigurationError: it is no name.
+    """
+    if not isinstance(trial_id, str):
+        raise ConfigurationError(
+            f"trial_id is a {type(trial_id).__name__}; give the name of a trial, such as "
+            "'trial-000', which each of result.trials has as its trial_id"
+        )
+    return trial_id
 
 
 def trial_name(trial: int) -> str:

@@ -16,6 +16,7 @@ from cerebro_hydra.observe.text import number
 from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder, estimator_factories
+from cerebro_hydra.storage.names import checked_trial_id
 from cerebro_hydra.tune.all_failed import reason
 from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.saved_model import checked_outputs
@@ -180,7 +181,7 @@ class SearchResult:
         Raises:
             ConfigurationError: there is no such trial, or it failed or did not end.
         """
-        if trial_id not in self._known:
+        if checked_trial_id(trial_id) not in self._known:
             raise ConfigurationError(
                 f"there is no trial {trial_id!r}; trials are {list(self._known)}"
             )

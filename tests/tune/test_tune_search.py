@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import cerebro_hydra
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayError, StoreError
@@ -308,6 +309,11 @@ def test_a_notebook_shows_four_digits_and_why_a_trial_failed(result: SearchResul
 def test_unknown_trial_names_the_known_ones(result: SearchResult) -> None:
     with pytest.raises(ConfigurationError, match=r"no trial 'trial-9'; trials are \['trial-000'"):
         result.torch("trial-9")
+    trial: Any = result.best_trial
+    with pytest.raises(ConfigurationError, match=r"trial_id is a Trial; give the name .*trial_id$"):
+        result.get_model(trial)
+    with pytest.raises(ConfigurationError, match="trial_id is a Trial; give the name"):
+        cerebro_hydra.replay(result.run_path, trial)
 
 
 def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
