@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ pytestmark = [pytest.mark.spark, pytest.mark.long]
 PROGRAM = """
 import os, sys, time
 import pyspark
-from pyspark.sql import SparkSession
 from cerebro_hydra.spark.progress_line import no_progress_line
+from cerebro_hydra.spark.session import started
 
-spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+settings = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "true"}
+spark = started({"spark.master": "local[2]", **settings})
 context = spark.sparkContext
 context.setLogLevel("ERROR")
 
@@ -36,26 +38,31 @@ with no_progress_line(context):
 
 BACKEND = """
 import sys
-from pyspark.sql import SparkSession
 from cerebro_hydra import LocalStore, SparkBackend
+from cerebro_hydra.spark.session import started
 
-spark = SparkSession.builder.master("local[2,2]").config("spark.ui.enabled", "false").getOrCreate()
+settings = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "true"}
+spark = started({"spark.master": "local[2,2]", **settings})
 spark.sparkContext.setLogLevel("ERROR")
 df = spark.range(60).selectExpr("array(float(id), 1f) AS features", "id % 2 AS label")
 SparkBackend(spark, num_workers=2).prepare_data(LocalStore(sys.argv[1]), df)
 """
 
 
+def program(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program whose executors have the same Python."""
+    command = [sys.executable, "-c", source, *arguments]
+    environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+
 def test_checks_and_preparation_tell_lines_of_ours_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BACKEND, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = program(BACKEND, str(tmp_path))
     assert "[Stage" not in done.stderr
 
 
 def test_the_line_stays_away_for_a_while_and_comes_back() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-    )
+    done = program(PROGRAM)
     hidden, shown = done.stderr.partition("hidden\n")[2].split("shown\n")
     assert "[Stage" not in hidden
     assert "[Stage" in shown
