@@ -32,6 +32,11 @@ START_SECONDS = 90.0
 STOP_SECONDS = 15.0
 
 
+def _java_home() -> Path:
+    chosen = java.choose(java.find(os.environ), pyspark.__version__)
+    return java.home_for_spark(chosen, pyspark.__version__)
+
+
 class Cluster:
     """Runs a master and workers as child processes, with all files in one temporary folder."""
 
@@ -51,7 +56,7 @@ class Cluster:
         self.environ = {
             "PATH": os.environ["PATH"],
             "HOME": str(folder),
-            "JAVA_HOME": str(java.java_home(os.environ, pyspark.__version__)),
+            "JAVA_HOME": str(_java_home()),
             "SPARK_HOME": str(self._spark),
             "SPARK_DAEMON_MEMORY": "256m",
             # Seven JVMs live for a minute: Java's second compiler would be half of their work.
