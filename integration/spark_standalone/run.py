@@ -32,11 +32,6 @@ START_SECONDS = 90.0
 STOP_SECONDS = 15.0
 
 
-def _java_home() -> Path:
-    chosen = java.choose(java.find(os.environ), pyspark.__version__)
-    return java.home_for_spark(chosen, pyspark.__version__)
-
-
 class Cluster:
     """Runs a master and workers as child processes, with all files in one temporary folder."""
 
@@ -46,6 +41,7 @@ class Cluster:
         sys.path.insert(0, str(CHECKOUT))
         from cerebro_hydra.spark import java
 
+        chosen = java.choose(java.find(os.environ), pyspark.__version__)
         self.folder = folder
         self._mark = uuid.uuid4().hex
         self._driver_host = driver_host
@@ -56,7 +52,7 @@ class Cluster:
         self.environ = {
             "PATH": os.environ["PATH"],
             "HOME": str(folder),
-            "JAVA_HOME": str(_java_home()),
+            "JAVA_HOME": str(java.home_for_spark(chosen, pyspark.__version__)),
             "SPARK_HOME": str(self._spark),
             "SPARK_DAEMON_MEMORY": "256m",
             # Seven JVMs live for a minute: Java's second compiler would be half of their work.
