@@ -141,7 +141,9 @@ class Queues:
 
     def __init__(self, trial: MemoryTrial) -> None:
         def start(slabs: Slabs, on_answer: Any, on_gone: Any) -> OwnDevice:
-            return OwnDevice(trial.opener(), True, sys.exit, on_answer, on_gone)
+            return OwnDevice(
+                trial.opener(), True, sys.exit, lambda attempt: None, on_answer, on_gone
+            )
 
         self._worker = QueueWorker(
             start,

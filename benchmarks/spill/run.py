@@ -138,7 +138,7 @@ class Worker:
 
     def __init__(self, trial: MemoryTrial, variant: Variant) -> None:
         profile = trial.profile
-        whole = profile.state_bytes
+        whole = sum(s.frozen + s.trainable + s.gradients for s in profile.shards)
         self.budget = None if variant.share is None else whole // variant.share
         disk = variant.tier == "disk"
         host = whole // HOST_SHARE if disk else None
@@ -148,7 +148,12 @@ class Worker:
 
         def start(slabs: Slabs, on_answer: Any, on_gone: Any) -> OwnDevice:
             self.device = OwnDevice(
-                trial.opener(), variant.double_buffering, sys.exit, on_answer, on_gone
+                trial.opener(),
+                variant.double_buffering,
+                sys.exit,
+                lambda attempt: None,
+                on_answer,
+                on_gone,
             )
             return self.device
 

@@ -17,6 +17,7 @@ from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.layout import Segments, initial_segments
+from cerebro_hydra.shards.task_profiler import TaskProfiler
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
@@ -47,7 +48,8 @@ class MemoryTrial:
             tuple(torch.from_numpy(c[: recipe.batch_size]) for c in given.values())
             for given in (features, labels)
         ]
-        admission = admit(recipe, [(first[0], first[1])], SEED)
+        admission = admit(recipe, [(first[0], first[1])], SEED, profiler=TaskProfiler(None))
+        assert admission.profile is not None and admission.profile.tasks is not None
         self.initial: list[Segments] = list(initial_segments(recipe, admission.layout))
         self._document = RunDocument(
             run_id="benchmark",
@@ -81,6 +83,7 @@ class MemoryTrial:
                 for segments in self.initial
             ),
             schedule="sharp",
+            tasks=admission.profile.tasks.to_json(),
         )
         self._factory = factory
         self._partition = {0: CachedPartition(self.rows, {**features, **labels})}
