@@ -28,8 +28,7 @@ class PausedRun:
         self._threads = torch.get_num_threads()
         self._thread: threading.Thread | None = None
         self._run: Callable[[Reach], object] | None = None
-        self._resumed = threading.Semaphore(0)
-        self._stopped = threading.Semaphore(0)
+        self._resumed, self._stopped = _closed_gate(), _closed_gate()
         self._next: Step | None = None
         self._error: BaseException | None = None
         self._closed = False
@@ -95,3 +94,10 @@ class PausedRun:
         if self._closed:
             raise Cancelled(f"a run was cancelled before {kind} of shard {shard}")
         torch.default_generator.set_state(random_state)
+
+
+def _closed_gate() -> threading.Lock:
+    """Return a lock that one thread waits for and another one releases."""
+    gate = threading.Lock()  # twice as fast as a Semaphore
+    gate.acquire()
+    return gate
