@@ -138,7 +138,7 @@ def measured(asked: argparse.Namespace) -> Figures:
             verbose=0,
             observers=[watch],
         )
-        search.fit(data)
+        search.fit(data)  # type: ignore[arg-type]  # what LocalBackend takes for a DataFrame
     seconds = sum(each for _, each in watch.hops)
     return Figures(
         trials=asked.trials,

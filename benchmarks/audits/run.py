@@ -41,7 +41,7 @@ def sub_epochs(share: float, times: int, epochs: int) -> list[tuple[StartSubEpoc
             num_epochs=epochs,
             audit_share=share,
             verbose=0,
-        ).fit(Arrays(rows))
+        ).fit(Arrays(rows))  # type: ignore[arg-type]  # what LocalBackend takes for a DataFrame
         tasks: dict[int, StartSubEpoch] = {}
         done = []
         for record in records_of(RunFolder.open(result.run_path)):

@@ -35,7 +35,7 @@ from cerebro_hydra.plan.instructions import FinishRun, StartSubEpoch
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.scripted_agents import ScriptedLauncher
-from tests.hopper.test_hopper_coordinator import described
+from tests.hopper.test_hopper_coordinator import described, no_factory
 
 ROWS, FEATURES, EPOCHS = 1200, 8, 2
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -136,7 +136,7 @@ def search(trials: int, workers: int) -> Figures:
             verbose=0,
             observers=[meter],
         )
-        prepared = chosen.backend.prepare(chosen.store, df, chosen.data_spec)
+        prepared = chosen.backend.prepare(chosen.store, df, chosen.data_spec, print)
         started = meter.moment()
         result = chosen.fit_on_prepared_data(prepared)
         over = meter.moment()
@@ -182,7 +182,7 @@ def coordinator_alone(trials: int, workers: int) -> float:
             doc,
             GivenTrials(specs, EPOCHS),
             launcher,
-            None,
+            no_factory,
             manifest=data,
             observers=[ReportWriter(folder)],
         ).run()

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,7 +127,7 @@ class TrackedState(WorkerState):
 
     peak = 0
 
-    def handle(self, happened: Iterator[WorkerEvent]) -> list[Answer]:
+    def handle(self, happened: Iterable[WorkerEvent]) -> list[Answer]:
         answers = super().handle(happened)
         self.peak = max(self.peak, *(self._room.used(queue) for queue in self.queues.values()))
         return answers

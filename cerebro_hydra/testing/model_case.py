@@ -54,7 +54,7 @@ class ModelCase(ABC):
             otherwise it takes place in this process, which is faster.
     """
 
-    columns: ClassVar[Columns] = Columns(("features",), ("label",))
+    columns: Columns = Columns(("features",), ("label",))
     cuts: ClassVar[tuple[int, ...]] = (2, 3)
     rows: ClassVar[tuple[int, int]] = (6, 4)
     ways: ClassVar[tuple[str, ...]] = ("modules", "export")

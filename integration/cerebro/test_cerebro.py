@@ -198,6 +198,7 @@ def test_a_schedule_may_step_once_an_epoch(
     # The second epoch does not improve by nine tenths, so the third has a tenth of the rate.
     folder = RunFolder.open(group.result.run_path)
     (shard,) = folder.read_state(0, result_visit(folder, 0))["shards"]
+    assert shard["cursor"] is not None
     assert shard["cursor"]["groups"][0]["lr"] == pytest.approx(0.01)
 
 

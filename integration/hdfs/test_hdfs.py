@@ -91,7 +91,9 @@ def test_a_whole_run_lives_on_hdfs(
     assert final_states(again) == final_states(result) == final_states(local)
 
     # Lost rows are noticed before anything trains on the rest.
-    path = find_prepared(store, fingerprint).partition("train", 1).path
+    prepared = find_prepared(store, fingerprint)
+    assert prepared is not None
+    path = prepared.partition("train", 1).path
     folder = f"{store.data_path(fingerprint)}/{path}"
     store.delete(f"{folder}/{store.list(folder)[-1]}")
     with pytest.raises(StoreError, match=r"no Parquet files in 'hdfs://.*prepare the data again"):

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
@@ -177,7 +178,9 @@ class Cluster:
             self._popen([*program, *spark_class[1:]], self.environ | environ, log)
         return path
 
-    def _popen(self, command: list[str], environ: dict[str, str], log: object) -> subprocess.Popen:
+    def _popen(
+        self, command: list[str], environ: dict[str, str], log: IO[bytes]
+    ) -> subprocess.Popen[Any]:
         # In a session of their own, ctrl-C reaches this program alone, which ends them in order.
         child = subprocess.Popen(
             command,

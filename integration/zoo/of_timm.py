@@ -32,10 +32,16 @@ def _of_class(name: str, module: str, class_name: str, size: int, **options: Any
     return Architecture(name, "timm", images(size, "x", nn.CrossEntropyLoss()), build)
 
 
-_VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2}
-_MIXER = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "num_blocks": 3}
-_DROPPED = {"drop_path_rate": 0.3}
-_STAGES = {"dims": (8, 8, 16, 16), "depths": (1, 1, 1, 1)}
+_VIT: dict[str, Any] = {
+    "img_size": 16,
+    "patch_size": 8,
+    "embed_dim": 16,
+    "depth": 3,
+    "num_heads": 2,
+}
+_MIXER: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "num_blocks": 3}
+_DROPPED: dict[str, Any] = {"drop_path_rate": 0.3}
+_STAGES: dict[str, Any] = {"dims": (8, 8, 16, 16), "depths": (1, 1, 1, 1)}
 
 ARCHITECTURES = (
     _architecture("cait_xxs24_224", 16, **_VIT, **_DROPPED),

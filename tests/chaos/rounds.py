@@ -91,6 +91,7 @@ def bits(run: Path) -> dict[str, Any]:
     result, folder = SearchResult.open(str(run)), RunFolder.open(str(run))
     found: dict[str, Any] = {}
     for view in result._view.trials.values():
+        assert view.result_visit is not None
         state = folder.read_state(view.trial, view.result_visit)
         found[view.trial_id] = (view.status, repr(view.history), state["shards"])
         for shard in state["shards"]:

@@ -15,8 +15,15 @@ from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
 from cerebro_hydra.plan.instructions import AdoptPartitions, Checkpoint, Evaluate, StartSubEpoch
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.credentials import TLS
 from cerebro_hydra.wire.messages import ControlFailed
+
+
+def named(*what: object) -> str:
+    """Return a digest for content that is never there."""
+    return digest(repr(what).encode())
 
 
 class ScriptedAgent:
@@ -80,7 +87,7 @@ class ScriptedAgent:
         me = self.incarnation
         match instruction:
             case StartSubEpoch(attempt, trial, visit, _, partition):
-                digests = ((f"frozen-{trial}", f"trained-{trial}-{visit}"),)
+                digests = ((named("frozen", trial), named("trained", trial, visit)),)
                 hop = events.Hop(10, 20, 0.001)
                 return [
                     events.StateReceived(trial, visit - 1, me),
@@ -115,7 +122,7 @@ class ScriptedLauncher:
     ) -> None:
         self.num_workers = num_workers
         self.host = "127.0.0.1"
-        self.tls = tls
+        self.tls: bool | TLS = tls
         self.limits = limits
         self.given_up: list[tuple[int, int]] = []
         self.spec: AgentSpec | None = None

@@ -129,9 +129,13 @@ def run(
     tape = Tape()
     data = manifest(doc.num_partitions)
     coordinator = Coordinator(
-        folder, doc, trials, launcher, None, manifest=data, observers=[tape], **options
+        folder, doc, trials, launcher, no_factory, manifest=data, observers=[tape], **options
     )
     return folder, coordinator.run(), tape
+
+
+def no_factory(params: Any) -> Any:
+    """Stand for the user's factory, which scripted agents never run."""
 
 
 def journal(folder: RunFolder) -> tuple[HopConfig, list[dict[str, Any]]]:
@@ -404,10 +408,15 @@ def test_a_worker_whose_agents_are_lost_again_and_again_is_given_up_and_the_othe
     tmp_path: Any,
 ) -> None:
     broken: set[str] = set()
+    lost_thrice = threading.Event()
 
     def script(instruction: Any, incarnation: str) -> Any:
         dies = isinstance(instruction, StartSubEpoch) and instruction.worker == 1
         broken.update({incarnation} if dies else ())
+        if len(broken) == 3:
+            lost_thrice.set()
+        elif not dies:
+            assert lost_thrice.wait(60), "the other one would do all the work before"
         return "die" if dies else None
 
     launcher = ScriptedLauncher(2, script=script, limits=LossLimits(max_failures=3))

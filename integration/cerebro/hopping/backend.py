@@ -63,7 +63,7 @@ class HoppingBackend:
             )
         columns = [name for name in df.columns if name != validation]
         spec = DataSpec.checked(columns, validation=validation, seed=self._seed)
-        self._manifest = self._backend.prepare(store, df, spec)
+        self._manifest = self._backend.prepare(store, df, spec, print)
         return self._described()
 
     def get_metadata_from_parquet(
