@@ -34,7 +34,7 @@ from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.testing.queue_worker import QueueWorker, train
 
-LAYERS, WIDTH, VOCABULARY = 16, 192, 1024
+LAYERS, WIDTH, HEADS, VOCABULARY = 24, 320, 5, 1024
 BATCH, TOKENS, STEPS = 8, 32, 2
 SHARES = (2, 4, 8)  # of the training state, the parts that the device's budget is one of
 TIERS = ("DRAM", "disk")
@@ -52,7 +52,7 @@ class Bert(nn.Module):
             vocab_size=VOCABULARY,
             hidden_size=WIDTH,
             num_hidden_layers=LAYERS,
-            num_attention_heads=3,
+            num_attention_heads=HEADS,
             intermediate_size=4 * WIDTH,
             max_position_embeddings=TOKENS,
         )
@@ -71,7 +71,7 @@ class Gpt2(nn.Module):
             vocab_size=VOCABULARY,
             n_embd=WIDTH,
             n_layer=LAYERS,
-            n_head=3,
+            n_head=HEADS,
             n_positions=TOKENS,
             bos_token_id=None,
             eos_token_id=None,
@@ -87,18 +87,23 @@ def flat_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, labels.flatten())
 
 
+def recipe(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, layers: str) -> Recipe:
+    """Return a recipe with a cut before each layer, which follows no measured times."""
+    places = [f"{layers}.{number}" for number in range(LAYERS)]
+    return Recipe(model, optimizer, loss, batch_size=BATCH, shards=places, cut="modules")
+
+
 def bert(params: Mapping[str, Any]) -> Recipe:
     model = Bert()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loss = nn.CrossEntropyLoss()
-    return Recipe(model, optimizer, loss, batch_size=BATCH, shards=LAYERS + 2, cut="modules")
+    return recipe(model, optimizer, loss, "bert.bert.encoder.layer")
 
 
 def gpt2(params: Mapping[str, Any]) -> Recipe:
     model = Gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loss = flat_cross_entropy
-    return Recipe(model, optimizer, loss, batch_size=BATCH, shards=LAYERS + 2, cut="modules")
+    return recipe(model, optimizer, flat_cross_entropy, "gpt2.transformer.h")
 
 
 def make_trial(model: str) -> MemoryTrial:
@@ -120,6 +125,10 @@ class Variant:
     share: int | None
     tier: str = "DRAM"
     double_buffering: bool = True
+    recompute: bool = True
+
+
+RESIDENT = Variant(None, recompute=False)
 
 
 class TrackedState(WorkerState):
@@ -157,7 +166,7 @@ class Worker:
             )
             return self.device
 
-        spec = trial.spec(recompute=variant.share is not None)
+        spec = trial.spec(variant.recompute)
         self._worker = QueueWorker(
             start,
             self.state,
@@ -206,7 +215,7 @@ class Figure:
     variant: Variant
     cpu: tuple[float, float, float]  # quartiles of the seconds over those of resident training
     wall: tuple[float, float, float]
-    budget: int
+    budget: int | None
     peak: int  # bytes that the queues counted on the device
     slots: int  # bytes that slots really had
     load: float
@@ -214,6 +223,7 @@ class Figure:
 
 def measure(model: str, trial: MemoryTrial, share: int, rounds: int) -> list[Figure]:
     variants = [
+        RESIDENT,
         Variant(None),
         *(Variant(share, tier, double) for tier in TIERS for double in (True, False)),
     ]
@@ -233,7 +243,6 @@ def measure(model: str, trial: MemoryTrial, share: int, rounds: int) -> list[Fig
                 )
             ]
             cpu, wall = (quartiles(each) for each in zip(*ratios, strict=True))
-            assert worker.budget is not None
             figures.append(
                 Figure(
                     model, variant, cpu, wall, worker.budget,
@@ -256,7 +265,7 @@ def alone(model: str, variant: Variant) -> int:
 
 def print_rss(model: str, shares: Sequence[int]) -> None:
     print("| model | budget | tier | peak RSS, MiB |\n| --- | --- | --- | --- |")
-    for variant in [Variant(None), *(Variant(share, tier) for share in shares for tier in TIERS)]:
+    for variant in [RESIDENT, *(Variant(share, tier) for share in shares for tier in TIERS)]:
         budget = "all" if variant.share is None else f"1/{variant.share}"
         peak = alone(model, variant) / 2**20
         print(f"| {model} | {budget} | {variant.tier} | {peak:.0f} |", flush=True)
@@ -280,9 +289,9 @@ def _status(name: str) -> int:
 
 
 def row(f: Figure) -> str:
-    mib = [f"{n / 2**20:.1f}" for n in (f.budget, f.peak, f.slots)]
+    mib = ["" if n is None else f"{n / 2**20:.1f}" for n in (f.budget, f.peak, f.slots)]
     cells = [
-        f.model, f"1/{f.variant.share}", f.variant.tier,
+        f.model, "all" if f.budget is None else f"1/{f.variant.share}", f.variant.tier,
         "on" if f.variant.double_buffering else "off",
         *(f"{a:.3f} | **{b:.3f}** | {c:.3f}" for a, b, c in (f.cpu, f.wall)), *mib, f"{f.load:.1f}",
     ]  # fmt: skip
