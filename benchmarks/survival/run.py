@@ -7,6 +7,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,9 @@ def main() -> int:
 
 def outcomes(place: Path, first: int, rounds: int) -> Iterator[Outcome]:
     """Play rounds one after the other."""
-    expected: dict[str, dict[str, Any]] = {}
+    calm_bits = cache(partial(calm, place))
     for number in range(first, first + rounds):
-        planned = Round(number)
-        if planned.kind not in expected:
-            expected[planned.kind] = calm(place, planned.kind)
-        yield play(place, planned, expected[planned.kind])
+        yield play(place, Round(number), calm_bits)
 
 
 def write_figures(rounds: Sequence[dict[str, Any]]) -> None:

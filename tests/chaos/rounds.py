@@ -19,7 +19,7 @@ from typing import Any
 from cerebro_hydra.plan.events import RunResumed
 from cerebro_hydra.plan.instructions import Commit, StartSubEpoch
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.run_document import WORKERS_FILE
+from cerebro_hydra.storage.run_document import RUN_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.tune.result import SearchResult
 from tests.chaos.driver import PARTITIONS
 from tests.chaos.moments import NAMES, decisions, moment_of, run_of
@@ -27,6 +27,9 @@ from tests.chaos.moments import NAMES, decisions, moment_of, run_of
 CHECKOUT = Path(__file__).resolve().parents[2]
 KINDS = ("grid", "best", "rungs")
 COMMAND = "import sys; from cerebro_hydra.cli import main; sys.exit(main())"
+CalmBits = Callable[[str, int], dict[str, Any]]
+"""Returns the bits of the calm run of a kind over so many partitions."""
+
 LONGEST = 400.0
 """Seconds after which a driver hangs."""
 
@@ -186,18 +189,22 @@ def disturb(
             os.kill(pid, signal.SIGCONT)
 
 
-def calm(place: Path, kind: str) -> dict[str, Any]:
-    """Return the bits of a run that nothing disturbs."""
-    store = place / f"calm-{kind}"
-    with driver(trains(store, kind, PARTITIONS), place / f"calm-{kind}.log") as undisturbed:
-        assert undisturbed.wait() == 0, (place / f"calm-{kind}.log").read_text()
+def calm(place: Path, kind: str, partitions: int) -> dict[str, Any]:
+    """Return the bits of a run that nothing disturbs, on as many workers as partitions."""
+    store, log = place / f"calm-{kind}-{partitions}", place / f"calm-{kind}-{partitions}.log"
+    with driver(trains(store, kind, partitions), log) as undisturbed:
+        assert undisturbed.wait() == 0, log.read_text()
     run = run_of(store)
     assert run is not None
     return bits(run)
 
 
-def play(place: Path, planned: Round, expected: dict[str, Any]) -> Outcome:
-    """Play one round in a folder of its own; `expected` are the bits of the calm run."""
+def play(place: Path, planned: Round, calm_bits: CalmBits) -> Outcome:
+    """Play one round in a folder of its own.
+
+    A run whose driver was killed before its document was written begins anew, on the workers that
+    there are then, and is compared with a calm run on as many.
+    """
     draw, store = random.Random(planned.number), place / f"round-{planned.number:03d}"
     log = place / f"round-{planned.number:03d}.log"
     moment = moment_of(planned.moment, planned.kind)
@@ -226,6 +233,10 @@ def play(place: Path, planned: Round, expected: dict[str, Any]) -> Outcome:
             begun, status = last.begun, last.wait()
     try:
         found = bits(run)
+        partitions = RunDocument.from_json(
+            RunFolder.open(str(run)).read_json(RUN_FILE)
+        ).num_partitions
+        expected = calm_bits(kind, partitions)
         equal = status == 0 and found == expected
         other = {name: (found.get(name), expected[name]) for name in expected}
         other = {name: pair for name, pair in other.items() if pair[0] != pair[1]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ def test_runs_whose_digests_are_compared_are_cut_by_name(factory: Any) -> None:
 @pytest.fixture(scope="module")
 def calm_bits(tmp_path_factory: pytest.TempPathFactory) -> Any:
     place = tmp_path_factory.mktemp("calm")
-    return cache(lambda kind: calm(place, kind))
+    return cache(partial(calm, place))
 
 
 def survives(place: Path, number: int, calm_bits: Any) -> Path:
     """Play a round, and return its run."""
     planned = Round(number)
-    outcome = play(place, planned, calm_bits(planned.kind))
+    outcome = play(place, planned, calm_bits)
     assert outcome.killed, "no driver was killed"
     assert outcome.equal, outcome.said
     run = run_of(place / f"round-{number:03d}")
