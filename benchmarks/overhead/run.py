@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
+from torch import nn
 
+from benchmarks.admission.run import demo_net
+from benchmarks.cut_overhead.run import Bert
 from benchmarks.spill.trial import MemoryTrial
 from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.device_starts import OwnDevice
@@ -43,24 +44,6 @@ CLAIM = 1.02
 MEMORY = 4 << 30
 
 
-class Bert(nn.Module):
-    """Wraps BERT for two classes (the default), with tensors in and logits out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = BertConfig(
-            vocab_size=4096,
-            hidden_size=256,
-            num_hidden_layers=8,
-            num_attention_heads=4,
-            intermediate_size=1024,
-        )
-        self.bert = BertForSequenceClassification(config)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.bert(input_ids=input_ids).logits
-
-
 def recipe_of(model: nn.Module, batch_size: int, shards: int) -> Recipe:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loss = nn.CrossEntropyLoss()
@@ -71,22 +54,19 @@ def bert(shards: int) -> MemoryTrial:
     random = np.random.default_rng(0)
     return MemoryTrial(
         lambda params: recipe_of(Bert(), 8, shards),
-        {"input_ids": random.integers(0, 4096, (8 * 4, 64))},
+        {
+            "input_ids": random.integers(0, 4096, (8 * 4, 64)),
+            "attention_mask": np.ones((8 * 4, 64), np.int64),
+        },
         {"label": random.integers(0, 2, 8 * 4)},
     )
 
 
 def net(shards: int) -> MemoryTrial:
-    def factory(params: Mapping[str, Any]) -> Recipe:
-        model = nn.Sequential(
-            nn.Linear(64, 1060), nn.ReLU(), nn.Linear(1060, 1060), nn.ReLU(), nn.Linear(1060, 10)
-        )
-        return recipe_of(model, 64, shards)
-
     random = np.random.default_rng(0)
     rows = 64 * 100
     return MemoryTrial(
-        factory,
+        lambda params: recipe_of(demo_net(), 64, shards),
         {"x": random.normal(size=(rows, 64)).astype(np.float32)},
         {"label": random.integers(0, 10, rows)},
     )
