@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +36,6 @@ from cerebro_hydra.agent.device_messages import (
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.host_moves import HostMoves
-from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.run_ends import RunEnds
@@ -125,7 +123,7 @@ class QueueTrainer:
         self._arriving: list[Action] = []
         self._next_progress = 0.0
         through = self._loop.through
-        self._host = HostMoves(shard_store, scratch, through(self._moved))
+        self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._no_room))
         self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
         self._entrance = TaskEntrance(planner, self._devices, self._reports, self._enter)
         self._ends = RunEnds(
@@ -318,13 +316,17 @@ class QueueTrainer:
     def _moved(self, run: QueuedRun, moved: ActionDone, error: Exception | None) -> None:
         action = moved.action
         if error is not None:
-            why = "".join(traceback.format_exception(error))
-            self._ends.fail(run, type(error).__name__, why, memory_that_ran_out(error))
+            self._ends.raised(run, error)
         if action.kind is ActionKind.RECV:
             run.begun = run.begun or time.perf_counter()
             self._loop.tell(ShardArrived(action.trial, action.shard))
         else:
             self._loop.tell(moved)
+
+    def _no_room(self, run: QueuedRun, move: Move, device: WorkerDevice, error: Exception) -> None:
+        """Fail a run whose changes can't leave their device; it lets go of them, and answers."""
+        self._ends.raised(run, error)
+        device.give(move)
 
     def _hear(self, device: WorkerDevice, answer: Answer) -> None:
         if device not in self._devices:

@@ -66,7 +66,7 @@ class QueuedRun:
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     digests: dict[int, tuple[str, str]] = field(default_factory=dict)
-    nbytes: int = 0
+    nbytes: dict[int, int] = field(default_factory=dict)
     closed: bool = False
     watched: bool = False
     audits: QueuedRun | None = None
@@ -97,7 +97,7 @@ class QueuedRun:
         self.opened.clear()
         self.losses.clear()
         self.digests.clear()
-        self.nbytes = 0
+        self.nbytes.clear()
         self.audit = None
         self.first_step = StepResult()
         self.first_seconds = self.audit_seconds = 0.0
@@ -137,7 +137,7 @@ class QueuedRun:
     def published(self, number: int, shard: Shard) -> None:
         """Note what was published of a shard."""
         self.digests[number] = shard.digests
-        self.nbytes += sum(buffer.nbytes for _, buffer in shard.segments.values())
+        self.nbytes[number] = sum(buffer.nbytes for _, buffer in shard.segments.values())
 
     def begins_last_step(self, action: Action) -> bool:
         """Return whether a task is the first of the last optimizer step."""
@@ -207,7 +207,7 @@ class QueuedRun:
             rows=sum(rows for _, rows in self.losses.values()),
             loss_sum=loss_sum,
             digests=tuple(self.digests[shard] for shard in sorted(self.digests)),
-            nbytes=self.nbytes,
+            nbytes=sum(self.nbytes.values()),
             seconds=self.seconds(),
             hop=hop,
             device_seconds=self.time.seconds,

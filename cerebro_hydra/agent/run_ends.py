@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 from cerebro_hydra.agent.attempt_reports import AttemptReports
 from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.run_planner import RunPlanner
@@ -84,6 +86,11 @@ class RunEnds:
             self._entrance.enter(run.task)  # once more, from the state before it
         else:
             self._reports.failed(run.task, kind, why, lacking)
+
+    def raised(self, run: QueuedRun, error: Exception) -> None:
+        """End a run because of an error of this process."""
+        why = "".join(traceback.format_exception(error))
+        self.fail(run, type(error).__name__, why, memory_that_ran_out(error))
 
     def closed(self, run: QueuedRun, device: WorkerDevice) -> None:
         """End a run once every device has closed it, and its audit is over."""

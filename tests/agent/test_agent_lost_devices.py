@@ -1,0 +1,109 @@
+"""A device dies while the host still moves shards of its run: whatever is late changes no byte."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cerebro_hydra.agent.segment_store import SegmentStore
+from cerebro_hydra.agent.shard_home import ShardHome
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.worker_events import RunRestarted
+from tests.agent.byte_runs import ByteTrials
+from tests.agent.queue_bench import QueueBench, bench
+from tests.agent.standins import SECONDS
+from tests.agent.test_agent_queue_trainer import SIZES, assert_trained, begin, end
+
+BYTES = sum(size + size // 2 for size in SIZES)  # of a state
+HOST_THREADS = 4
+
+
+@contextmanager
+def busy_host(made: QueueBench) -> Iterator[None]:
+    """Keep the threads that move shards within the host busy."""
+    over = threading.Event()
+    for _ in range(HOST_THREADS):
+        made.trainer._host._threads.submit(over.wait)
+    yield
+    over.set()
+
+
+def given(made: QueueBench, kind: ActionKind, device: int | None) -> int:
+    """Return how often the queues gave an action of a kind."""
+    actions = [each for each in made.state.given if isinstance(each, Action)]
+    return sum((each.kind, each.device) == (kind, device) for each in actions)
+
+
+def restarted(made: QueueBench) -> bool:
+    return any(isinstance(each, RunRestarted) for each in made.state.given)
+
+
+def test_a_write_back_that_waits_while_its_device_dies_is_no_error() -> None:
+    trials = ByteTrials(SIZES)
+    with bench(trials, len(SIZES), [4500], recompute=True) as made:
+        begin(made, trials, 1)
+        made.state.wait_for_tasks(20)
+        with busy_host(made):
+            spills = given(made, ActionKind.SPILL, 0)
+            made.state.wait_until(lambda: given(made, ActionKind.SPILL, 0) > spills)
+            made.devices[-1].close()
+            made.state.wait_until(lambda: restarted(made))
+        end(made, trials, 1)
+
+
+def test_a_shard_that_is_published_while_its_run_begins_anew_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials = ByteTrials(SIZES, seconds=0.02)
+    asked, over = threading.Event(), threading.Event()
+    published = ShardHome.published
+
+    def late(home: ShardHome) -> object:
+        asked.set()
+        assert over.wait(SECONDS)
+        return published(home)
+
+    monkeypatch.setattr(ShardHome, "published", late)
+    with bench(trials, len(SIZES), [None], recompute=True) as made:
+        begin(made, trials, 1)
+        assert asked.wait(SECONDS)
+        made.devices[-1].close()
+        made.state.wait_until(lambda: restarted(made))
+        over.set()
+        result = made.result()
+        assert_trained(made, trials, 0, result, trials.initial(0))
+        assert result.nbytes == BYTES
+
+
+def test_a_device_that_dies_while_there_is_no_memory_for_its_changes_ends_no_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials = ByteTrials(SIZES)
+    with bench(trials, len(SIZES), [4500], recompute=True) as made:
+        asked, over = threading.Event(), threading.Event()
+        allocate = SegmentStore.allocate
+
+        def lacking(segments: SegmentStore, nbytes: int) -> object:
+            if made.state.tasks:
+                asked.set()
+                assert over.wait(SECONDS)
+                raise MemoryError("there is no room")
+            return allocate(segments, nbytes)
+
+        monkeypatch.setattr(SegmentStore, "allocate", lacking)
+        begin(made, trials, 1)
+        assert asked.wait(SECONDS)
+        made.devices[-1].close()
+        made.state.wait_until(lambda: restarted(made))
+        over.set()
+        result = made.result()
+        assert isinstance(result, events.TaskFailed)
+        assert "there is no room" in result.error
+        monkeypatch.undo()
+        begin(made, trials, 2)
+        results = [made.result() for _ in range(2)]
+        assert all(isinstance(each, events.SubEpochDone) for each in results), results
