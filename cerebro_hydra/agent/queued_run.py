@@ -34,7 +34,6 @@ class QueuedRun:
         time: of its own computing.
         limited: whether its devices have a budget.
         opened: the devices that have opened the run.
-        lost: how many devices died while they computed for it.
         over: whether it has been reported how the run ended.
         closing: the devices that have yet to say that its results can be used.
         begun: when its first shard was there.
@@ -59,7 +58,6 @@ class QueuedRun:
     start_step: int | None = None
     homes: dict[int, ShardHome] = field(default_factory=dict)
     opened: set[WorkerDevice] = field(default_factory=set)
-    lost: int = 0
     over: bool = False
     closing: set[WorkerDevice] = field(default_factory=set)
     begun: float | None = None
@@ -117,10 +115,10 @@ class QueuedRun:
             self.spec.task_bytes if self.limited else None,
         )
 
-    def close(self, cancelled: bool = False) -> None:
-        """Let every device end the run."""
+    def cancel(self) -> None:
+        """Let every device end the run where it stands."""
         for device in self.opened:
-            device.give(Close(self.number, cancelled))
+            device.give(Close(self.number, cancelled=True))
 
     def saved_sizes(self, shard: int) -> dict[str, int]:
         """Return the bytes of slabs that a shard's changes are written back to, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,11 @@ import pytest
 
 from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.agent.shard_home import ShardHome
+from cerebro_hydra.errors import SetupError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.worker_events import RunRestarted
+from cerebro_hydra.testing.queue_worker import evaluate
 from tests.agent.byte_runs import ByteTrials
 from tests.agent.queue_bench import QueueBench, bench
 from tests.agent.standins import SECONDS
@@ -20,6 +23,11 @@ from tests.agent.test_agent_queue_trainer import SIZES, assert_trained, begin, e
 
 BYTES = sum(size + size // 2 for size in SIZES)  # of a state
 HOST_THREADS = 4
+
+
+def no_opener() -> None:
+    """End the process that is to be a device."""
+    os._exit(1)
 
 
 @contextmanager
@@ -107,3 +115,20 @@ def test_a_device_that_dies_while_there_is_no_memory_for_its_changes_ends_no_age
         begin(made, trials, 2)
         results = [made.result() for _ in range(2)]
         assert all(isinstance(each, events.SubEpochDone) for each in results), results
+
+
+def test_code_that_ends_the_process_at_the_end_of_an_evaluation_ends_its_trial_alone() -> None:
+    trials = ByteTrials(SIZES, always_lethal={1: "closed"})
+    with bench(trials, len(SIZES), [4500, 4500]) as made:
+        for trial in range(2):
+            made.put(trial, 0, trials.initial(trial))
+            made.perform(evaluate(trial, trial, 0))
+        results = {result.attempt: result for result in (made.result(), made.result())}
+    assert isinstance(results[0], events.EvaluationDone)
+    assert isinstance(results[1], events.TaskFailed)
+    assert "ended the process of a device 3 times" in results[1].error
+
+
+def test_a_device_that_never_starts_ends_the_agent() -> None:
+    with bench(no_opener, len(SIZES), [None]) as made, pytest.raises(SetupError, match="ready"):
+        made.result()

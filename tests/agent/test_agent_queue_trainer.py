@@ -100,8 +100,9 @@ def test_code_that_ends_its_process_costs_a_device_and_changes_no_byte(tmp_path:
         assert len(made.devices) == 3
 
 
-def test_code_that_ends_every_process_ends_its_trial() -> None:
-    trials = ByteTrials(SIZES, always_lethal=frozenset({1}))
+@pytest.mark.parametrize("where", ["factory", "opened", "backward"])
+def test_code_that_ends_every_process_ends_its_trial(where: str) -> None:
+    trials = ByteTrials(SIZES, always_lethal={1: where})
     with bench(trials, len(SIZES), [None]) as made:
         begin(made, trials, 2)
         results = {result.attempt: result for result in (made.result(), made.result())}
