@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from cerebro_hydra.plan.instructions import Commit
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import WORKERS_FILE
-from tests.chaos.moments import Moment, run_of
+from tests.chaos.moments import LOOKS, Moment, run_of
 from tests.end_to_end.mixed_models import named
 from tests.end_to_end.test_mixed_queues import LARGEST_STATE, TEXT
 from tests.processes import children_of
@@ -75,15 +76,21 @@ class Killer:
         for victim, commits in zip(self._victims, self._commits, strict=True):
             moment = Moment("a commit", Commit, commits, commits, later=0.5)
             moment.wait(self._store, self._draw, self._over.is_set)
-            run = run_of(self._store)
-            if self._over.is_set() or run is None:
-                return
-            workers = RunFolder.open(str(run)).read_json(WORKERS_FILE)
-            processes = sorted(worker["pid"] for worker in workers.values())
-            if victim == "device":
-                servers = [child for agent in processes for child in children_of(agent)]
-                processes = [device for server in servers for device in children_of(server)]
-            with suppress(ProcessLookupError):
-                pid = self._draw.choice(processes)
-                os.kill(pid, signal.SIGKILL)
-                self.killed.append((victim, pid))
+            while not self._over.is_set() and not self._hit(victim):
+                time.sleep(LOOKS)
+
+    def _hit(self, victim: str) -> bool:
+        """Kill a process if there is one of this kind; one that died may not be there again yet."""
+        run = run_of(self._store)
+        assert run is not None
+        workers = RunFolder.open(str(run)).read_json(WORKERS_FILE)
+        processes = sorted(worker["pid"] for worker in workers.values())
+        if victim == "device":
+            servers = [child for agent in processes for child in children_of(agent)]
+            processes = [device for server in servers for device in children_of(server)]
+        with suppress(ProcessLookupError, IndexError):
+            pid = self._draw.choice(processes)
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append((victim, pid))
+            return True
+        return False

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.spark(group=1)]
 
 @pytest.mark.parametrize(
     ("devices", "parts", "victims"),
-    [(1, 2, ("agent", "agent")), (2, 8, ("device", "agent", "device"))],
+    [(1, 2, ("agent", "agent")), (2, 4, ("device", "agent", "device"))],
 )
 def test_killed_agents_and_devices_change_no_bit(
     spark: Any, tmp_path: Path, devices: int, parts: int, victims: tuple[str, ...]
