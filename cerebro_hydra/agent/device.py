@@ -156,17 +156,16 @@ class Device:
 
     def _close(self, order: Close) -> None:
         run = self._runs.pop(order.run, None)
-        if run is None:
-            return
         if order.cancelled:
-            run.cancel()
+            if run is not None:
+                run.cancel()
             return
+        evaluation = None
         try:
-            evaluation = run.close()
+            evaluation = None if run is None else run.close()
         except (Exception, SystemExit) as error:
             self._fail(order.run, self._tasks[order.run].trial, error)
-        else:
-            self._answer(Closed(order.run, evaluation))
+        self._answer(Closed(order.run, evaluation))
 
     def _fail(self, number: int | None, trial: int, error: BaseException) -> None:
         """Tell of an error that only the trial's own code can have caused."""

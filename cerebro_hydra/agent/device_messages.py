@@ -63,12 +63,22 @@ class Open:
 
     order: RunOrder
 
+    @property
+    def run(self) -> int:
+        """Return the run's number."""
+        return self.order.run
+
 
 @dataclass(frozen=True, slots=True)
 class Compute:
     """The device is to do the tasks of a unit, one after the other."""
 
     tasks: tuple[Action, ...]
+
+    @property
+    def run(self) -> int:
+        """Return the number of the tasks' run."""
+        return self.tasks[0].trial
 
 
 @dataclass(frozen=True, slots=True)

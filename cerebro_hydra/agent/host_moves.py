@@ -10,7 +10,7 @@ from functools import partial
 from cerebro_hydra.agent.device_messages import Move
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.shard_home import ShardHome
-from cerebro_hydra.agent.shard_store import HeldShard, ShardStore
+from cerebro_hydra.agent.shard_store import HeldShard, ShardStore, State
 from cerebro_hydra.agent.worker_devices import WorkerDevice
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.worker_events import ActionDone
@@ -18,6 +18,7 @@ from cerebro_hydra.plan.worker_events import ActionDone
 _THREADS = 4
 
 OnMoved = Callable[[QueuedRun, ActionDone, Exception | None], object]
+OnNoRoom = Callable[[QueuedRun, Move, WorkerDevice, Exception], object]
 
 
 class HostMoves:
@@ -25,12 +26,15 @@ class HostMoves:
 
     Args:
         on_moved: is told from any thread that an action was carried out, or why it could not be.
+        on_no_room: is told why a device has no slabs to write a shard's changes to.
     """
 
-    def __init__(self, shard_store: ShardStore, scratch: str, on_moved: OnMoved) -> None:
+    def __init__(
+        self, shard_store: ShardStore, scratch: str, on_moved: OnMoved, on_no_room: OnNoRoom
+    ) -> None:
         self._shard_store = shard_store
         self._scratch = scratch
-        self._on_moved = on_moved
+        self._on_moved, self._on_no_room = on_moved, on_no_room
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="host-moves")
 
     def close(self) -> None:
@@ -57,38 +61,41 @@ class HostMoves:
             case ActionKind.LOAD:
                 self._submit(run, action, home.to_dram)
             case ActionKind.SEND:
-                self._submit(run, action, partial(self._publish, run, action.shard, home))
+                publish = partial(self._publish, run, run.state, action.shard, home)
+                self._submit(run, action, publish)
             case _:
                 home.leave_dram()
 
     def write_back(self, run: QueuedRun, action: Action, device: WorkerDevice) -> None:
         """Let a device write a shard's changes to slabs; only the device tells that it is done."""
+        home = run.homes[action.shard]  # a run that begins anew meanwhile gets another one
 
         def work() -> None:
-            slabs = run.homes[action.shard].room_for(run.saved_sizes(action.shard))
-            device.give(Move(action, slabs))
+            try:
+                slabs = home.room_for(run.saved_sizes(action.shard))
+            except Exception as error:
+                self._on_no_room(run, Move(action), device, error)
+            else:
+                device.give(Move(action, slabs))
 
-        self._submit(run, action, work, answers=False)
+        self._threads.submit(work)
 
-    def _publish(self, run: QueuedRun, number: int, home: ShardHome) -> None:
+    def _publish(self, run: QueuedRun, state: State | None, number: int, home: ShardHome) -> None:
         shard = home.published()
         run.published(number, shard)
-        if run.state is not None:
-            self._shard_store.put(run.state, number, shard)
+        if state is not None:
+            self._shard_store.put(state, number, shard)
         home.leave_dram()
 
-    def _submit(
-        self, run: QueuedRun, action: Action, work: Callable[[], None], answers: bool = True
-    ) -> None:
+    def _submit(self, run: QueuedRun, action: Action, work: Callable[[], None]) -> None:
         def carry_out() -> None:
             begun, failure = time.perf_counter(), None
             try:
                 work()
             except Exception as error:
                 failure = error
-            if answers or failure is not None:
-                seconds, home = time.perf_counter() - begun, run.homes.get(action.shard)
-                nbytes = 0 if home is None else home.bytes_on_disk
-                self._on_moved(run, ActionDone(action, seconds, nbytes), failure)
+            seconds, home = time.perf_counter() - begun, run.homes.get(action.shard)
+            nbytes = 0 if home is None else home.bytes_on_disk
+            self._on_moved(run, ActionDone(action, seconds, nbytes), failure)
 
         self._threads.submit(carry_out)

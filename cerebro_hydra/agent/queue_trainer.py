@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from typing import Any
 from cerebro_hydra.agent.attempt_reports import AttemptReports
 from cerebro_hydra.agent.device_messages import (
     Answer,
+    Close,
     Closed,
     Compute,
     Done,
@@ -31,13 +31,13 @@ from cerebro_hydra.agent.device_messages import (
     Move,
     Open,
     Opened,
+    Profile,
     Profiled,
     Ready,
 )
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.host_moves import HostMoves
-from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.run_ends import RunEnds
@@ -71,7 +71,6 @@ from cerebro_hydra.storage.run_document import TrialSpec
 
 _REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
 PROGRESS_SECONDS = 0.5
-MOST_LOSSES = 3  # devices that may die while they compute for a run, until its trial is the cause
 
 
 class QueueTrainer:
@@ -125,7 +124,7 @@ class QueueTrainer:
         self._arriving: list[Action] = []
         self._next_progress = 0.0
         through = self._loop.through
-        self._host = HostMoves(shard_store, scratch, through(self._moved))
+        self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._no_room))
         self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
         self._entrance = TaskEntrance(planner, self._devices, self._reports, self._enter)
         self._ends = RunEnds(
@@ -260,14 +259,15 @@ class QueueTrainer:
             self._ends.fail(run, "", f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
             run.closing = set(run.opened)
-            run.close()
+            for device in run.closing:
+                self._devices.ask(device, Close(run.number))
 
     def _report_devices(self) -> None:
         self._report(self._log.report(self._incarnation, time.monotonic()))
 
     def _restart(self, run: QueuedRun) -> None:
         self._ends.end_audit(run)
-        run.close(cancelled=True)
+        run.cancel()
         run.retract(self._shard_store)
         run.begin_anew()
         run.announce(self._shard_store)
@@ -276,7 +276,7 @@ class QueueTrainer:
         if run.begins_last_step(tasks[0]):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
         run.time.start()
-        self._devices[tasks[0].device or 0].give(Compute(tuple(tasks)))
+        self._devices.ask(self._devices[tasks[0].device or 0], Compute(tuple(tasks)))
 
     def _move(self, run: QueuedRun, action: Action) -> None:
         assert action.device is not None
@@ -288,7 +288,7 @@ class QueueTrainer:
                     run.opened.add(device)
                     run.time.build()
                     self._audits.opens(run, device)
-                    device.give(Open(run.order(home.cursor)))
+                    self._devices.ask(device, Open(run.order(home.cursor)))
                 gradients = run.gradients(action.shard)
                 device.give(Move(action, home.slabs, home.cursor, gradients))
             case ActionKind.SPILL:
@@ -318,17 +318,22 @@ class QueueTrainer:
     def _moved(self, run: QueuedRun, moved: ActionDone, error: Exception | None) -> None:
         action = moved.action
         if error is not None:
-            why = "".join(traceback.format_exception(error))
-            self._ends.fail(run, type(error).__name__, why, memory_that_ran_out(error))
+            self._ends.raised(run, error)
         if action.kind is ActionKind.RECV:
             run.begun = run.begun or time.perf_counter()
             self._loop.tell(ShardArrived(action.trial, action.shard))
         else:
             self._loop.tell(moved)
 
+    def _no_room(self, run: QueuedRun, move: Move, device: WorkerDevice, error: Exception) -> None:
+        """Fail a run whose changes can't leave their device; it lets go of them, and answers."""
+        self._ends.raised(run, error)
+        device.give(move)
+
     def _hear(self, device: WorkerDevice, answer: Answer) -> None:
         if device not in self._devices:
             return  # it has died
+        self._devices.hear(device, answer)
         match answer:
             case Ready():
                 if (number := self._devices.ready(device)) is not None:
@@ -381,18 +386,14 @@ class QueueTrainer:
 
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""
-        number, was_up = self._devices.replace(device)
-        running = self._state.queues[number].running
-        run = None if running is None else self._runs[running.key[0]]
+        number, was_up, order = self._devices.replace(device)
         if was_up:
             self._loop.tell(DeviceLost(number))
+        if isinstance(order, Open | Compute | Close) and order.run in self._runs:
+            self._ends.died(self._runs[order.run])
         for each in self._runs.values():
             each.opened.discard(device)
             if device in each.closing:
-                self._ends.closed(each, device)
-        if run is not None:
-            run.lost += 1
-            if run.lost == MOST_LOSSES:
-                self._ends.fail(run, "", f"its code ended the process of a device {run.lost} times")
+                self._ends.unclosed(each, device)
         if number == 0:
-            self._entrance.ask_again()
+            self._entrance.ask_again(order.trial.trial if isinstance(order, Profile) else None)

@@ -34,7 +34,6 @@ class QueuedRun:
         time: of its own computing.
         limited: whether its devices have a budget.
         opened: the devices that have opened the run.
-        lost: how many devices died while they computed for it.
         over: whether it has been reported how the run ended.
         closing: the devices that have yet to say that its results can be used.
         begun: when its first shard was there.
@@ -59,14 +58,13 @@ class QueuedRun:
     start_step: int | None = None
     homes: dict[int, ShardHome] = field(default_factory=dict)
     opened: set[WorkerDevice] = field(default_factory=set)
-    lost: int = 0
     over: bool = False
     closing: set[WorkerDevice] = field(default_factory=set)
     begun: float | None = None
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     digests: dict[int, tuple[str, str]] = field(default_factory=dict)
-    nbytes: int = 0
+    nbytes: dict[int, int] = field(default_factory=dict)
     closed: bool = False
     watched: bool = False
     audits: QueuedRun | None = None
@@ -97,7 +95,7 @@ class QueuedRun:
         self.opened.clear()
         self.losses.clear()
         self.digests.clear()
-        self.nbytes = 0
+        self.nbytes.clear()
         self.audit = None
         self.first_step = StepResult()
         self.first_seconds = self.audit_seconds = 0.0
@@ -117,10 +115,10 @@ class QueuedRun:
             self.spec.task_bytes if self.limited else None,
         )
 
-    def close(self, cancelled: bool = False) -> None:
-        """Let every device end the run."""
+    def cancel(self) -> None:
+        """Let every device end the run where it stands."""
         for device in self.opened:
-            device.give(Close(self.number, cancelled))
+            device.give(Close(self.number, cancelled=True))
 
     def saved_sizes(self, shard: int) -> dict[str, int]:
         """Return the bytes of slabs that a shard's changes are written back to, by name."""
@@ -137,7 +135,7 @@ class QueuedRun:
     def published(self, number: int, shard: Shard) -> None:
         """Note what was published of a shard."""
         self.digests[number] = shard.digests
-        self.nbytes += sum(buffer.nbytes for _, buffer in shard.segments.values())
+        self.nbytes[number] = sum(buffer.nbytes for _, buffer in shard.segments.values())
 
     def begins_last_step(self, action: Action) -> bool:
         """Return whether a task is the first of the last optimizer step."""
@@ -207,7 +205,7 @@ class QueuedRun:
             rows=sum(rows for _, rows in self.losses.values()),
             loss_sum=loss_sum,
             digests=tuple(self.digests[shard] for shard in sorted(self.digests)),
-            nbytes=self.nbytes,
+            nbytes=sum(self.nbytes.values()),
             seconds=self.seconds(),
             hop=hop,
             device_seconds=self.time.seconds,

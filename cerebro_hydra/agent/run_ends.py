@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import traceback
+from collections import Counter
 from collections.abc import Callable
 
 from cerebro_hydra.agent.attempt_reports import AttemptReports
 from cerebro_hydra.agent.fetch_manager import FetchManager
+from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_entrance import TaskEntrance
-from cerebro_hydra.agent.worker_devices import WorkerDevice
+from cerebro_hydra.agent.worker_devices import DEADLY, MOST_DEATHS, WorkerDevice
 from cerebro_hydra.agent.worker_loop import WorkerLoop
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.plan.worker_events import RunCancelled, RunReleased
@@ -52,13 +55,14 @@ class RunEnds:
         self._fetch_manager = fetch_manager
         self._report_devices = report_devices
         self._after = after
+        self._deaths: Counter[int] = Counter()  # of devices, by the attempt whose code they ran
 
     def early(self, run: QueuedRun) -> None:
         """End a run where it stands, with its audit, and take back what it published."""
         was_over, run.over = run.over, True
         run.retract(self._shard_store)
         self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
-        run.close(cancelled=True)
+        run.cancel()
         self._after()
         self.end_audit(run)
         self._planner.end_audit(run.number)
@@ -85,6 +89,11 @@ class RunEnds:
         else:
             self._reports.failed(run.task, kind, why, lacking)
 
+    def raised(self, run: QueuedRun, error: Exception) -> None:
+        """End a run because of an error of this process."""
+        why = "".join(traceback.format_exception(error))
+        self.fail(run, type(error).__name__, why, memory_that_ran_out(error))
+
     def closed(self, run: QueuedRun, device: WorkerDevice) -> None:
         """End a run once every device has closed it, and its audit is over."""
         run.closing.discard(device)
@@ -97,6 +106,20 @@ class RunEnds:
             self._finish(run)
         else:
             run.closed = True
+
+    def died(self, run: QueuedRun) -> None:
+        """Fail a run whose code has ended too many devices."""
+        self._deaths[run.task.attempt] += 1
+        if self._deaths[run.task.attempt] >= MOST_DEATHS:
+            self.fail(run, "", DEADLY)
+
+    def unclosed(self, run: QueuedRun, device: WorkerDevice) -> None:
+        """End a run that a device did not live to close; an evaluation is done once more."""
+        if run.over or run.spec.graph.training:
+            self.closed(run, device)
+        else:
+            self.early(run)
+            self._entrance.enter(run.task)
 
     def _go_on(self, run: QueuedRun, difference: str | None) -> None:
         """Go on with a run whose audit is over."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Callable
@@ -30,10 +31,13 @@ class SlabName:
 class Slabs:
     """Makes shared memory, and finds the slab that a buffer lies in. Thread-safe.
 
-    Each of `on_freed` is given the number of a slab that is there no more, at any moment.
+    Each of `on_freed` is given the number of a slab that is there no more, at any moment. Every
+    slab takes two file descriptors, so this process is let open as many as the system allows it.
     """
 
     def __init__(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._lock = threading.RLock()  # a finalizer may run while this thread has it
         self._made = 0
         self._slabs: dict[int, tuple[int, int]] = {}  # address to number and file descriptor

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 from cerebro_hydra.agent.attempt_reports import AttemptReports
 from cerebro_hydra.agent.device_messages import Failed, Profile, Profiled
 from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.task_watch import Task
-from cerebro_hydra.agent.worker_devices import WorkerDevices
+from cerebro_hydra.agent.worker_devices import DEADLY, MOST_DEATHS, WorkerDevices
 from cerebro_hydra.shards.trial_profile import TrialProfile
 
 
@@ -36,6 +36,7 @@ class TaskEntrance:
         self._enter = enter
         self._profiles: dict[int, TrialProfile] = {}
         self._profiling: set[int] = set()
+        self._deaths: Counter[int] = Counter()  # of devices that profiled a trial
         self._inside: set[int] = set()  # trials that have a run
         self._waiting: dict[int, deque[Task]] = defaultdict(deque)
 
@@ -63,14 +64,19 @@ class TaskEntrance:
             self._profiles[answer.trial] = answer.profile
             self._let_in(answer.trial)
 
-    def ask_again(self) -> None:
-        """Ask the first device again, because it was replaced."""
+    def ask_again(self, died_of: int | None) -> None:
+        """Ask the first device again, which was replaced; the trial that it was building fails."""
+        if died_of is not None:
+            self._deaths[died_of] += 1
+            if self._deaths[died_of] == MOST_DEATHS:
+                self.hear(Failed(None, died_of, "", DEADLY))
         for trial in self._profiling:
             self._ask(trial)
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
         self._profiling.discard(trial)
+        self._deaths.pop(trial, None)
         self._profiles.pop(trial, None)
         self._waiting.pop(trial, None)
 
@@ -84,4 +90,4 @@ class TaskEntrance:
 
     def _ask(self, trial: int) -> None:
         attempt = self._waiting[trial][0].attempt
-        self._devices[0].give(Profile(self._planner.trial(trial), attempt))
+        self._devices.ask(self._devices[0], Profile(self._planner.trial(trial), attempt))

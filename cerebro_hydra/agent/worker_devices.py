@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from cerebro_hydra.agent.device_messages import Answer, Order
+from cerebro_hydra.agent.device_messages import (
+    Answer,
+    Close,
+    Closed,
+    Compute,
+    Done,
+    Failed,
+    Open,
+    Opened,
+    Order,
+    Profile,
+    Profiled,
+)
+from cerebro_hydra.errors import SetupError
+
+MOST_STARTS = 8  # of a device that dies each time before it is ready
+MOST_DEATHS = 3  # of devices that run the same code, until that is the cause
+DEADLY = f"its code ended the process of a device {MOST_DEATHS} times"
+
+CodeOrder = Profile | Open | Compute | Close
+"""An order that runs code of a trial."""
 
 
 class WorkerDevice(Protocol):
@@ -30,6 +51,20 @@ DeviceStart = Callable[[OnAnswer, OnGone], WorkerDevice]
 """Starts a device, and is told what takes its answers and what hears of its death."""
 
 
+class Death(NamedTuple):
+    """Tells of a device that has died.
+
+    Args:
+        number: of the device.
+        was_up: whether it was ready.
+        order: what it was doing; None if it ran no code of a trial.
+    """
+
+    number: int
+    was_up: bool
+    order: CodeOrder | None
+
+
 class WorkerDevices:
     """Holds the present devices of a worker by their numbers; one thread uses it.
 
@@ -42,10 +77,13 @@ class WorkerDevices:
         self._on_answer, self._on_gone = on_answer, on_gone
         self._devices: list[WorkerDevice] = []
         self._down: set[int] = set()  # their numbers, from a death until the next one is ready
+        self._tries: Counter[int] = Counter()  # their starts since one of them was ready
+        self._unanswered: list[deque[CodeOrder]] = []  # each once for each of its answers
 
     def start(self) -> None:
         """Start them all."""
         self._devices = [start(self._on_answer, self._on_gone) for start in self._starts]
+        self._unanswered = [deque() for _ in self._starts]
 
     def __getitem__(self, number: int) -> WorkerDevice:
         """Return a device."""
@@ -60,17 +98,49 @@ class WorkerDevices:
         for device in self._devices:
             device.give(order)
 
-    def replace(self, device: WorkerDevice) -> tuple[int, bool]:
-        """Start a device that died again; return its number and whether it was ready before."""
+    def ask(self, device: WorkerDevice, order: CodeOrder) -> None:
+        """Give a device an order that runs code of a trial; it answers all of them in turn."""
+        answers = len(order.tasks) if isinstance(order, Compute) else 1
+        self._unanswered[self._devices.index(device)].extend([order] * answers)
+        device.give(order)
+
+    def hear(self, device: WorkerDevice, answer: Answer) -> None:
+        """Note that a device answers what it was asked first."""
+        match answer:
+            case Profiled() | Failed(run=None) | Opened() | Closed():
+                answered = True
+            case Done():
+                answered = answer.action.kind.computes
+            case _:
+                answered = False
+        if answered:
+            self._unanswered[self._devices.index(device)].popleft()
+
+    def replace(self, device: WorkerDevice) -> Death:
+        """Start a device that died again.
+
+        Raises:
+            SetupError: it died too often before it was ready.
+        """
         number = self._devices.index(device)
+        self._tries[number] += 1
+        if self._tries[number] == MOST_STARTS:
+            raise SetupError(
+                f"device {number} ended {MOST_STARTS} times before it was ready; the output of "
+                "its process says why"
+            )
         was_up = number not in self._down
         self._down.add(number)
+        asked = self._unanswered[number]
+        death = Death(number, was_up, asked[0] if asked else None)
+        asked.clear()
         self._devices[number] = self._starts[number](self._on_answer, self._on_gone)
-        return number, was_up
+        return death
 
     def ready(self, device: WorkerDevice) -> int | None:
         """Note that a device is ready; return its number if one of that number had died."""
         number = self._devices.index(device)
+        del self._tries[number]
         if number not in self._down:
             return None
         self._down.remove(number)

@@ -35,7 +35,8 @@ class ByteTrials:
         sizes: bytes of the trainable segment of each shard; those of the frozen one are half of it.
         seconds: how long each task takes.
         lethal: a file that ends the process in the first task after it was made, once.
-        always_lethal: the trials whose code ends the process in a backward.
+        always_lethal: where the code of a trial ends its process each time: in its "factory", as a
+            run is "opened", in a "backward", or as a run is "closed".
         hanging: the trials whose code never returns from a backward.
         faulty: the trials whose code raises in a backward.
         greedy: the trials for whose activations there is no memory in a backward.
@@ -49,7 +50,7 @@ class ByteTrials:
     window: int = 1
     seconds: float = 0.0
     lethal: str | None = None
-    always_lethal: frozenset[int] = frozenset()
+    always_lethal: Mapping[int, str] = field(default_factory=dict)
     hanging: frozenset[int] = frozenset()
     faulty: frozenset[int] = frozenset()
     greedy: frozenset[int] = frozenset()
@@ -65,13 +66,20 @@ class ByteTrials:
     def forget(self, trial: int) -> None:
         pass
 
+    def die(self, trial: int, where: str) -> None:
+        """End the process if the trial's code does so there."""
+        if self.always_lethal.get(trial) == where:
+            os._exit(1)
+
     def profile(self, trial: Any) -> TrialProfile:
+        self.die(getattr(trial, "trial", trial), "factory")
         shards = (ShardBytes(n // 2, n, n + 1 if self.window > 1 else 0, False) for n in self.sizes)
         return TrialProfile(tuple(shards), (), False)
 
     def open(self, order: RunOrder) -> ByteRun:
         if order.audits and order.task.trial in self.unauditable:
             raise OSError("the hub is gone")
+        self.die(order.task.trial, "opened")
         return ByteRun(self, order)
 
     def initial(self, trial: int) -> list[Segments]:
@@ -131,8 +139,7 @@ class ByteRun:
                 if last:
                     self.total, self.rows = self.total + loss * ROWS, self.rows + ROWS
             case ActionKind.B:
-                if self.order.task.trial in self.trials.always_lethal:
-                    os._exit(1)
+                self.trials.die(self.order.task.trial, "backward")
                 if self.order.task.trial in self.trials.hanging:
                     time.sleep(10 * SECONDS)
                 if self.order.task.trial in self.trials.faulty:
@@ -157,6 +164,7 @@ class ByteRun:
 
     def close(self) -> Evaluation | None:
         assert not self.shards
+        self.trials.die(self.order.task.trial, "closed")
         return Evaluation({"loss": (self.total, self.rows)}, {})
 
     def cancel(self) -> None:

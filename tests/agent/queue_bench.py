@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -42,9 +42,26 @@ class CheckedState(WorkerState):
         self._work: dict[tuple[int, int], int] = {}
         self.check = MemoryCheck(dict(enumerate(budgets)), host, self._bytes, self._work)
         self.added: list[RunSpec] = []
-        self.computed = threading.Event()  # a task of any run
+        self.tasks = 0  # of all runs, that were computed
+        self.given: list[Answer] = []
+        self._handled = threading.Condition()
+
+    def wait_until(self, holds: Callable[[], object]) -> None:
+        """Wait until something holds when events were handled."""
+        with self._handled:
+            assert self._handled.wait_for(holds, SECONDS)
+
+    def wait_for_tasks(self, number: int) -> None:
+        """Wait until so many tasks were computed since the start."""
+        self.wait_until(lambda: self.tasks >= number)
 
     def handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
+        with self._handled:
+            answers = self._handle(events)
+            self._handled.notify_all()
+        return answers
+
+    def _handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
         for event in events:
             match event:
                 case RunAdded():
@@ -60,9 +77,9 @@ class CheckedState(WorkerState):
                     self.check.end(Action(event.run, event.shard, ActionKind.RECV))
                 case ActionDone():
                     self.check.end(event.action)
-                    if event.action.kind.computes:
-                        self.computed.set()
+                    self.tasks += event.action.kind.computes
         answers = super().handle(events)
+        self.given += answers
         for answer in answers:
             if isinstance(answer, RunRestarted):
                 self.check.abandon(answer.run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import pytest
@@ -40,8 +39,8 @@ def test_a_device_that_dies_meanwhile_changes_no_byte() -> None:
     with audited(trials, len(SIZES), [4500, 4500]) as made:
         long_trained(made)
         begin(made, trials, 3)
-        for _ in range(2):
-            time.sleep(0.1)
+        for done in (10, 60):
+            made.state.wait_for_tasks(done)
             made.devices[-1].close()
         for _ in range(3):
             result = made.result()
@@ -103,8 +102,7 @@ def test_an_attempt_that_is_cancelled_takes_its_audit_along() -> None:
     with audited(trials, len(SIZES), [4500]) as made:
         long_trained(made)
         begin(made, trials, 2)
-        while not any(run.audits for run in made.trainer._runs.values()):
-            time.sleep(0.005)
+        made.state.wait_until(lambda: len(made.state.added) == 3)
         first = next(run for run in made.trainer._runs.values() if run.audits).task.attempt
         made.trainer.cancel(first)
         result = made.result()

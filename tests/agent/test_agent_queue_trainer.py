@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,14 @@ def test_any_budgets_neighbours_and_killed_devices_leave_the_bytes_alone(seed: i
     need = trials.profile(0).training(0, 1, trials.window, True).device_need
     budgets = [choice.choice([need, 2 * need, None]) for _ in range(choice.randrange(1, 4))]
     number = choice.randrange(1, 5)
-    kills = [choice.random() / 10 for _ in range(choice.choice([0, 1, 2]))]
+    tasks = 2 * number * MICROBATCHES * len(sizes)
+    kills = sorted(choice.randrange(tasks) for _ in range(choice.choice([0, 1, 2])))
     host = choice.choice([None, 2 * need, 4 * sum(sizes)])
     options = {"double_buffering": choice.random() < 0.7, "recompute": choice.choice([None, True])}
     with bench(trials, len(sizes), budgets, host, window=trials.window, **options) as made:
         begin(made, trials, number)
-        for wait in kills:
-            time.sleep(wait)
+        for done in kills:
+            made.state.wait_for_tasks(done)
             made.devices[-len(budgets)].close()  # one of the present ones
         end(made, trials, number)
         for trial in range(number):
@@ -98,8 +100,9 @@ def test_code_that_ends_its_process_costs_a_device_and_changes_no_byte(tmp_path:
         assert len(made.devices) == 3
 
 
-def test_code_that_ends_every_process_ends_its_trial() -> None:
-    trials = ByteTrials(SIZES, always_lethal=frozenset({1}))
+@pytest.mark.parametrize("where", ["factory", "opened", "backward"])
+def test_code_that_ends_every_process_ends_its_trial(where: str) -> None:
+    trials = ByteTrials(SIZES, always_lethal={1: where})
     with bench(trials, len(SIZES), [None]) as made:
         begin(made, trials, 2)
         results = {result.attempt: result for result in (made.result(), made.result())}
@@ -143,17 +146,14 @@ def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:
     trials = ByteTrials(SIZES, seconds=0.01)
     with bench(trials, len(SIZES), [4500, 4500]) as made:
         begin(made, trials, 2)
-        assert made.state.computed.wait(SECONDS)
+        made.state.wait_for_tasks(1)
         made.trainer.cancel(0)
         result = made.result()
         assert result.attempt == 1
         assert_trained(made, trials, 1, result, trials.initial(1))
         assert not made.store.knows(0, 1)
         made.trainer.drop(1, 1)
-        deadline = time.monotonic() + SECONDS
-        while made.state.runs and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not made.state.runs
+        made.state.wait_until(lambda: not made.state.runs)
 
 
 def test_a_run_that_no_device_can_hold_fails_with_the_numbers() -> None:
@@ -176,7 +176,7 @@ def test_whoever_reads_a_slot_that_was_given_up_gets_other_bytes() -> None:
 
 def test_a_device_ends_with_an_agent_that_is_killed() -> None:
     program = """
-        import multiprocessing, time
+        import multiprocessing, sys
         from tests.agent.byte_runs import ByteTrials
         from cerebro_hydra.testing.queue_worker import train
         from tests.agent.queue_bench import QueueBench
@@ -185,31 +185,22 @@ def test_a_device_ends_with_an_agent_that_is_killed() -> None:
         made = QueueBench(trials, 2, [None], context=multiprocessing.get_context("forkserver"))
         made.put(0, 0, trials.initial(0))
         made.perform(train(0, 0, 1))
-        while not made.devices:
-            time.sleep(0.01)
         print(made.devices[0].pid, flush=True)
-        time.sleep(60)
+        sys.stdin.read()
     """
     agent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert agent.stdout is not None
-    pid = int(agent.stdout.readline())
-    assert _lives(pid)
+    device = os.pidfd_open(int(agent.stdout.readline()))
+    assert not select.select([device], [], [], 0)[0], "the device is there"
     agent.send_signal(signal.SIGKILL)
     agent.wait()
-    deadline = time.monotonic() + SECONDS
-    while _lives(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _lives(pid)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+    assert select.select([device], [], [], SECONDS)[0], "the device is gone"
+    os.close(device)
 
 
 def test_a_task_that_hangs_ends_with_its_device() -> None:

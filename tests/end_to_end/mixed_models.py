@@ -18,6 +18,17 @@ TOKENS, VOCABULARY, CLASSES, LAYERS = 16, 32, 10, 8
 
 NAMES = ("mlp", "graph", "resnet", "accumulated", "bert", "gpt2", "llama")
 
+BLOCKS = {
+    "mlp": ("net.{}", 22),
+    "graph": ("net.{}", 22),
+    "resnet": ("net.blocks.{}", 6),
+    "accumulated": ("net.blocks.{}", 6),
+    "bert": ("bert.encoder.layer.{}", LAYERS),
+    "gpt2": ("gpt2.transformer.h.{}", 14),
+    "llama": ("llama.model.layers.{}", LAYERS),
+}
+"""How the blocks of a model are named, and how many there are."""
+
 
 def class_loss(outputs: Tensor, tokens: Tensor) -> Tensor:
     """Cross entropy of the class of a row's first token."""
@@ -103,3 +114,9 @@ def mixed(params: dict[str, Any]) -> Recipe:
         clip_grad_norm=1.0 if name in ("accumulated", "gpt2") else None,
         schedule=params.get("schedule", "sharp"),
     )
+
+
+def named(params: dict[str, Any]) -> Recipe:
+    """Build the same model cut at names, so that two runs are cut alike whatever they measure."""
+    block, number = BLOCKS[params["model"]]
+    return mixed(params | {"shards": [block.format(k) for k in range(1, number)]})

@@ -23,6 +23,7 @@ from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
 from tests.end_to_end import models
 from tests.end_to_end.test_runs import assert_replays, classes
+from tests.processes import ancestors_of, children_of
 
 pytestmark = pytest.mark.slow
 
@@ -164,22 +165,3 @@ def agent_of(backend: LocalBackend) -> int | None:
         return backend.agents.pid(0)
     except (KeyError, AssertionError):  # it is not there yet
         return None
-
-
-def children_of(pid: int | None) -> list[int]:
-    processes = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal())
-    return sorted(process for process in processes if parent_of(process) == pid)
-
-
-def ancestors_of(pid: int | None) -> list[int]:
-    parent = parent_of(pid)
-    return [] if parent is None else [parent, *ancestors_of(parent)]
-
-
-def parent_of(pid: int | None) -> int | None:
-    """Return None where there is no such process, or it is the first of all."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(status.rpartition(")")[2].split()[1]) or None

@@ -41,9 +41,20 @@ def test_two_devices_of_an_eighth_of_a_trial_replay(spark: Any, tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("devices", "parts"), [(1, 2), (2, 8)])
-def test_seven_different_trials_replay(
-    spark: Any, tmp_path: Path, devices: int, parts: int
+@pytest.mark.parametrize(
+    ("devices", "parts", "names"),
+    [
+        (1, 2, NAMES),
+        (1, 8, ("resnet", "llama")),
+        (2, 2, ("mlp", "gpt2")),
+        (2, 8, NAMES),
+        (3, 2, ("graph", "accumulated", "gpt2", "llama")),
+        (3, 8, ("mlp", "resnet", "bert")),
+    ],
+)
+def test_different_trials_replay(
+    spark: Any, tmp_path: Path, devices: int, parts: int, names: tuple[str, ...]
 ) -> None:
+    """Each model meets both budgets and every number of devices, and twice all are trained."""
     resources = {"devices_per_worker": devices, "device_memory": LARGEST_STATE // parts}
-    run(spark, tmp_path, NAMES, 2, 48, **resources)
+    run(spark, tmp_path, names, 2, 24, **resources)

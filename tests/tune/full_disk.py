@@ -22,7 +22,7 @@ from cerebro_hydra.plan.events import SubEpochDone
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import GridSearch, hp_choice
-from tests.tune import tune_models
+from tests.tune import quick_retries, tune_models
 from tests.tune.test_tune_search import rows
 
 WIDTH = 8000
@@ -78,7 +78,7 @@ def short_of_disk(folder: Path, case: str) -> Iterator[None]:
 
 def ended(folder: Path, case: str) -> dict[str, Any]:
     """Run a search, and read what it left with all digests."""
-    backend = LocalBackend(2)
+    backend = LocalBackend(2, preloaded=[quick_retries.__name__])
     spare = {"journal": 1, "checkpoint": TOO_LITTLE}.get(case)
     search = GridSearch(
         backend=backend,

@@ -1,0 +1,134 @@
+"""A device dies while the host still moves shards of its run: whatever is late changes no byte."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cerebro_hydra.agent.segment_store import SegmentStore
+from cerebro_hydra.agent.shard_home import ShardHome
+from cerebro_hydra.errors import SetupError
+from cerebro_hydra.plan import events
+from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.worker_events import RunRestarted
+from cerebro_hydra.testing.queue_worker import evaluate
+from tests.agent.byte_runs import ByteTrials
+from tests.agent.queue_bench import QueueBench, bench
+from tests.agent.standins import SECONDS
+from tests.agent.test_agent_queue_trainer import SIZES, assert_trained, begin, end
+
+BYTES = sum(size + size // 2 for size in SIZES)  # of a state
+HOST_THREADS = 4
+
+
+def no_opener() -> None:
+    """End the process that is to be a device."""
+    os._exit(1)
+
+
+@contextmanager
+def busy_host(made: QueueBench) -> Iterator[None]:
+    """Keep the threads that move shards within the host busy."""
+    over = threading.Event()
+    for _ in range(HOST_THREADS):
+        made.trainer._host._threads.submit(over.wait)
+    yield
+    over.set()
+
+
+def given(made: QueueBench, kind: ActionKind, device: int | None) -> int:
+    """Return how often the queues gave an action of a kind."""
+    actions = [each for each in made.state.given if isinstance(each, Action)]
+    return sum((each.kind, each.device) == (kind, device) for each in actions)
+
+
+def restarted(made: QueueBench) -> bool:
+    return any(isinstance(each, RunRestarted) for each in made.state.given)
+
+
+def test_a_write_back_that_waits_while_its_device_dies_is_no_error() -> None:
+    trials = ByteTrials(SIZES)
+    with bench(trials, len(SIZES), [4500], recompute=True) as made:
+        begin(made, trials, 1)
+        made.state.wait_for_tasks(20)
+        with busy_host(made):
+            spills = given(made, ActionKind.SPILL, 0)
+            made.state.wait_until(lambda: given(made, ActionKind.SPILL, 0) > spills)
+            made.devices[-1].close()
+            made.state.wait_until(lambda: restarted(made))
+        end(made, trials, 1)
+
+
+def test_a_shard_that_is_published_while_its_run_begins_anew_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials = ByteTrials(SIZES, seconds=0.02)
+    asked, over = threading.Event(), threading.Event()
+    published = ShardHome.published
+
+    def late(home: ShardHome) -> object:
+        asked.set()
+        assert over.wait(SECONDS)
+        return published(home)
+
+    monkeypatch.setattr(ShardHome, "published", late)
+    with bench(trials, len(SIZES), [None], recompute=True) as made:
+        begin(made, trials, 1)
+        assert asked.wait(SECONDS)
+        made.devices[-1].close()
+        made.state.wait_until(lambda: restarted(made))
+        over.set()
+        result = made.result()
+        assert_trained(made, trials, 0, result, trials.initial(0))
+        assert result.nbytes == BYTES
+
+
+def test_a_device_that_dies_while_there_is_no_memory_for_its_changes_ends_no_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials = ByteTrials(SIZES)
+    with bench(trials, len(SIZES), [4500], recompute=True) as made:
+        asked, over = threading.Event(), threading.Event()
+        allocate = SegmentStore.allocate
+
+        def lacking(segments: SegmentStore, nbytes: int) -> object:
+            if made.state.tasks:
+                asked.set()
+                assert over.wait(SECONDS)
+                raise MemoryError("there is no room")
+            return allocate(segments, nbytes)
+
+        monkeypatch.setattr(SegmentStore, "allocate", lacking)
+        begin(made, trials, 1)
+        assert asked.wait(SECONDS)
+        made.devices[-1].close()
+        made.state.wait_until(lambda: restarted(made))
+        over.set()
+        result = made.result()
+        assert isinstance(result, events.TaskFailed)
+        assert "there is no room" in result.error
+        monkeypatch.undo()
+        begin(made, trials, 2)
+        results = [made.result() for _ in range(2)]
+        assert all(isinstance(each, events.SubEpochDone) for each in results), results
+
+
+def test_code_that_ends_the_process_at_the_end_of_an_evaluation_ends_its_trial_alone() -> None:
+    trials = ByteTrials(SIZES, always_lethal={1: "closed"})
+    with bench(trials, len(SIZES), [4500, 4500]) as made:
+        for trial in range(2):
+            made.put(trial, 0, trials.initial(trial))
+            made.perform(evaluate(trial, trial, 0))
+        results = {result.attempt: result for result in (made.result(), made.result())}
+    assert isinstance(results[0], events.EvaluationDone)
+    assert isinstance(results[1], events.TaskFailed)
+    assert "ended the process of a device 3 times" in results[1].error
+
+
+def test_a_device_that_never_starts_ends_the_agent() -> None:
+    with bench(no_opener, len(SIZES), [None]) as made, pytest.raises(SetupError, match="ready"):
+        made.result()

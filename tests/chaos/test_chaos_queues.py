@@ -1,0 +1,34 @@
+"""Agents and devices on real Spark are killed while queues train seven trials: no bit changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.moments import run_of
+from tests.chaos.queue_rounds import WORKERS, Killer, train
+from tests.chaos.rounds import bits
+from tests.end_to_end.mixed_models import NAMES
+from tests.end_to_end.test_runs import assert_replays
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.spark(group=1)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "parts", "victims"),
+    [(1, 2, ("agent", "agent")), (2, 4, ("device", "agent", "device"))],
+)
+def test_killed_agents_and_devices_change_no_bit(
+    spark: Any, tmp_path: Path, devices: int, parts: int, victims: tuple[str, ...]
+) -> None:
+    calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
+    train(spark, calm, NAMES, devices, parts)
+    with Killer(disturbed, devices, victims, visits=len(NAMES) * WORKERS) as killer:
+        result = train(spark, disturbed, NAMES, devices, parts)
+    assert [victim for victim, _ in killer.killed] == list(victims)
+    assert_replays(result)
+    runs = run_of(calm), run_of(disturbed)
+    expected, found = (bits(run) for run in runs if run is not None)
+    assert found == expected
