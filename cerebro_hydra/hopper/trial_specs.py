@@ -41,6 +41,6 @@ class TrialSpecs:
         return self[trial].to_json()
 
     def end(self, trial: int) -> Collection[str]:
-        """Forget a trial that is over; return the agents that were told of it."""
+        """Forget a trial that is over or has changed; return the agents that were told of it."""
         self._specs.pop(trial, None)
         return self._told.pop(trial, set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -234,7 +235,9 @@ def test_what_a_search_says_after_its_end_changes_nothing(late: ev.Event) -> Non
 
 
 def add(number: int, patience: int | None, keep: str, budget: int) -> Proposal:
-    config = trial(number, patience=patience, keep=keep, custom_metrics=("score", "seen"))
+    config = trial(
+        number, patience=patience, keep=keep, custom_metrics=("score", "seen"), finer=number % 3 > 0
+    )
     return lambda state: ev.TrialAdded(config, budget)
 
 
@@ -259,7 +262,12 @@ def fork(number: int, pick: int, budget: int) -> Proposal:
             return None
         parent, visit = known[pick % len(known)]
         more = visit // state.config.partitions + budget
-        return ev.TrialForked(trial(number, custom_metrics=("score", "seen")), parent, visit, more)
+        shards = state.trials[parent].config.initial_digests
+        if state.trials[parent].shards_before is not None and pick % 2:
+            shards = shards[::2]  # it was admitted before its parent was cut finer
+        config = trial(number, custom_metrics=("score", "seen"), finer=pick % 3 > 0)
+        config = replace(config, initial_digests=shards)
+        return ev.TrialForked(config, parent, visit, more)
 
     return proposal
 
@@ -305,7 +313,7 @@ def proposals(draw) -> list[Proposal]:
     return [*found, said(ev.SearchClosed()), *admitted]
 
 
-FAULTS = ("kill", "duplicate", "task", "audit", "merge", "store", "driver")
+FAULTS = ("kill", "duplicate", "task", "audit", "merge", "store", "driver", "memory", "cut")
 
 
 @st.composite
@@ -321,6 +329,7 @@ def open_worlds(draw, faults: tuple[str, ...] = FAULTS):
     )
     limits = {
         "kill": 6, "duplicate": 9, "task": 1, "audit": 2, "merge": 1, "store": 3, "driver": 3,
+        "memory": 4, "cut": 1,
     }  # fmt: skip
     return World(
         config,
