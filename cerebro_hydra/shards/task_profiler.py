@@ -78,25 +78,20 @@ class TaskProfiler:
         runs = found.training(0, window, window, recompute), found.evaluation(0, 1)
         return all(run.buffered_need(buffers) <= self.budget for run in runs)
 
-    def with_all_room(self, recipe: Recipe, found: TrialProfile) -> TrialProfile:
+    def with_all_room(self, found: TrialProfile, window: int) -> TrialProfile:
         """Return the profile of a trial that needs more than was measured, nobody knows how much.
 
-        Its activations are computed again, and its tasks may have all that a device has beside two
-        of its shards, or beside one where that is all that fits.
+        Its activations are computed again, and its tasks may have all that a device has beside the
+        shard that they compute with; the next one is not copied meanwhile.
         """
         assert self.budget is not None and found.tasks is not None
-        buffers = 2 if self.fits(recipe, found, 2) else 1
-        budget, window = self.budget, recipe.accumulate
+        budget = self.budget
 
         def enlarged(run: RunSpec) -> Needs:
-            room = budget - run.held_bytes
+            room = [budget - run.held_bytes - shard.state for shard in run.shards]
             return tuple(
-                replace(
-                    each,
-                    state=0,
-                    activations=max(each.activations, room - buffers * each.state),
-                )
-                for each in run.shards
+                replace(shard, state=0, activations=max(shard.activations, most))
+                for shard, most in zip(run.shards, room, strict=True)
             )
 
         training = enlarged(found.training(0, window, window, recompute=True))

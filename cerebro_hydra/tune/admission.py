@@ -165,7 +165,7 @@ class Admission:
             cut = self._cut(recipe, self._example_batches(recipe), spec.seed, 2 * before)
             if len(cut.layout.shards) <= before or cut.profile is None:
                 raise ConfigurationError(f"the model can't be cut into more than {before} shards")
-            profile = self._profiler.with_all_room(recipe, cut.profile)
+            profile = self._profiler.with_all_room(cut.profile, recipe.accumulate)
             states = [relaid_state(self._folder, spec.trial, v, cut.layout) for v in visits]
         finer = replace(
             spec,

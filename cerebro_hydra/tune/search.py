@@ -268,6 +268,7 @@ class Search(ABC):
         return self._watched(folder, go_on)
 
     def _fit(self, manifest: Manifest, folder: RunFolder | None = None) -> SearchResult:
+        self.backend.launcher()  # tells of a Spark that was stopped before anything is written
         folder = folder or RunFolder(self.store, _new_run_id())
         with run_claim(folder):
             with _removed_on_error(folder):

@@ -14,7 +14,7 @@ from cerebro_hydra.plan.recut_events import RecutRefused, RecutState, TrialRecut
 from tests.examples import examples
 from tests.plan.driver import of
 from tests.plan.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
-from tests.plan.test_plan_open_search import OpenDriver, trial
+from tests.plan.test_plan_open_search import OpenDriver, fork_of, trial
 from tests.plan.test_plan_resume import killed_at
 
 WHY = "MemoryError: 3 GiB"
@@ -136,7 +136,7 @@ def forked_while_cut(visit: int = 1) -> LackingDriver:
     run.train()
     run.save(run.lack_memory())
     run(run.recut(0, 1))
-    fork = replace(trial(1, finer=True), initial_digests=trial(0).initial_digests)
+    fork = replace(fork_of(0, 1), finer=True)
     run.told = run(ev.TrialForked(fork, 0, visit, 3))
     return run
 
@@ -154,7 +154,7 @@ def test_a_fork_that_comes_while_its_parent_is_cut_finer_gets_its_state_before()
     run = LackingDriver()
     run.train()
     run.save(run.lack_memory())
-    fork = replace(trial(1), initial_digests=trial(0).initial_digests)
+    fork = fork_of(0, 1)
     told = run(ev.TrialForked(fork, 0, 1, 3))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 1)]
     assert of(ins.ChangeCut, run(run.recut(0, 1))) == [ins.ChangeCut(0, 1, 2, 4)]

@@ -34,6 +34,10 @@ def trial(number: int, **more) -> TrialConfig:
     return TrialConfig(number, 1.0, 100, shards, **more)
 
 
+def fork_of(parent: int, number: int) -> TrialConfig:
+    return replace(trial(number), initial_digests=trial(parent).initial_digests)
+
+
 class OpenDriver:
     """A search that is open, with workers "a", "b", ... on partitions 0, 1, ..."""
 
@@ -146,7 +150,7 @@ def forked() -> tuple[OpenDriver, ins.Checkpoint]:
     run(ev.TrialAdded(trial(0), 1))
     run.train()
     run.train()
-    (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(trial(1), 0, 2, 2)))
+    (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(fork_of(0, 1), 0, 2, 2)))
     return run, checkpoint
 
 
@@ -174,7 +178,7 @@ def test_a_forked_state_that_is_lost_before_it_is_stored_is_made_again_by_the_fo
 def test_a_fork_of_a_state_that_is_not_kept_fails_alone_and_keeps_its_number() -> None:
     run, checkpoint = forked()
     run(ev.Checkpointed(0, 2, checkpoint.incarnation))
-    (finish,) = of(ins.FinishTrial, run(ev.TrialForked(trial(2), 0, 1, 2)))
+    (finish,) = of(ins.FinishTrial, run(ev.TrialForked(fork_of(0, 2), 0, 1, 2)))
     assert (finish.trial, finish.status) == (2, "failed")
     assert "state 1 of trial 0 can't be forked: it is not kept any more" in finish.reason
 
@@ -184,7 +188,7 @@ def test_a_fork_of_a_trial_in_one_piece_is_in_one_piece_too() -> None:
     run(ev.TrialAdded(trial(0), 1))
     run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
     run.train()
-    (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(trial(1), 0, 1, 2)))
+    (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(fork_of(0, 1), 0, 1, 2)))
     told = run(ev.Checkpointed(0, 1, checkpoint.incarnation))
     assert [start.uncut for start in of(ins.StartSubEpoch, told)] == [True]
 
@@ -197,9 +201,9 @@ def test_a_fork_takes_no_state_that_a_failed_audit_makes_void() -> None:
     run(ev.Checkpointed(0, 1, pause.incarnation))
     run(ev.TrialResumed(0))
     run.train()
-    run(ev.TrialForked(trial(1), 0, 2, 4))
+    run(ev.TrialForked(fork_of(0, 1), 0, 2, 4))
     run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
-    run(ev.TrialForked(trial(2), 0, 1, 3))
+    run(ev.TrialForked(fork_of(0, 2), 0, 1, 3))
     told = run(ev.Checkpointed(0, 2, "a"))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 0), ins.ForkState(2, 0, 0)]
     assert all(run.state.trials[number].uncut for number in (0, 1, 2))
@@ -209,7 +213,7 @@ def test_a_fork_takes_no_state_that_a_failed_audit_makes_void() -> None:
 def test_a_trial_that_keeps_its_best_epoch_can_be_forked() -> None:
     run = OpenDriver()
     run(ev.TrialAdded(trial(0, patience=1, keep="best"), 1))
-    told = run(ev.TrialForked(trial(1), 0, 0, 2))
+    told = run(ev.TrialForked(fork_of(0, 1), 0, 0, 2))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 0)]
 
 
@@ -219,7 +223,7 @@ def test_a_trial_that_keeps_its_best_epoch_can_be_forked() -> None:
         ev.TrialAdded(trial(9), 1),
         ev.BudgetExtended(0, 9),
         ev.TrialPaused(0),
-        ev.TrialForked(trial(9), 0, 0, 1),
+        ev.TrialForked(fork_of(0, 9), 0, 0, 1),
     ],
 )
 def test_what_a_search_says_after_its_end_changes_nothing(late: ev.Event) -> None:
