@@ -83,7 +83,7 @@ class RunEnds:
         elif lacking is not None and self._planner.can_spare(run.spec, run.trial, run.profile):
             self._entrance.enter(run.task)  # once more, from the state before it
         else:
-            finer = self._planner.helps_finer(run.task, run.spec)
+            finer = lacking is not None and self._planner.helps_finer(run.task, run.spec)
             self._reports.failed(run.task, kind, why, lacking, finer)
 
     def closed(self, run: QueuedRun, device: WorkerDevice) -> None:

@@ -145,26 +145,30 @@ class Admission:
         """Admit a trial that ran out of memory again, in about twice the shards.
 
         Raises:
-            Refused: it can't be cut finer.
-            StoreError, DataError: as `admit` does.
+            Refused: it can't be cut finer, or its states can't be laid out.
+            DataError: rows can't be read as they were prepared.
         """
-        spec = self._folder.read_trial(asked.trial, self._folder.run_id)
         with exclusive_generator:
             with _refusing():
+                spec = self._folder.read_trial(asked.trial, self._folder.run_id)
                 recipe = build_recipe(self._factory, spec.params, self._seed, self._columns)
             with self._within_memory(spec.trial, recipe):
                 return self._recut(spec, recipe, asked.visits)
 
     def _recut(self, spec: TrialSpec, recipe: Recipe, visits: Sequence[int]) -> TrialRecut:
-        assert self._profiler is not None, "without queues no trial may be cut finer"
         recipe.shards, recipe.recompute = AUTO, True
-        before = len(spec.shards)
+        before, examples = len(spec.shards), self._example_batches(recipe)
         with _refusing():
+            if self._profiler is None or self._profiler.budget is None:
+                raise ConfigurationError("the backend has no device_memory any more; give it one")
             if recipe.warm_start is not None:
                 load_warm_start(recipe.model, recipe.warm_start)
-            cut = self._cut(recipe, self._example_batches(recipe), spec.seed, 2 * before)
+            cut = self._cut(recipe, examples, spec.seed, 2 * before)
             if len(cut.layout.shards) <= before or cut.profile is None:
-                raise ConfigurationError(f"the model can't be cut into more than {before} shards")
+                raise ConfigurationError(
+                    f"the model can't be cut into more than {before} shards; use a smaller "
+                    "batch_size, with accumulate"
+                )
             profile = self._profiler.with_all_room(cut.profile, recipe.accumulate)
             states = [relaid_state(self._folder, spec.trial, v, cut.layout) for v in visits]
         finer = replace(
@@ -218,8 +222,9 @@ class Admission:
         if parent is not None and (recipe.shards == AUTO or finer):
             recipe.shards = list(parent.cut["at"])
         seed = trial_seed(self._seed, trial)
+        examples = self._example_batches(recipe)
         with _refusing():
-            admission = self._cut(recipe, self._example_batches(recipe), seed)
+            admission = self._cut(recipe, examples, seed)
             if parent is None:
                 initial = initial_segments(recipe, admission.layout)
             elif any(getattr(parent, n) != v for n, v in _structure(admission).items()):
@@ -302,13 +307,12 @@ class Admission:
     ) -> AdmittedCut:
         """Return the cut of a trial, as an equal one was admitted or after trying it."""
         key = admission_key(recipe, examples)
-        key = key and (key, least)
-        if key is not None and key in self._cuts:
-            return self._cuts[key]
+        if key is not None and (key, least) in self._cuts:
+            return self._cuts[key, least]
         cut = admit(recipe, examples, seed, self._cut_models, self._profiler, least)
         check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
         if key is not None:
-            self._cuts[key] = cut
+            self._cuts[key, least] = cut
         return cut
 
     def _report_cut(self, spec: TrialSpec, report: CutReport) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cerebro_hydra import replay
+from cerebro_hydra.errors import Interrupted
+from cerebro_hydra.observe import Decision
 from cerebro_hydra.observe.report import render
+from cerebro_hydra.plan.instructions import ChangeCut, CutFiner
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.testing.local_backend import LocalBackend
-from cerebro_hydra.tune import SearchResult
+from cerebro_hydra.tune import CustomSearch, Fork, SearchResult
 from cerebro_hydra.tune.list_search import ListSearch
 from cerebro_hydra.verification import verify
 from tests.end_to_end import growing_batches
@@ -41,6 +45,7 @@ def specs(result: SearchResult) -> list[TrialSpec]:
 def check(result: SearchResult) -> None:
     report = verify(result.run_path)
     assert report.ok, str(report)
+    assert "belong to no state" not in str(report), "the former shards were not deleted"
     for spec in specs(result):
         (trial,) = (each for each in result.trials if each.trial_id == spec.trial_id)
         if trial.status == "finished":
@@ -73,4 +78,68 @@ def test_a_run_with_a_trial_that_was_cut_finer_is_extended_and_replays(tmp_path:
     result = search(tmp_path, GROWS, by_modules, num_epochs=5).fit(texts, resume=begun.run_path)
     assert [len(each.history["val_loss"]) for each in result.trials] == [5, 5]
     assert [len(each.cut["at"]) + 1 for each in specs(result)] == [6, 6]
+    check(result)
+
+
+class InterruptedAt:
+    """Stops the driver at the first decision with such an instruction."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind, self._done = kind, False
+
+    def on_record(self, record: Any) -> None:
+        told = record.instructions if isinstance(record, Decision) else ()
+        if not self._done and any(isinstance(each, self._kind) for each in told):
+            self._done = True
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [CutFiner, ChangeCut])
+def test_a_run_that_is_interrupted_while_a_trial_is_cut_finer_goes_on_and_replays(
+    tmp_path: Path, kind: type
+) -> None:
+    texts = growing_batches.texts()
+    with pytest.raises(Interrupted) as raised:
+        search(tmp_path, GROWS, observers=[InterruptedAt(kind)]).fit(texts)
+    result = search(tmp_path, GROWS).fit(texts, resume=raised.value.result.run_path)
+    assert [each.status for each in result.trials] == ["finished"]
+    assert [len(each.cut["at"]) + 1 for each in specs(result)] == [6]
+    check(result)
+
+
+class ForksAtTheEnd:
+    """Forks its only candidate after an epoch."""
+
+    epochs = 2
+    closed = False
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def ask(self) -> dict[str, Any] | None:
+        params, self._asked = (None if self._asked else GROWS), True
+        return params
+
+    def tell(self, trial: int, epochs: int, metrics: Any) -> list[Any]:
+        if epochs == 2 and trial == 0 and not self.closed:
+            self.closed = True
+            return [Fork(0, GROWS | {"lr": 0.02}, 5)]
+        return []
+
+
+@pytest.mark.long
+def test_a_fork_of_a_trial_that_was_cut_finer_has_its_cut(tmp_path: Path) -> None:
+    result = CustomSearch(
+        make_searcher=ForksAtTheEnd,
+        backend=LocalBackend(1, device_memory=BUDGET),
+        store=LocalStore(str(tmp_path)),
+        estimator_gen_fn=growing_batches.recipe,
+        num_epochs=5,
+        verbose=0,
+    ).fit(growing_batches.texts())
+    assert [each.status for each in result.trials] == ["finished"] * 2
+    parent, fork = specs(result)
+    assert (len(parent.cut["at"]), parent.finer) == (5, False)
+    assert len(fork.cut["at"]) == (5 if fork.finer else 7), "it may be cut finer itself"
     check(result)
