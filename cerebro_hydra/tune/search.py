@@ -268,7 +268,6 @@ class Search(ABC):
         return self._watched(folder, go_on)
 
     def _fit(self, manifest: Manifest, folder: RunFolder | None = None) -> SearchResult:
-        self.backend.launcher()  # tells of a Spark that was stopped before anything is written
         folder = folder or RunFolder(self.store, _new_run_id())
         with run_claim(folder):
             with _removed_on_error(folder):
@@ -277,6 +276,7 @@ class Search(ABC):
                 report = self._surroundings.report
                 trials = SearchTrials(course, admission, folder, self.admission_seconds, report)
                 trials.admit_first()
+                self.backend.launcher()  # else a run of a Spark that was stopped would stay
                 document = self._document(folder, manifest, admission.metrics)
                 folder.write_json(RUN_FILE, document.to_json())
             parts = (folder, document, trials, manifest)
