@@ -392,8 +392,8 @@ class Coordinator:
                 case CutFiner():
                     self._writer.keep_segments()
                 case ChangeCut(trial):
-                    self._specs.end(trial)  # agents are told anew
-                    if refused := self._writer.change_cut(trial, decision.event):
+                    self._specs.change(decision)
+                    if refused := self._writer.change_cut(trial, decision):
                         self._inbox.put(refused)
                 case ForkState():
                     if failed := self._writer.fork(instruction, self._document.num_partitions):

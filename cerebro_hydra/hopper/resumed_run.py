@@ -71,8 +71,8 @@ class ResumedRun:
                 if isinstance(each, ForkState) and self._lacks(each):
                     at = (each.trial, each.parent, each.visit)
                     self._folder.fork_state(*at, self.config.partitions)
-                if isinstance(each, ChangeCut) and not is_written(self._folder, decision.event):
-                    write_recut(self._folder, decision.event)
+                if isinstance(each, ChangeCut) and not is_written(self._folder, decision):
+                    write_recut(self._folder, decision)
 
     def _lacks(self, fork: ForkState) -> bool:
         stored = self.state.holders.states_at("store")

@@ -92,10 +92,10 @@ class RunWriter:
         """Delete no segment that was to be deleted, because a cut may write an equal one."""
         self._collector.keep_segments()
 
-    def change_cut(self, trial: int, recut: Event) -> RecutRefused | None:
+    def change_cut(self, trial: int, decision: Decision) -> RecutRefused | None:
         """Write what a trial is in another cut; return the event if that fails."""
         try:
-            write_recut(self._folder, recut)
+            write_recut(self._folder, decision)
         except StoreError as error:
             return RecutRefused(trial, str(error))
         return None

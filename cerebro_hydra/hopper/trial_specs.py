@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from cerebro_hydra.hopper.recut_documents import spec_of
+from cerebro_hydra.observe.records import Decision
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -26,6 +28,12 @@ class TrialSpecs:
         """Take in what a trial is, before anything else is asked of it."""
         self._specs[spec.trial] = spec
 
+    def change(self, decision: Decision) -> None:
+        """Take in what a trial is in its finer cut; agents are told anew."""
+        spec = spec_of(decision)
+        self._told.pop(spec.trial, None)
+        self.add(spec)
+
     def __getitem__(self, trial: int) -> TrialSpec:
         """Return what a trial is; StoreError if that is neither known nor to be read."""
         if trial not in self._specs:
@@ -41,6 +49,6 @@ class TrialSpecs:
         return self[trial].to_json()
 
     def end(self, trial: int) -> Collection[str]:
-        """Forget a trial that is over or has changed; return the agents that were told of it."""
+        """Forget a trial that is over; return the agents that were told of it."""
         self._specs.pop(trial, None)
         return self._told.pop(trial, set())

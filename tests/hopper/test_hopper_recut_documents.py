@@ -10,6 +10,7 @@ from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.recut_documents import is_written, write_recut
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.run_config import trial_config
+from cerebro_hydra.observe.records import Decision
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.recut_events import RecutState, TrialRecut
@@ -24,10 +25,10 @@ SPEC = TrialSpec(
 )  # fmt: skip
 
 
-def recut() -> TrialRecut:
+def recut() -> Decision:
     finer = replace(SPEC, shards=HALVES, recompute=True, finer=False)
     document = json.loads(json.dumps(finer.to_json()))
-    return TrialRecut(trial_config(finer), (RecutState(0, HALVES),), document)
+    return Decision(3, 1.0, TrialRecut(trial_config(finer), (RecutState(0, HALVES),), document), ())
 
 
 def begun(path: Path) -> RunFolder:
@@ -47,7 +48,7 @@ def begun(path: Path) -> RunFolder:
     handle(ev.WorkerJoined(0, "a", (0,)))
     (attempt,) = scheduler.state.attempts
     handle(ev.TaskFailed(attempt, "a", "no memory", memory=True))
-    handle(recut())
+    handle(recut().event)
     journal.close()
     return folder
 
