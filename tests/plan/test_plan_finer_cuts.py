@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -12,10 +13,11 @@ from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.checkpoints import MOST_FAILED_WRITES
 from cerebro_hydra.plan.recut_events import RecutRefused, RecutState, TrialRecut
 from tests.examples import examples
-from tests.plan.driver import of
+from tests.plan.driver import config, of
 from tests.plan.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
 from tests.plan.test_plan_open_search import OpenDriver, fork_of, trial
 from tests.plan.test_plan_resume import killed_at
+from tests.plan.world import World
 
 WHY = "MemoryError: 3 GiB"
 
@@ -193,3 +195,24 @@ def test_a_run_with_finer_cuts_goes_on_from_any_prefix(world, script, data) -> N
     killed_at(world, data.draw(st.sampled_from(told) | lengths if told else lengths), 2)
     world.run([])
     check_outcome(world)
+
+
+def lacking_world() -> World:
+    search = config(trials=2, epochs=2, order="seeded", seed=4, finer=True)
+    return World(search, [(0,), (1,)], Counter(memory=1))
+
+
+def test_a_run_with_finer_cuts_goes_on_from_every_prefix_to_the_same_end() -> None:
+    whole = lacking_world()
+    whole.run([8 if step == 44 else 8 * step + 1 for step in range(1, 130)])
+    cuts = [each for each in whole.instructions if isinstance(each, ins.ChangeCut)]
+    assert any(each.visit for each in cuts), "no trial was cut finer after its first sub-epoch"
+    for length in range(1, len(whole.journal), max(1, 60 // examples(10))):
+        world = lacking_world()
+        world.faults.clear()
+        world.go_on_from(whole.journal[:length], *whole.snapshots[length - 1], 1 + length % 3)
+        world.run([])
+        check_outcome(world)
+        for number, mine in world.state.trials.items():
+            assert repr(mine.history) == repr(whole.state.trials[number].history)
+            assert world.store[number, mine.result] == whole.store[number, mine.result]
