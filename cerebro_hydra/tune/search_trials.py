@@ -31,7 +31,8 @@ class SearchTrials:
     """Admits candidates one at a time, in the order in which they are proposed; a `TrialSource`.
 
     The first one that can train is admitted before the run begins, and the others while it goes
-    on. A candidate that can't be built, or whose admission takes too long, fails alone.
+    on. A candidate that can't be built, or whose admission takes too long, fails alone. Among them,
+    trials that ran out of memory are admitted again, cut finer.
 
     What a searcher proposes is in the journal as `TrialProposed`, and so is what became of it:
     `TrialAdded`, `TrialForked` or `TrialRefused`. So a run whose driver died goes on with `resume`

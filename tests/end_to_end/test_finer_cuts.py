@@ -27,9 +27,9 @@ BUDGET = 400_000  # two of three shards, beside what short batches need
 GROWS = {"lr": 0.01, "batches": "long"}
 
 
-def search(path: Path, *candidates: dict[str, Any], **options: Any) -> ListSearch:
+def search(path: Path, *candidates: dict[str, Any], devices: int = 1, **options: Any) -> ListSearch:
     return ListSearch(
-        backend=LocalBackend(1, device_memory=BUDGET),
+        backend=LocalBackend(1, devices_per_worker=devices, device_memory=BUDGET),
         store=LocalStore(str(path)),
         estimator_gen_fn=growing_batches.recipe,
         candidates=candidates,
@@ -74,8 +74,9 @@ def test_a_trial_goes_on_in_more_shards_once_and_its_neighbours_as_if_nothing_ha
 def test_a_run_with_a_trial_that_was_cut_finer_is_extended_and_replays(tmp_path: Path) -> None:
     texts = growing_batches.texts()
     by_modules = GROWS | {"cut": "modules", "ema": 0.9}
-    begun = search(tmp_path, GROWS, by_modules).fit(texts)
-    result = search(tmp_path, GROWS, by_modules, num_epochs=5).fit(texts, resume=begun.run_path)
+    begun = search(tmp_path, GROWS, by_modules, devices=2).fit(texts)
+    longer = search(tmp_path, GROWS, by_modules, devices=2, num_epochs=5)
+    result = longer.fit(texts, resume=begun.run_path)
     assert [len(each.history["val_loss"]) for each in result.trials] == [5, 5]
     assert [len(each.cut["at"]) + 1 for each in specs(result)] == [6, 6]
     check(result)
