@@ -39,7 +39,10 @@ class TrialSource(Protocol):
         """Return what begins the run; `put` takes from any thread what comes later."""
 
     def follow(self, event: Event, instructions: Sequence[Instruction]) -> Iterable[Event]:
-        """Take in an event of the run with its instructions; return what to handle next."""
+        """Take in an event of the run with its instructions; return what to handle next.
+
+        Each `CutFiner` is answered with `TrialRecut` or `RecutRefused`, now or later by `put`.
+        """
 
     def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
         """Merge what a trial's custom metrics made of each partition, in partition order.
