@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.task_watch import Task, described
@@ -49,12 +50,15 @@ class AttemptReports:
             self._open.remove(result.attempt)
             self._report(result)
 
-    def failed(self, task: Task, kind: str, why: str, lacking: str | None = None) -> None:
+    def failed(
+        self, task: Task, kind: str, why: str, lacking: str | None = None, finer: bool = False
+    ) -> None:
         """Report why an attempt failed.
 
         Args:
             kind: the name of the exception's class, if there was one.
             lacking: what memory ran out.
+            finer: whether a finer cut would need less of it.
         """
         if task.attempt not in self._open:
             return
@@ -69,5 +73,5 @@ class AttemptReports:
             make = events.AuditFailed
         if lacking is not None:
             why = OUT_OF_MEMORY.format(task.trial, described(task), lacking) + why
-            make = events.TaskFailed
+            make = partial(events.TaskFailed, memory=finer)
         self._report(make(task.attempt, self._incarnation, why))

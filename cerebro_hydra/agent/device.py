@@ -123,6 +123,10 @@ class Device:
                 bound = order.action.kind is not ActionKind.LOAD and key not in self._unbound
                 lane = self._computing if bound else self._lane_of(order.action)
                 lane.put(partial(self._move, order))
+                if bound and order.action.kind is ActionKind.DROP:
+                    freed = threading.Event()
+                    lane.put(freed.set)
+                    self._promoting.put(freed.wait)  # the LOAD after it takes its place
 
     # ------------------------------------------------------------------ runs
 
@@ -214,11 +218,12 @@ class Device:
             elif action.kind is ActionKind.LOAD:
                 self._slots[key] = self._memory.promote(order.slabs, order.gradients)
                 self._unbound[key] = order.cursor, False
-            elif key not in self._unbound:
-                self._unbound[key] = self._runs[action.trial].unload(action.shard)
-                self._lane_of(action).put(partial(self._move, order))
-                return
             else:
+                if key not in self._unbound:
+                    self._unbound[key] = self._runs[action.trial].unload(action.shard)
+                    if action.kind is ActionKind.SPILL:
+                        self._demoting.put(partial(self._move, order))
+                        return
                 cursor, has_gradients = self._unbound[key]
                 if action.kind is ActionKind.SPILL:
                     self._memory.demote(self._slots[key], order.slabs)

@@ -27,7 +27,6 @@ from cerebro_hydra.agent.device_messages import (
     Compute,
     Done,
     Failed,
-    Forget,
     Move,
     Open,
     Opened,
@@ -139,7 +138,8 @@ class QueueTrainer:
 
     def learn(self, spec: TrialSpec) -> None:
         """Take in what a trial is, before anything else is asked of it."""
-        self._planner.learn(spec)
+        if self._planner.learn(spec):
+            self._loop.put(partial(self._entrance.forget, spec.trial))
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
@@ -234,7 +234,6 @@ class QueueTrainer:
         self._entrance.forget(trial)
         self._audits.forget(trial)
         self._fetch_manager.forget(trial)
-        self._devices.tell(Forget(trial))
 
     # ------------------------------------------------------------------ what the queues decide
 

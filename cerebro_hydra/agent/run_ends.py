@@ -87,7 +87,8 @@ class RunEnds:
         elif lacking is not None and self._planner.can_spare(run.spec, run.trial, run.profile):
             self._entrance.enter(run.task)  # once more, from the state before it
         else:
-            self._reports.failed(run.task, kind, why, lacking)
+            finer = lacking is not None and self._planner.helps_finer(run.task, run.spec)
+            self._reports.failed(run.task, kind, why, lacking, finer)
 
     def raised(self, run: QueuedRun, error: Exception) -> None:
         """End a run because of an error of this process."""

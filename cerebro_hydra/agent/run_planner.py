@@ -45,11 +45,16 @@ class RunPlanner:
         rows = {(info.split, info.index): info.rows for info in manifest.partitions}
         return cls(lambda split, partition: rows[split, partition], budget)
 
-    def learn(self, spec: TrialSpec) -> None:
-        """Take in what a trial is, before anything else is asked of it; called from any thread."""
+    def learn(self, spec: TrialSpec) -> bool:
+        """Take in what a trial is, before anything else is asked of it; called from any thread.
+
+        Return whether it was another one before, because it was cut finer.
+        """
+        before = self._trials.get(spec.trial, spec)
         self._trials[spec.trial] = spec
         if spec.schedule == "sharp":
             self._rule = sharp
+        return before != spec
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
@@ -119,6 +124,10 @@ class RunPlanner:
             trial_name(trial.trial),
         )
         return True
+
+    def helps_finer(self, task: Task, run: RunSpec) -> bool:
+        """Return whether a run that ran out of memory would need less in more shards."""
+        return self.has_budget and not (run.keeps_all or task.uncut)
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
         """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""

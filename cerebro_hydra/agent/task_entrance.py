@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 from cerebro_hydra.agent.attempt_reports import AttemptReports
-from cerebro_hydra.agent.device_messages import Failed, Profile, Profiled
+from cerebro_hydra.agent.device_messages import Failed, Forget, Profile, Profiled
 from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.worker_devices import DEADLY, MOST_DEATHS, WorkerDevices
@@ -74,11 +74,12 @@ class TaskEntrance:
             self._ask(trial)
 
     def forget(self, trial: int) -> None:
-        """Forget a trial that is over."""
+        """Forget a trial that is over, or was cut finer, with what devices have built of it."""
         self._profiling.discard(trial)
         self._deaths.pop(trial, None)
         self._profiles.pop(trial, None)
         self._waiting.pop(trial, None)
+        self._devices.tell(Forget(trial))
 
     def _let_in(self, trial: int) -> None:
         waiting = self._waiting.get(trial)

@@ -56,6 +56,15 @@ class Collector:
             while self._now in spared:
                 self._changed.wait()
 
+    def keep_segments(self) -> None:
+        """Delete no segment that was to be deleted; all that nobody names is swept later."""
+        self.complete = False
+        self._held = [each for each in self._held if not isinstance(each, str)]
+        with self._changed:
+            self._left = [each for each in self._left if not isinstance(each, str)]
+            while isinstance(self._now, str):
+                self._changed.wait()
+
     def close(self) -> None:
         """Wait until everything is deleted."""
         self._thread.shutdown()

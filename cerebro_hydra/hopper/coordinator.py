@@ -34,6 +34,7 @@ from cerebro_hydra.hopper.trial_specs import TrialSpecs
 from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.observe.records import (
     AgentStarted,
+    Decision,
     OutputLine,
     Progress,
     RunEnded,
@@ -53,8 +54,10 @@ from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import (
     AdoptPartitions,
     Cancel,
+    ChangeCut,
     Checkpoint,
     Collect,
+    CutFiner,
     Drop,
     Evaluate,
     FetchShards,
@@ -242,7 +245,7 @@ class Coordinator:
 
     def _decide_until_over(self) -> None:
         if self._resumed is not None:
-            self._resumed.write_forks()
+            self._resumed.write_states()
             self._decide([RunResumed()])
             self._remade = self._resumed.remade()
         self._decide(self._events_of(self._trials.start(self._inbox.put)))
@@ -258,9 +261,8 @@ class Coordinator:
                 waiting += self._trials.follow(event, instructions)
         for decision in self._writer.append(decided):
             if isinstance(decision.event, TrialAdded | TrialForked):
-                spec = self._specs[decision.event.config.trial]
-                self._observers.on_record(TrialAdmitted(spec))
-            self._carry_out(decision.instructions)
+                self._observers.on_record(TrialAdmitted(self._specs[decision.event.config.trial]))
+            self._carry_out(decision)
             self._observers.on_record(decision)
             for difference in self._remade.compare(decision.event, decision.instructions):
                 self._inbox.put(difference)
@@ -366,8 +368,8 @@ class Coordinator:
             f"the agents' job ended before the run did{advice}: {error or 'no reason was given'}"
         )
 
-    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
-        for instruction in instructions:
+    def _carry_out(self, decision: Decision) -> None:
+        for instruction in decision.instructions:
             match instruction:
                 case StartSubEpoch() | Evaluate() | FetchShards():
                     uri = self._roster.uri(instruction.source.incarnation)
@@ -387,6 +389,12 @@ class Coordinator:
                     self._inbox.put(self._merger.merged(instruction, names))
                 case Collect():
                     self._writer.collect(instruction)
+                case CutFiner():
+                    self._writer.keep_segments()
+                case ChangeCut(trial):
+                    self._specs.change(decision)
+                    if refused := self._writer.change_cut(trial, decision):
+                        self._inbox.put(refused)
                 case ForkState():
                     if failed := self._writer.fork(instruction, self._document.num_partitions):
                         self._inbox.put(failed)

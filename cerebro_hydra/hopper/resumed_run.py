@@ -8,11 +8,12 @@ from typing import Any
 
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.hopper.journal import Journal
+from cerebro_hydra.hopper.recut_documents import is_written, write_recut
 from cerebro_hydra.observe.records import Decision, TrialAdmitted, records_of
 from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.instructions import ForkState
+from cerebro_hydra.plan.instructions import ChangeCut, ForkState
 from cerebro_hydra.plan.journal_fold import fold
 from cerebro_hydra.plan.remade import RemadeStates
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -63,13 +64,15 @@ class ResumedRun:
             return self._folder.read_json(name)
         return {}
 
-    def write_forks(self) -> None:
-        """Carry out every `ForkState` that was journalled and not carried out."""
+    def write_states(self) -> None:
+        """Carry out every `ForkState` and `ChangeCut` that was journalled and not carried out."""
         for decision in self.decisions():
             for each in decision.instructions:
                 if isinstance(each, ForkState) and self._lacks(each):
                     at = (each.trial, each.parent, each.visit)
                     self._folder.fork_state(*at, self.config.partitions)
+                if isinstance(each, ChangeCut) and not is_written(self._folder, decision):
+                    write_recut(self._folder, decision)
 
     def _lacks(self, fork: ForkState) -> bool:
         stored = self.state.holders.states_at("store")

@@ -29,4 +29,5 @@ def trial_config(spec: TrialSpec) -> TrialConfig:
         custom_metrics=spec.custom_metrics,
         patience=spec.patience,
         keep=spec.keep,
+        finer=spec.finer,
     )

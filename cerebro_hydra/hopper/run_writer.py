@@ -10,11 +10,13 @@ from typing import Any
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.hopper.collector import Collector
 from cerebro_hydra.hopper.journal import Journal
+from cerebro_hydra.hopper.recut_documents import write_recut
 from cerebro_hydra.observe.records import Decision, NotSaved
 from cerebro_hydra.plan.events import Event, ForkFailed
 from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.instructions import Checkpoint, Collect, ForkState, Instruction
+from cerebro_hydra.plan.recut_events import RecutRefused
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
@@ -84,6 +86,18 @@ class RunWriter:
             self._folder.fork_state(fork.trial, fork.parent, fork.visit, partitions)
         except StoreError as error:
             return ForkFailed(fork.trial, str(error))
+        return None
+
+    def keep_segments(self) -> None:
+        """Delete no segment that was to be deleted, because a cut may write an equal one."""
+        self._collector.keep_segments()
+
+    def change_cut(self, trial: int, decision: Decision) -> RecutRefused | None:
+        """Write what a trial is in another cut; return the event if that fails."""
+        try:
+            write_recut(self._folder, decision)
+        except StoreError as error:
+            return RecutRefused(trial, str(error))
         return None
 
     def close(self) -> None:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.plan.events import Event, SearchClosed, TrialAdded, TrialForked
-from cerebro_hydra.plan.instructions import Instruction
+from cerebro_hydra.plan.instructions import CutFiner, Instruction
+from cerebro_hydra.plan.recut_events import RecutRefused
 from cerebro_hydra.storage.run_document import TrialSpec
 
 MergeStates = Callable[[int, list[dict[str, Any]]], dict[str, float]]
@@ -38,7 +39,10 @@ class TrialSource(Protocol):
         """Return what begins the run; `put` takes from any thread what comes later."""
 
     def follow(self, event: Event, instructions: Sequence[Instruction]) -> Iterable[Event]:
-        """Take in an event of the run with its instructions; return what to handle next."""
+        """Take in an event of the run with its instructions; return what to handle next.
+
+        Each `CutFiner` is answered with `TrialRecut` or `RecutRefused`, now or later by `put`.
+        """
 
     def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
         """Merge what a trial's custom metrics made of each partition, in partition order.
@@ -79,8 +83,9 @@ class GivenTrials:
         yield SearchClosed()
 
     def follow(self, event: Event, instructions: Sequence[Instruction]) -> Iterable[Event]:
-        """Decide nothing."""
-        return ()
+        """Decide nothing; no trial that is given is cut anew."""
+        asked = (each for each in instructions if isinstance(each, CutFiner))
+        return [RecutRefused(each.trial, each.error) for each in asked]
 
     def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
         """Merge with the function that was given."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from cerebro_hydra.hopper.recut_documents import spec_of
+from cerebro_hydra.observe.records import Decision
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -25,6 +27,12 @@ class TrialSpecs:
     def add(self, spec: TrialSpec) -> None:
         """Take in what a trial is, before anything else is asked of it."""
         self._specs[spec.trial] = spec
+
+    def change(self, decision: Decision) -> None:
+        """Take in what a trial is in its finer cut; agents are told anew."""
+        spec = spec_of(decision)
+        self._told.pop(spec.trial, None)
+        self.add(spec)
 
     def __getitem__(self, trial: int) -> TrialSpec:
         """Return what a trial is; StoreError if that is neither known nor to be read."""

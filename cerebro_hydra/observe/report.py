@@ -139,6 +139,9 @@ def _row(trial: TrialView, colour: int) -> dict[str, Any]:
         "status": "stopped early" if trial.stopped_early else trial.status,
         "error": trial.reason.strip(),
         "uncut_because": trial.uncut_because,
+        "recut": f"{trial.shards} shards instead of {trial.shards_before}"
+        if trial.shards_before
+        else "",
         "epochs": len(trial.epochs),
         "result_epoch": None if trial.result_epoch is None else trial.result_epoch + 1,
         "seconds": trial.seconds,
@@ -151,7 +154,9 @@ def _reasons(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return why trials ended as they did, once where it is the same; rows are given its number."""
     reasons = dict[tuple[str, ...], dict[str, Any]]()
     for row in rows:
-        key = row["status"], without_addresses(row["error"]), row["uncut_because"]
+        key = (
+            row["status"], without_addresses(row["error"]), row["uncut_because"], row["recut"],
+        )  # fmt: skip
         if any(key[1:]):
             reason = reasons.setdefault(key, {**row, "number": len(reasons), "ids": []})
             reason["ids"].append(row["id"])

@@ -23,7 +23,7 @@ from cerebro_hydra.observe.totals import human_bytes
 from cerebro_hydra.observe.trial_view import TrialView
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.events import CheckpointFailed, StateDiffers, WorkerGivenUp
-from cerebro_hydra.plan.instructions import TrainUncut
+from cerebro_hydra.plan.instructions import ChangeCut, TrainUncut
 from cerebro_hydra.storage.names import trial_name
 
 STYLES = {
@@ -80,6 +80,14 @@ def failed_audit(uncut: TrainUncut) -> str:
     )
 
 
+def cut_finer(change: ChangeCut) -> str:
+    """Return why a trial was cut finer, and from where it goes on."""
+    return (
+        f"{trial_name(change.trial)} ran out of memory; it goes on after visit {change.visit}, cut "
+        f"into {change.shards} shards instead of {change.shards_before}"
+    )
+
+
 def troubles(record: Record) -> Iterator[str]:
     """Yield a line for each thing in a record that harms no result, and that people should know."""
     match record:
@@ -99,6 +107,8 @@ def troubles(record: Record) -> Iterator[str]:
         for instruction in record.instructions:
             if isinstance(instruction, TrainUncut):
                 yield failed_audit(instruction)
+            elif isinstance(instruction, ChangeCut):
+                yield cut_finer(instruction)
 
 
 def differing(made: StateDiffers) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from cerebro_hydra.plan.instructions import ChangeCut
+
 
 @dataclass
 class TrialView:
@@ -41,6 +43,8 @@ class TrialView:
     best_epoch: int | None = None
     """The epoch, from 0, with the best finite value so far; None for trials that keep the last."""
     shards: int = 0
+    shards_before: int = 0
+    """How many it had before it ran out of memory and was cut finer; 0 if it was not."""
     parameters: int = 0
     """How many the model has, frozen ones too; 0 if it was not admitted."""
     result_visit: int | None = None
@@ -54,6 +58,10 @@ class TrialView:
     def over(self) -> bool:
         """Return whether nothing more will happen to it."""
         return self.status in ("finished", "failed", "stopped")
+
+    def change_cut(self, change: ChangeCut) -> None:
+        """Note that it was cut finer."""
+        self.shards, self.shards_before = change.shards, change.shards_before
 
     @property
     def stopped_early(self) -> bool:

@@ -254,6 +254,8 @@ class RunView:
                 self._redo(instruction)
             case instructions.TrainUncut():
                 self.trials[instruction.trial].uncut_because = instruction.difference
+            case instructions.ChangeCut():
+                self.trials[instruction.trial].change_cut(instruction)
             case instructions.EndEpoch():
                 trial = self.trials[instruction.trial]
                 trial.epochs[instruction.epoch] = dict(instruction.metrics)

@@ -142,9 +142,13 @@ class Checkpoints:
                 self.delete(index, visit)
 
     def delete(self, index: int, visit: int) -> None:
-        """Delete a state from the store."""
+        """Delete a state from the store.
+
+        Its segments stay until the run ends if a cut is being made, which may write the same ones.
+        """
         objects = self._holders.drop(index, visit, STORE)
-        self._tables.instructions.append(Collect(index, visit, objects))
+        kept = bool(self._tables.recutting)
+        self._tables.instructions.append(Collect(index, visit, () if kept else objects))
 
     def _kept(self, index: int, trial: TrialProgress, stored: list[int]) -> set[int]:
         forks = self._tables.forks.get(index, ())

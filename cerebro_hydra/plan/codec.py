@@ -13,6 +13,7 @@ from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.plan.events import Assignment, Event, Hop
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import Instruction, StateSource
+from cerebro_hydra.plan.recut_events import RecutState
 
 _TYPES: dict[str, type] = {
     kind.__name__: kind
@@ -21,6 +22,7 @@ _TYPES: dict[str, type] = {
         *get_args(Instruction),
         Assignment,
         Hop,
+        RecutState,
         StateSource,
         HopConfig,
         TrialConfig,

@@ -11,6 +11,7 @@ from typing import Any
 
 from cerebro_hydra.plan.device_work import DeviceWork
 from cerebro_hydra.plan.hop_config import TrialConfig
+from cerebro_hydra.plan.recut_events import RecutRefused, TrialRecut
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,15 @@ class StateReceived:
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed:
-    """The user's code failed, so the trial fails with this traceback."""
+    """The user's code failed, so the trial fails with this traceback.
+
+    If it lacked ``memory`` that a finer cut saves, it may be cut finer instead.
+    """
 
     attempt: int
     incarnation: str
     error: str
+    memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +387,8 @@ Event = (
     | CheckpointFailed
     | ForkFailed
     | StateDiffers
+    | TrialRecut
+    | RecutRefused
     | RunResumed
     | SearchEvent
     | Assigned

@@ -95,6 +95,17 @@ class Holders:
                     gone.append(segment)
         return tuple(gone[1:])  # without the cursor, which no other state has
 
+    def recut(self, trial: int, visit: int, digests: Iterable[tuple[str, str]]) -> None:
+        """Define a state anew that only the store holds, by the segments of another cut.
+
+        The segments of the former cut stay there until files that nobody names are swept.
+        """
+        places = [*self.where(trial, visit)]
+        assert places == [STORE], f"state {visit} of trial {trial} is at {places}"
+        self.drop(trial, visit, STORE)
+        self.define(trial, visit, digests)
+        self.add(trial, visit, STORE)
+
     def begin_write(self, trial: int, visit: int, where: str) -> None:
         """Note that this place writes the state to the store, whose segments must stay there."""
         self._writers[where] = self._writers.get(where, 0) + 1

@@ -23,7 +23,8 @@ class TrialConfig:
     ``custom_metrics`` names the metrics that the user's code merges after every epoch
     (``MergeMetrics``). A trial with a ``patience`` ends when that many epochs in a row were not
     better; with None it trains all epochs. Its result is the state after its best epoch if it
-    keeps the "best", and the newest state if it keeps the "last".
+    keeps the "best", and the newest state if it keeps the "last". A trial that may be cut ``finer``
+    is, once, when it runs out of memory.
 
     Raises:
         ConfigurationError: a number can't be used.
@@ -36,6 +37,7 @@ class TrialConfig:
     custom_metrics: tuple[str, ...] = ()
     patience: int | None = None
     keep: str = "last"
+    finer: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a trial that no run can train."""

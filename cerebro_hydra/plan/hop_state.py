@@ -61,6 +61,7 @@ from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.instructions import Commit, FinishRun, Instruction
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS, story
 from cerebro_hydra.plan.progress import Attempt, TrialProgress
+from cerebro_hydra.plan.recut_events import RecutRefused, TrialRecut
 from cerebro_hydra.plan.retention import Retention
 from cerebro_hydra.plan.search_events import SearchEvents
 from cerebro_hydra.plan.tables import RunTables
@@ -163,6 +164,12 @@ class HopState:
                 where = f"visit {event.visit} in shards {list(event.shards)}"
                 self.tables.log(event.trial, f"was made again with other bytes: {where}")
                 return ()
+            case TrialRecut():
+                self._course.finer_cuts.take(event)
+                return (event.config.trial,)
+            case RecutRefused():
+                if not self.trials[event.trial].over:
+                    self._course.end(event.trial, "failed", event.error)
             case MetricsMerged():
                 if self._is_merging(event):
                     self._course.end_epoch(event.trial, event.values)
@@ -185,7 +192,10 @@ class HopState:
             case TaskFailed():
                 where = f"partition {attempt.partition} on worker {attempt.worker}"
                 self.tables.log(attempt.trial, f"attempt {attempt.number} failed on {where}")
-                self._course.end(attempt.trial, "failed", event.error)
+                if event.memory:
+                    self._course.ran_out_of_memory(attempt, event.error)
+                else:
+                    self._course.end(attempt.trial, "failed", event.error)
             case AuditFailed():
                 self._course.audit_failed(attempt, event.difference)
             case TransferFailed():
@@ -233,13 +243,16 @@ class HopState:
         return concerned
 
     def _resume(self) -> Iterable[int]:
-        """Go on from the store alone; metrics whose merge has no answer are merged again."""
+        """Go on from the store alone; merges and cuts without an answer are asked for again."""
         reason = "the run was resumed"
         self.adoptions = Adoptions(self.tables)
         lost = {agent.incarnation for agent in self.workers}
-        concerned = {n for n, trial in self.trials.items() if trial.merge_attempt is not None}
-        for number in concerned:
-            self.trials[number].merge_attempt = None
+        concerned = set[int]()
+        for number, trial in self.trials.items():
+            if trial.merge_attempt is not None or trial.recutting is not None:
+                trial.merge_attempt = None
+                self._course.finer_cuts.forget(number, trial)
+                concerned.add(number)
         for agent in list(self.workers):
             self._fenced.add(agent.incarnation)
             concerned |= self._remove(agent, reason)

@@ -170,6 +170,28 @@ class TrainUncut:
 
 
 @dataclass(frozen=True, slots=True)
+class CutFiner:
+    """Cut the trial finer, and lay out these states of the store so, because it lacks memory.
+
+    ``TrialRecut`` or ``RecutRefused`` answers. Until then it does not train.
+    """
+
+    trial: int
+    visits: tuple[int, ...]
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeCut:
+    """Let the trial go on from ``visit`` in the shards of a ``TrialRecut``, instead of so many."""
+
+    trial: int
+    visit: int
+    shards_before: int
+    shards: int
+
+
+@dataclass(frozen=True, slots=True)
 class EndEpoch:
     """End an epoch of the trial with "train_loss" and, if there is validation data, "val_*"."""
 
@@ -220,6 +242,8 @@ Instruction = (
     | Commit
     | Redo
     | TrainUncut
+    | CutFiner
+    | ChangeCut
     | EndEpoch
     | FinishTrial
     | ReopenTrial

@@ -114,6 +114,11 @@ def _check_states(state: HopState, index: int, trial: TrialProgress) -> None:
         assert not trial.attempts, f"trial {index} is paused and runs"
         stored = all(state.holders.holds(index, v, STORE) for v in state.retention.needed(trial))
         assert stored or trial.saving, f"trial {index} is paused, and nothing is saved"
+    if trial.lacking is not None:
+        assert not trial.attempts, f"trial {index} is to be cut finer and runs"
+    if trial.recutting is not None and not trial.over:
+        stored = all(state.holders.holds(index, v, STORE) for v in trial.recutting)
+        assert stored, f"trial {index} is cut finer, and {trial.recutting} are not all in the store"
     if trial.over:
         assert not trial.attempts, f"trial {index} is over and runs"
         for visit in visits:

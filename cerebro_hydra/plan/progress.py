@@ -86,6 +86,9 @@ class TrialProgress:
     failed_write: FailedWrite | None = None  # the latest of a state, until one is written
     uncut: bool = False  # an audit has failed, so it is trained in one piece
     restarting: bool = False  # it goes back to state 0 as soon as no checkpoint is under way
+    lacking: str | None = None  # why it is to be cut finer, for want of memory
+    recutting: tuple[int, ...] | None = None  # the states of a ``CutFiner`` without an answer
+    shards_before: int | None = None  # it was cut finer
     stop_reason: str | None = None  # None until the trial is stopped
     base: int = 0  # the visit of the oldest state that it may fall back to
     awaits: int | None = None  # the parent whose state ``base`` is not in the store yet

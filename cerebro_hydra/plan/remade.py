@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from cerebro_hydra.plan.events import Event, StateDiffers, SubEpochDone
-from cerebro_hydra.plan.instructions import Commit, Instruction, TrainUncut
+from cerebro_hydra.plan.instructions import ChangeCut, Commit, Instruction, TrainUncut
 
 _Digests = tuple[tuple[str, str], ...]
 
@@ -69,7 +69,7 @@ class RemadeStates:
         for each in instructions:
             if isinstance(each, Commit):
                 yield each, self._done.pop(each.attempt)
-            elif isinstance(each, TrainUncut):
+            elif isinstance(each, TrainUncut | ChangeCut):
                 self._void.pop(each.trial, None)
 
     @staticmethod

@@ -39,6 +39,7 @@ class RunTables:
         self.open_tasks = OpenTasks(config.partitions)
         self.forks: dict[int, list[int]] = {}  # by parent, those whose states are not stored yet
         self.candidates: dict[int, TrialProposed] = {}  # neither admitted nor refused yet
+        self.recutting: set[int] = set()  # the trials of a ``CutFiner`` without an answer
         self.search_closed = False  # whether nothing is proposed and no budget extended any more
         self.events = 0
         self.instructions: list[Instruction] = []  # what the present event leads to
@@ -102,6 +103,7 @@ class RunTables:
             trial.status in ("waiting", "running")
             and trial.awaits is None
             and not trial.restarting
+            and trial.lacking is None
             and len(trial.history) < trial.budget
             and outcome(self.config, trial, self.search_closed) is None
             and any(self.sources(trial))
@@ -187,6 +189,7 @@ class RunTables:
         assert self.in_training == training, f"{training:b} may train, not {self.in_training:b}"
         for number, trial in self.trials.items():
             trial.evaluation.check()
+            assert (trial.recutting is not None) == (number in self.recutting), f"trial {number}"
             assert trial.evaluating == mask_of(trial.evaluations), f"trial {number}: {trial}"
             begun = len(trial.history) * self.config.partitions
             assert trial.trained == mask_of(trial.visits.partitions_from(begun)), (

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from cerebro_hydra.plan.attempts import Attempts
 from cerebro_hydra.plan.checkpoints import Checkpoints
 from cerebro_hydra.plan.evaluation import epoch_metrics
+from cerebro_hydra.plan.finer_cuts import PARENT_WAS_RECUT, FinerCuts
 from cerebro_hydra.plan.holders import STORE
 from cerebro_hydra.plan.instructions import (
     Drop,
@@ -39,6 +40,9 @@ NOT_SAVED = (
     "Its metrics are complete. Make room or mend the store before the next run"
 )
 
+NOT_KEPT = "{}\nIt can't be cut finer, because its state could not be written to the store: {}"
+
+LACKS_MEMORY_AGAIN = "{}\nIt ran out of memory cut into {} shards, and again cut into {}"
 
 UNREADABLE = (
     "its first state ({}) can't be read from the store, and no other state is left: {}. Look "
@@ -59,6 +63,7 @@ class TrialCourse:
         self._config = tables.config
         self._tables, self._attempts, self._retention = tables, attempts, retention
         self._checkpoints = checkpoints
+        self.finer_cuts = FinerCuts(tables, retention, checkpoints)
 
     def recover(self, index: int, trial: TrialProgress, lost: Collection[str], reason: str) -> None:
         """Roll back if a state that the trial needs is gone, and abandon fetches from ``lost``."""
@@ -95,6 +100,21 @@ class TrialCourse:
         trial.uncut = trial.restarting = True
         self._attempts.abandon_all(trial)
         self._tables.instructions.append(TrainUncut(index, difference))
+
+    def ran_out_of_memory(self, attempt: Attempt, error: str) -> None:
+        """Let the trial be cut finer, or end it if it may not be, or was already."""
+        index, trial = attempt.trial, self._tables.trials[attempt.trial]
+        if trial.config.finer:
+            self._cut_finer(index, trial, error)
+            return
+        if trial.shards_before is not None:
+            shards = trial.shards_before, len(trial.config.initial_digests)
+            error = LACKS_MEMORY_AGAIN.format(error.rstrip(), *shards)
+        self.end(index, "failed", error)
+
+    def _cut_finer(self, index: int, trial: TrialProgress, error: str) -> None:
+        self._attempts.abandon_all(trial)
+        trial.lacking = error
 
     def _restart(self, index: int, trial: TrialProgress) -> None:
         """Go back to the first state, unless a state is being written, which must stay."""
@@ -163,6 +183,7 @@ class TrialCourse:
         """End the trial now."""
         trial = self._tables.trials[index]
         self._attempts.abandon_all(trial)
+        self.finer_cuts.forget(index, trial)
         trial.forget_evaluation()
         self._tables.set_status(index, status)
         trial.result = 0 if status == "failed" else result_visit(self._config, trial)
@@ -177,6 +198,9 @@ class TrialCourse:
             self._end_what_is_over(index, trial)
         if trial.over or not trial.restarting:  # else what a fork waits for is void
             self._settle_forks(index, trial)
+        goes_on = not (trial.over or trial.awaits is not None or self._outcome(trial))
+        if goes_on and (error := self.finer_cuts.go_on(index, trial)) is not None:
+            self.end(index, "failed", NOT_KEPT.format((trial.lacking or "").rstrip(), error))
 
     def _end_what_is_over(self, index: int, trial: TrialProgress) -> None:
         partitions = self._config.partitions
@@ -226,6 +250,8 @@ class TrialCourse:
                 self._tables.refresh(number)
             elif self._checkpoints.ensure(index, trial, fork.base):
                 fork.awaits, fork.uncut = None, trial.uncut
+                if fork.config.initial_digests != trial.config.initial_digests:
+                    self._cut_finer(number, fork, PARENT_WAS_RECUT)
                 holders.fork(index, fork.base, number)
                 holders.add(number, fork.base, STORE)
                 self._tables.instructions.append(ForkState(number, index, fork.base))

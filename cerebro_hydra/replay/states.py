@@ -36,17 +36,25 @@ def read_saved(folder: RunFolder, trial: int, visit: int, run_id: str | None = N
     saved = SavedState()
     for shard in folder.read_state(trial, visit, run_id)["shards"]:
         for digest in (shard["frozen"], shard["trainable"]):
-            content = bytes(folder.read_object(digest))
-            where = f"object {digest} of {folder.path!r}"
-            with consistent(where):
-                saved.tensors |= _tensors(content, where)
+            saved.tensors |= read_segment(folder, digest)
         if shard["cursor"] and "groups" in shard["cursor"]:  # else a fork has not trained yet
             saved.groups.append(shard["cursor"]["groups"])
     return saved
 
 
+def read_segment(folder: RunFolder, digest: str) -> dict[str, Tensor]:
+    """Return what a segment holds, without its padding and optimizer state that is not there.
+
+    Raises:
+        StoreError: it is missing or damaged.
+    """
+    content = bytes(folder.read_object(digest))
+    where = f"object {digest} of {folder.path!r}"
+    with consistent(where):
+        return _tensors(content, where)
+
+
 def _tensors(content: bytes, where: str) -> dict[str, Tensor]:
-    """Return what a segment holds, without its padding and optimizer state that is not there."""
     try:
         tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:

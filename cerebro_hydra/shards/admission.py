@@ -82,6 +82,7 @@ def admit(
     trial_seed: int,
     cache: CutModelCache | None = None,
     profiler: TaskProfiler | None = None,
+    least_shards: int = 1,
 ) -> AdmittedCut:
     """Choose a cut and compare it with plain training, two steps at every batch size.
 
@@ -92,6 +93,7 @@ def admit(
     Args:
         examples: real batches (features, targets), one for each batch size that will occur.
         profiler: measures the admitted cut, and says what `shards="auto"` has to fit.
+        least_shards: what `shards="auto"` tries to have at least.
 
     Raises:
         ConfigurationError: the model, loss or optimizer fails on the batches, `shards` names a
@@ -100,7 +102,8 @@ def admit(
     if not examples:
         raise ConfigurationError("there are no rows; admission needs a batch to try the model on")
     with kept_heap():
-        return _admit(recipe, examples, trial_seed, cache or CutModelCache(), profiler)
+        cache = cache or CutModelCache()
+        return _admit(recipe, examples, trial_seed, cache, profiler, least_shards)
 
 
 def _admit(
@@ -109,6 +112,7 @@ def _admit(
     trial_seed: int,
     cache: CutModelCache,
     profiler: TaskProfiler | None,
+    least_shards: int,
 ) -> AdmittedCut:
     check = CutCheck.plain(recipe, examples, trial_seed)
     trained = check.trainer.recipe
@@ -141,7 +145,7 @@ def _admit(
             return choose_by_time(points, seconds, recipe.shards), seconds
         if profiler is None:
             return choose_whole(points), ()
-        return choose_to_fit(recipe, points, profiler, profiled)
+        return choose_to_fit(recipe, points, profiler, profiled, least_shards)
 
     attempts: list[FailedAttempt] = []
     tried: set[CutSpec] = set()

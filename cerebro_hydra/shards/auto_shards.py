@@ -19,12 +19,16 @@ def choose_to_fit(
     points: CutPoints,
     profiler: TaskProfiler,
     profiled: Callable[[CutSpec], TrialProfile],
+    least: int = 1,
 ) -> tuple[CutChoice, list[float]]:
     """Return the choice, and the seconds between all places where the model can be cut.
 
     Every unit is measured once, the cut is computed from that, and is measured itself before it is
     chosen. Where a unit is too large for that, no device has room for the next shard beside the
     present one. Without a budget, and where activations are kept, the model stays whole.
+
+    Args:
+        least: how many shards there are to be, if the model has so many units.
 
     Raises:
         ConfigurationError: a unit does not fit a device.
@@ -40,16 +44,16 @@ def choose_to_fit(
     names = [*points.units[:1], *points.allowed]
 
     def fitting(buffers: int) -> CutChoice:
-        least = 1
+        shards = min(least, len(units))
         while True:
             groups = auto_cut(
                 names, units, budget,
-                by_modules=points.mode == "modules", buffers=buffers, least=least,
+                by_modules=points.mode == "modules", buffers=buffers, least=shards,
             )  # fmt: skip
             choice = choose_groups(points, seconds, groups)
             if profiler.fits(recipe, profiled(choice.spec), buffers):
                 return choice
-            least = len(groups) + 1
+            shards = len(groups) + 1
 
     with suppress(ConfigurationError):
         return fitting(buffers=2), seconds

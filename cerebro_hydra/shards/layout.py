@@ -150,10 +150,10 @@ def initial_segments(recipe: Recipe, layout: TrialLayout) -> Iterator[Segments]:
     tensors |= {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
     for shard in layout.shards:
         both = {"frozen": shard.frozen, "trainable": shard.trainable}
-        yield {name: _filled(segment, tensors) for name, segment in both.items()}
+        yield {name: filled(segment, tensors) for name, segment in both.items()}
 
 
-def _filled(segment: SegmentLayout, tensors: Mapping[str, Tensor]) -> Bytes:
+def filled(segment: SegmentLayout, tensors: Mapping[str, Tensor]) -> Bytes:
     """Return a segment with the tensors that exist, and marks of the optimizer state among them."""
     marks = [e.name in tensors for e in segment.entries if is_optimizer_state(e.name)]
     given = {**tensors, EXISTS: torch.tensor(marks, dtype=torch.uint8)}

@@ -44,8 +44,8 @@ class LiveBytes(TorchDispatchMode):
             self._count(storage, storage.nbytes())
         if self.now > self.most:
             raise MemoryError(
-                f"a batch takes {bytes_text(self.now)} of a device beside its shard, and "
-                f"{bytes_text(self.most)} is what the largest batch of the first rows took; let "
+                f"a batch takes {bytes_text(self.now)} of a device beside its shard, and it may "
+                f"take {bytes_text(self.most)}, by the largest batch of the first rows; let "
                 "collate limit the size of a batch, or use smaller microbatches"
             )
         return result

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable
+from dataclasses import replace
 
+from cerebro_hydra.plan.run_progress import RunSpec
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.attribute_values import AttributeValues
 from cerebro_hydra.shards.cut_model import CutModel
@@ -13,7 +15,7 @@ from cerebro_hydra.shards.model_key import model_key
 from cerebro_hydra.shards.recent import Recent
 from cerebro_hydra.shards.sample import Example, Sample
 from cerebro_hydra.shards.state_template import StateTemplate
-from cerebro_hydra.shards.task_profile import TaskProfile, profile
+from cerebro_hydra.shards.task_profile import Needs, TaskProfile, profile
 from cerebro_hydra.shards.trial_profile import TrialProfile
 
 MOST_PROFILES = 1000
@@ -75,6 +77,27 @@ class TaskProfiler:
         recompute = found.recomputes(asked_recompute(recipe), self.budget, window)
         runs = found.training(0, window, window, recompute), found.evaluation(0, 1)
         return all(run.buffered_need(buffers) <= self.budget for run in runs)
+
+    def with_all_room(self, found: TrialProfile, window: int) -> TrialProfile:
+        """Return the profile of a trial that needs more than was measured, nobody knows how much.
+
+        Its activations are computed again, and its tasks may have all that a device has beside the
+        shard that they compute with; the next one is not copied meanwhile.
+        """
+        assert self.budget is not None and found.tasks is not None
+        budget = self.budget
+
+        def enlarged(run: RunSpec) -> Needs:
+            room = [budget - run.held_bytes - shard.state for shard in run.shards]
+            return tuple(
+                replace(shard, state=0, activations=max(shard.activations, most))
+                for shard, most in zip(run.shards, room, strict=True)
+            )
+
+        training = enlarged(found.training(0, window, window, recompute=True))
+        evaluation = enlarged(found.evaluation(0, 1))
+        tasks = replace(found.tasks, keep=None, recompute=training, evaluation=evaluation)
+        return replace(found, tasks=tasks)
 
 
 def asked_recompute(recipe: Recipe) -> bool | None:

@@ -81,14 +81,19 @@ class TrialProfile:
     def training(self, run: int, microbatches: int, window: int, recompute: bool) -> RunSpec:
         """Return the run of a sub-epoch."""
         graph = TaskGraph(len(self.shards), microbatches, window, self.barrier, self.tied)
-        needs = self._unmeasured() if self.tasks is None else self.tasks.training(recompute)
+        kept = [self.kept_gradients(number, graph) for number in range(graph.shards)]
+        if self.tasks is None:  # the least that tasks need are gradients that nobody keeps
+            least = [s.gradients - own for s, own in zip(self.shards, kept, strict=True)]
+            needs: Needs = tuple(ShardSpec(0, activations=each) for each in least)
+        else:
+            needs = self.tasks.training(recompute)
         shards = tuple(
             replace(
                 need,
-                state=shard.frozen + shard.trainable + self.kept_gradients(number, graph),
+                state=shard.frozen + shard.trainable + own,
                 forward_writes=shard.forward_writes,
             )
-            for number, (shard, need) in enumerate(zip(self.shards, needs, strict=True))
+            for shard, need, own in zip(self.shards, needs, kept, strict=True)
         )
         return RunSpec(run, graph, shards, by_modules=True, recompute=recompute)
 
@@ -101,7 +106,3 @@ class TrialProfile:
             for shard, need in zip(self.shards, needs, strict=True)
         )
         return RunSpec(run, graph, shards, by_modules=True)
-
-    def _unmeasured(self) -> Needs:
-        """Return the least that tasks of training need: the gradients of their shard."""
-        return tuple(ShardSpec(0, activations=shard.gradients) for shard in self.shards)

@@ -39,7 +39,8 @@ class TrialSpec:
     `nbytes` is the size of its state; `steps` holds optimizer steps per partition; `parameters`
     counts the model's elements, frozen ones too; `recompute` says whether
     activations are computed again in backward, None leaves it to the worker; `tasks` is what the
-    tasks of its shards were measured to need of a device, None where no queues were asked for.
+    tasks of its shards were measured to need of a device, None where no queues were asked for. A
+    trial that may be cut `finer` is, once, when it runs out of memory; its document changes then.
     """
 
     trial: Count
@@ -53,7 +54,10 @@ class TrialSpec:
     accumulate: Positive
     steps: tuple[Count, ...]
     shards: tuple[tuple[Digest, Digest], ...]
-    """The digests of state 0: (frozen, trainable) of every shard."""
+    """The digests of state 0: (frozen, trainable) of every shard.
+
+    A fork has its parent's, until it is cut finer; then it has those of the state it began with.
+    """
     patience: Positive | None = None
     """Epochs in a row without a better state that end the trial early; None: it never ends so."""
     keep: Annotated[str, one_of("best", "last")] = "last"
@@ -64,6 +68,7 @@ class TrialSpec:
     schedule: Annotated[str, one_of("sequential", "sharp")] = "sequential"
     recompute: bool | None = None
     tasks: Mapping[str, Any] | None = None
+    finer: bool = False
 
     @property
     def steps_per_epoch(self) -> int:

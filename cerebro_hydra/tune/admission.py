@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import tempfile
 import threading
 import traceback
@@ -15,8 +16,11 @@ from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.value_ranges import value_ranges
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.human_units import bytes_text
+from cerebro_hydra.plan.instructions import CutFiner
+from cerebro_hydra.plan.recut_events import TrialRecut
 from cerebro_hydra.recipe import (
     Columns,
     Metric,
@@ -36,13 +40,13 @@ from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.shards.sample import Example
 from cerebro_hydra.shards.task_profiler import asked_recompute
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.tune.all_failed import reason
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.memory_bill import MemoryBill
 from cerebro_hydra.tune.range_check import check_value_ranges
+from cerebro_hydra.tune.relaid_states import relaid_state, write_segments
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,50 @@ class Admission:
         self._check_metrics(params, {m.name: m.direction for m in recipe.metric_list})
         return Admitted(spec, tuple(recipe.state_metrics))
 
+    def recut(self, asked: CutFiner) -> TrialRecut:
+        """Admit a trial that ran out of memory again, in about twice the shards.
+
+        Raises:
+            Refused: it can't be cut finer, or its states can't be laid out.
+            DataError: rows can't be read as they were prepared.
+        """
+        with exclusive_generator:
+            with _refusing():
+                spec = self._folder.read_trial(asked.trial, self._folder.run_id)
+                recipe = build_recipe(self._factory, spec.params, self._seed, self._columns)
+            with self._within_memory(spec.trial, recipe):
+                return self._recut(spec, recipe, asked.visits)
+
+    def _recut(self, spec: TrialSpec, recipe: Recipe, visits: Sequence[int]) -> TrialRecut:
+        recipe.shards, recipe.recompute = AUTO, True
+        before, examples = len(spec.shards), self._example_batches(recipe)
+        with _refusing():
+            if self._profiler is None or self._profiler.budget is None:
+                raise ConfigurationError("the backend has no device_memory any more; give it one")
+            if recipe.warm_start is not None:
+                load_warm_start(recipe.model, recipe.warm_start)
+            cut = self._cut(recipe, examples, spec.seed, 2 * before)
+            if len(cut.layout.shards) <= before or cut.profile is None:
+                raise ConfigurationError(
+                    f"the model can't be cut into more than {before} shards; use a smaller "
+                    "batch_size, with accumulate"
+                )
+            profile = self._profiler.with_all_room(cut.profile, recipe.accumulate)
+            states = [relaid_state(self._folder, spec.trial, v, cut.layout) for v in visits]
+        finer = replace(
+            spec,
+            **_structure(cut),
+            shards=states[0].digests,
+            recompute=True,
+            tasks=profile.tasks.to_json() if profile.tasks is not None else None,
+            finer=False,
+        )
+        with _refusing():
+            self._memory_bill.check(finer, profile)
+        self._report_cut(finer, cut.report)
+        document = json.loads(json.dumps(finer.to_json()))
+        return TrialRecut(trial_config(finer), tuple(states), document)
+
     def state_metrics(self, params: Mapping[str, Any]) -> tuple[Metric, ...]:
         """Return the custom metrics of a trial that was admitted in another process."""
         recipe = build_keeping_random_state(self._factory, params, self._seed, self._columns)
@@ -170,10 +218,11 @@ class Admission:
         if recipe.warm_start is not None:
             with _refusing():
                 load_warm_start(recipe.model, recipe.warm_start)
-        if parent is not None and recipe.shards == AUTO:
+        finer = self._may_be_cut_finer(recipe)
+        if parent is not None and (recipe.shards == AUTO or finer):
             recipe.shards = list(parent.cut["at"])
         seed = trial_seed(self._seed, trial)
-        examples = [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]
+        examples = self._example_batches(recipe)
         with _refusing():
             admission = self._cut(recipe, examples, seed)
             if parent is None:
@@ -209,6 +258,7 @@ class Admission:
             schedule=recipe.schedule,
             recompute=asked_recompute(recipe),
             tasks=profile.tasks.to_json() if profile is not None and profile.tasks else None,
+            finer=finer,
         )
         if profile is not None:
             with _refusing():
@@ -241,23 +291,28 @@ class Admission:
 
     def _written(self, initial: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
         """Write the segments of a state by digest; return (frozen, trainable) of each shard."""
-        shards = []
-        for segments in initial:
-            named = {name: digest(buffer) for name, buffer in segments.items()}
-            for name, buffer in segments.items():
-                self._folder.write_object(named[name], buffer.data)
-            shards.append((named["frozen"], named["trainable"]))
-        return tuple(shards)
+        return tuple(write_segments(self._folder, segments) for segments in initial)
 
-    def _cut(self, recipe: Recipe, examples: Sequence[Example], seed: int) -> AdmittedCut:
+    def _example_batches(self, recipe: Recipe) -> list[Example]:
+        return [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]
+
+    def _may_be_cut_finer(self, recipe: Recipe) -> bool:
+        """Return whether more shards than the trial has may help it when it runs out of memory."""
+        limited = self._profiler is not None and self._profiler.budget is not None
+        by_number = recipe.shards == AUTO or (type(recipe.shards) is int and recipe.shards > 1)
+        return limited and by_number and recipe.recompute is not False
+
+    def _cut(
+        self, recipe: Recipe, examples: Sequence[Example], seed: int, least: int = 1
+    ) -> AdmittedCut:
         """Return the cut of a trial, as an equal one was admitted or after trying it."""
         key = admission_key(recipe, examples)
-        if key is not None and key in self._cuts:
-            return self._cuts[key]
-        cut = admit(recipe, examples, seed, self._cut_models, self._profiler)
+        if key is not None and (key, least) in self._cuts:
+            return self._cuts[key, least]
+        cut = admit(recipe, examples, seed, self._cut_models, self._profiler, least)
         check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
         if key is not None:
-            self._cuts[key] = cut
+            self._cuts[key, least] = cut
         return cut
 
     def _report_cut(self, spec: TrialSpec, report: CutReport) -> None:

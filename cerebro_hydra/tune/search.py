@@ -276,6 +276,7 @@ class Search(ABC):
                 report = self._surroundings.report
                 trials = SearchTrials(course, admission, folder, self.admission_seconds, report)
                 trials.admit_first()
+                self.backend.launcher()  # else a run of a Spark that was stopped would stay
                 document = self._document(folder, manifest, admission.metrics)
                 folder.write_json(RUN_FILE, document.to_json())
             parts = (folder, document, trials, manifest)

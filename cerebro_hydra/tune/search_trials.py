@@ -13,22 +13,26 @@ from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.hopper.trial_source import News, NewTrial
 from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.events import Event, TrialAdded, TrialForked, TrialProposed, TrialRefused
-from cerebro_hydra.plan.instructions import FinishTrial, Instruction
+from cerebro_hydra.plan.instructions import CutFiner, FinishTrial, Instruction
+from cerebro_hydra.plan.recut_events import RecutRefused, TrialRecut
 from cerebro_hydra.recipe import Metric, merge_metrics
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
-from cerebro_hydra.tune.admission import Admission, Admitted, Refused
-from cerebro_hydra.tune.all_failed import all_failed
+from cerebro_hydra.tune.admission import Admission, Refused
+from cerebro_hydra.tune.all_failed import all_failed, reason
 from cerebro_hydra.tune.search_course import SearchCourse
 from cerebro_hydra.tune.timed_call import Overdue, TimedCall
 from cerebro_hydra.waits import Waiting
+
+NOT_FINER = "{}\nIt was to be cut finer, in vain: {}"
 
 
 class SearchTrials:
     """Admits candidates one at a time, in the order in which they are proposed; a `TrialSource`.
 
     The first one that can train is admitted before the run begins, and the others while it goes
-    on. A candidate that can't be built, or whose admission takes too long, fails alone.
+    on. A candidate that can't be built, or whose admission takes too long, fails alone. Among them,
+    trials that ran out of memory are admitted again, cut finer.
 
     What a searcher proposes is in the journal as `TrialProposed`, and so is what became of it:
     `TrialAdded`, `TrialForked` or `TrialRefused`. So a run whose driver died goes on with `resume`
@@ -60,8 +64,8 @@ class SearchTrials:
         self._begun: list[Event | NewTrial] = []  # what happened before the run began
         self._settled = 0  # the candidates that were admitted or refused by then
         self._counted = 0  # those that were proposed by then
-        self._candidates: queue.SimpleQueue[TrialProposed | None] = queue.SimpleQueue()
-        self._call: TimedCall[Admitted] | None = None
+        self._candidates: queue.SimpleQueue[TrialProposed | CutFiner | None] = queue.SimpleQueue()
+        self._call: TimedCall[Any] | None = None
         self._closed = threading.Event()
 
     def admit_first(self) -> None:
@@ -137,6 +141,9 @@ class SearchTrials:
 
     def follow(self, event: Event, instructions: Sequence[Instruction]) -> Iterable[Event]:
         """Tell the searcher what has happened, and return what it decides."""
+        for instruction in instructions:
+            if isinstance(instruction, CutFiner):
+                self._candidates.put(instruction)
         match event:
             case TrialProposed(trial) if trial >= self._settled:
                 self._to_check += trial >= self._counted
@@ -165,12 +172,31 @@ class SearchTrials:
         with self._waiting:
             while (candidate := self._candidates.get()) is not None:
                 try:
-                    news: News = self._admit(candidate)
+                    if isinstance(candidate, CutFiner):
+                        news: News = self._recut(candidate)
+                    else:
+                        news = self._admit(candidate)
                 except BaseException as error:
                     news = error
                 if self._closed.is_set():
                     return
                 put(news)
+
+    def _recut(self, asked: CutFiner) -> TrialRecut | RecutRefused:
+        name, error = trial_name(asked.trial), asked.error.rstrip()
+        self._waiting.now(f"cutting {name} finer, which ran out of memory")
+        self._call = TimedCall(partial(self._admission.recut, asked))
+        try:
+            recut: TrialRecut = self._call.result(self._seconds)
+            return recut
+        except Refused as refusal:
+            return RecutRefused(asked.trial, NOT_FINER.format(error, reason(str(refusal))))
+        except Overdue:
+            late = f"that takes longer than admission_seconds={self._seconds}"
+            return RecutRefused(asked.trial, NOT_FINER.format(error, late))
+        finally:
+            self._call = None
+            self._waiting.now("")
 
     def _admit(self, candidate: TrialProposed) -> NewTrial | TrialRefused:
         number, parent = candidate.trial, None

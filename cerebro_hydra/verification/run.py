@@ -157,6 +157,10 @@ class _Verification:
                     self._made[told["trial"], told["visit"]] = reported[told["attempt"]]
                 elif told["type"] == "ForkState" and (visit := told["visit"]):
                     self._made[told["trial"], visit] = self._made[told["parent"], visit]
+                elif told["type"] == "ChangeCut":
+                    for state in event["states"]:
+                        digests = tuple((f, t) for f, t in state["digests"])
+                        self._made[told["trial"], state["visit"]] = digests
                 elif told["type"] == "FinishTrial" and told["visit"]:
                     self._results[told["trial"]] = told["visit"]
                 elif told["type"] == "ReopenTrial":

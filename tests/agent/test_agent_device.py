@@ -10,10 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cerebro_hydra.agent.device import Device
 from cerebro_hydra.agent.device_memory import DeviceMemory
-from cerebro_hydra.agent.device_messages import Compute, Done, Move, Open, Opened, Profile, RunOrder
+from cerebro_hydra.agent.device_messages import (
+    Close,
+    Compute,
+    Done,
+    Move,
+    Open,
+    Opened,
+    Profile,
+    RunOrder,
+)
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.shards.layout import Bytes, Segments
 from cerebro_hydra.testing.queue_worker import train
@@ -62,6 +72,74 @@ def test_a_shard_is_brought_while_another_one_is_written_back() -> None:
         device.close()
     assert all(isinstance(each, Done) for each in done)
     assert {each.action for each in done} == set(moves[1:])
+
+
+class CountingMemory(DeviceMemory):
+    """Counts the shards that have slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.brought, self.computing = threading.Event(), threading.Event()
+
+    def promote(self, slabs: Mapping[str, Bytes], gradients: int) -> Segments:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.brought.set()
+        return super().promote(slabs, gradients)
+
+    def give_up(self, slots: Segments) -> None:
+        self.now -= 1
+        super().give_up(slots)
+
+
+class WaitingTrials(ByteTrials):
+    """Computes for trial 1 until one more shard is brought, or it is clear that none will be."""
+
+    def __init__(self, memory: CountingMemory) -> None:
+        super().__init__((8,))
+        self._memory = memory
+
+    def open(self, order: RunOrder) -> Any:
+        run = super().open(order)
+        if order.run == 1:
+            run.perform = self._wait
+        return run
+
+    def _wait(self, task: Action) -> Done:
+        self._memory.brought.clear()
+        self._memory.computing.set()
+        self._memory.brought.wait(0.3)
+        return Done(task)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_no_shard_is_brought_before_the_one_whose_place_it_takes_is_given_up(
+    cancelled: bool,
+) -> None:
+    answers, memory = queue.SimpleQueue[Any](), CountingMemory()
+    trials = WaitingTrials(memory)
+    device = Device(trials, memory, answers.put)
+    device.start()
+    spec: Any = None
+    loads = [Action(run, 0, ActionKind.LOAD, device=0) for run in range(3)]
+    forwards = [Action(run, 0, ActionKind.F, 0, device=0) for run in range(2)]
+    for run in range(3):
+        device.give(Open(RunOrder(run, spec, train(run, run, 1), 0, recompute=False)))
+    for load in loads[:2]:
+        device.give(Move(load, trials.initial(0)[0], {"step": 0}))
+        wait_for(answers, load)
+    device.give(Compute((forwards[0],)))
+    wait_for(answers, forwards[0])
+    device.give(Compute((forwards[1],)))
+    assert memory.computing.wait(SECONDS)
+    if cancelled:
+        device.give(Close(0, cancelled=True))
+    device.give(Move(replace(loads[0], kind=ActionKind.DROP)))
+    device.give(Move(loads[2], trials.initial(0)[0], {"step": 0}))
+    wait_for(answers, loads[2])
+    device.close()
+    assert memory.most == 2
 
 
 def wait_for(answers: queue.SimpleQueue[Any], action: Action) -> None:

@@ -133,6 +133,7 @@ def test_a_run_whose_activations_find_no_memory_is_done_again_without_them_once(
             assert_trained(made, trials, trial, results[trial], trials.initial(trial))
         assert isinstance(results[1], events.TaskFailed)
         assert "there is no room" in results[1].error
+        assert not results[1].memory, "without a budget a finer cut would need as much"
         made.perform(train(3, 0, 2))  # its next sub-epoch keeps no activations from the outset
         assert isinstance(made.result(), events.SubEpochDone)
         kept = [spec.keeps_all for spec in made.state.added]
@@ -140,6 +141,17 @@ def test_a_run_whose_activations_find_no_memory_is_done_again_without_them_once(
     with bench(trials, len(SIZES), [None], recompute=False) as made:
         begin(made, trials, 1)
         assert isinstance(made.result(), events.TaskFailed), "what was asked for stays"
+
+
+def test_a_run_that_lacks_memory_without_kept_activations_says_that_a_finer_cut_may_help() -> None:
+    trials = ByteTrials(SIZES, hungry=frozenset({0}), faulty=frozenset({1}))
+    with bench(trials, len(SIZES), [4500]) as made:
+        begin(made, trials, 2)
+        results = {result.attempt: result for result in (made.result() for _ in range(2))}
+        assert (results[0].memory, results[1].memory) == (True, False)
+    with bench(trials, len(SIZES), [9000], recompute=False) as made:
+        begin(made, trials, 1)
+        assert not made.result().memory, "its activations stay, however it is cut"
 
 
 def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:

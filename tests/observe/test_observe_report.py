@@ -160,7 +160,7 @@ def test_values_have_four_digits_and_all_of_them_on_hover(page: Page, result: Se
 
 
 def test_the_same_reason_is_told_once() -> None:
-    row = {"status": "failed", "error": "boom", "uncut_because": ""}
+    row = {"status": "failed", "error": "boom", "uncut_because": "", "recut": ""}
     rows = [{**row, "id": "a"}, {**row, "id": "b", "error": ""}, {**row, "id": "c"}]
     (reason,) = _reasons(rows)
     assert reason["ids"] == ["a", "c"]

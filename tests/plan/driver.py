@@ -18,6 +18,7 @@ def config(
     patience: int | None = None,
     shards: int = 1,
     keep: str | None = None,
+    finer: bool = False,
     **more,
 ) -> ClosedSearch:
     each = (
@@ -29,6 +30,7 @@ def config(
             custom,
             patience,
             keep or ("last" if patience is None else "best"),
+            finer,
         )
         for t in range(trials)
     )

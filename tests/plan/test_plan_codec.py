@@ -14,6 +14,7 @@ from cerebro_hydra.plan.device_work import DeviceWork
 from cerebro_hydra.plan.events import EvaluationDone, Event, StateReceived, TrialProposed
 from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
 from cerebro_hydra.plan.instructions import Instruction, MergeMetrics, StateSource
+from cerebro_hydra.plan.recut_events import RecutState, TrialRecut
 
 st.register_type_strategy(float, st.floats(allow_nan=False))
 st.register_type_strategy(int, st.integers(-(2**63), 2**64 - 1))
@@ -43,6 +44,9 @@ trials = st.builds(
     keep=st.sampled_from(["best", "last"]),
 )
 st.register_type_strategy(TrialConfig, trials)
+recut_states = st.builds(RecutState, cursor=st.none() | params)
+recut = st.builds(TrialRecut, states=st.lists(recut_states).map(tuple), document=params)
+st.register_type_strategy(TrialRecut, recut)
 records = st.one_of(*(st.from_type(kind) for kind in (*get_args(Event), *get_args(Instruction))))
 configs = st.builds(
     HopConfig, partitions=st.integers(1, 9), order=st.sampled_from(["dynamic", "seeded"])

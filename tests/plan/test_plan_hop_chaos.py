@@ -21,7 +21,10 @@ from tests.examples import examples
 from tests.plan.world import World, score, val_loss
 
 METRICS = ("train_loss", "val_plain", "val_score")
-FAULTS = ("kill", "duplicate", "task", "transfer", "audit", "stop", "merge", "store", "driver")
+FAULTS = (
+    "kill", "duplicate", "task", "transfer", "audit", "stop", "merge", "store", "driver", "memory",
+    "cut",
+)  # fmt: skip
 
 
 def places(workers: int):
@@ -49,6 +52,7 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
             else (),
             patience=draw(st.sampled_from([None, 1, 2])),
             keep=draw(st.sampled_from(["best", "last"])),
+            finer="memory" in faults and draw(st.booleans()),
         )
         for t in range(draw(st.integers(1, 4)))
     )
@@ -65,7 +69,7 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
     limits = {
         "kill": 6, "duplicate": 9, "task": 1, "transfer": 3, "audit": 2, "stop": 1, "merge": 1,
         "reset": 15, "vanish": 4, "come back": 3,
-        "store": 3, "driver": 3,
+        "store": 3, "driver": 3, "memory": 4, "cut": 1,
     }  # fmt: skip
     budget = Counter({kind: draw(st.integers(0, limits[kind])) for kind in faults})
     search = ClosedSearch(config, trials, epochs)

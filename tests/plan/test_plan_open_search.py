@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +32,10 @@ from tests.plan.world import Proposal, World, score, val_loss
 def trial(number: int, **more) -> TrialConfig:
     shards = ((f"f{number}", f"t{number}"), (f"g{number}", f"u{number}"))
     return TrialConfig(number, 1.0, 100, shards, **more)
+
+
+def fork_of(parent: int, number: int) -> TrialConfig:
+    return replace(trial(number), initial_digests=trial(parent).initial_digests)
 
 
 class OpenDriver:
@@ -145,7 +150,7 @@ def forked() -> tuple[OpenDriver, ins.Checkpoint]:
     run(ev.TrialAdded(trial(0), 1))
     run.train()
     run.train()
-    (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(trial(1), 0, 2, 2)))
+    (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(fork_of(0, 1), 0, 2, 2)))
     return run, checkpoint
 
 
@@ -173,7 +178,7 @@ def test_a_forked_state_that_is_lost_before_it_is_stored_is_made_again_by_the_fo
 def test_a_fork_of_a_state_that_is_not_kept_fails_alone_and_keeps_its_number() -> None:
     run, checkpoint = forked()
     run(ev.Checkpointed(0, 2, checkpoint.incarnation))
-    (finish,) = of(ins.FinishTrial, run(ev.TrialForked(trial(2), 0, 1, 2)))
+    (finish,) = of(ins.FinishTrial, run(ev.TrialForked(fork_of(0, 2), 0, 1, 2)))
     assert (finish.trial, finish.status) == (2, "failed")
     assert "state 1 of trial 0 can't be forked: it is not kept any more" in finish.reason
 
@@ -183,7 +188,7 @@ def test_a_fork_of_a_trial_in_one_piece_is_in_one_piece_too() -> None:
     run(ev.TrialAdded(trial(0), 1))
     run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
     run.train()
-    (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(trial(1), 0, 1, 2)))
+    (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(fork_of(0, 1), 0, 1, 2)))
     told = run(ev.Checkpointed(0, 1, checkpoint.incarnation))
     assert [start.uncut for start in of(ins.StartSubEpoch, told)] == [True]
 
@@ -196,9 +201,9 @@ def test_a_fork_takes_no_state_that_a_failed_audit_makes_void() -> None:
     run(ev.Checkpointed(0, 1, pause.incarnation))
     run(ev.TrialResumed(0))
     run.train()
-    run(ev.TrialForked(trial(1), 0, 2, 4))
+    run(ev.TrialForked(fork_of(0, 1), 0, 2, 4))
     run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
-    run(ev.TrialForked(trial(2), 0, 1, 3))
+    run(ev.TrialForked(fork_of(0, 2), 0, 1, 3))
     told = run(ev.Checkpointed(0, 2, "a"))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 0), ins.ForkState(2, 0, 0)]
     assert all(run.state.trials[number].uncut for number in (0, 1, 2))
@@ -208,7 +213,7 @@ def test_a_fork_takes_no_state_that_a_failed_audit_makes_void() -> None:
 def test_a_trial_that_keeps_its_best_epoch_can_be_forked() -> None:
     run = OpenDriver()
     run(ev.TrialAdded(trial(0, patience=1, keep="best"), 1))
-    told = run(ev.TrialForked(trial(1), 0, 0, 2))
+    told = run(ev.TrialForked(fork_of(0, 1), 0, 0, 2))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 0)]
 
 
@@ -218,7 +223,7 @@ def test_a_trial_that_keeps_its_best_epoch_can_be_forked() -> None:
         ev.TrialAdded(trial(9), 1),
         ev.BudgetExtended(0, 9),
         ev.TrialPaused(0),
-        ev.TrialForked(trial(9), 0, 0, 1),
+        ev.TrialForked(fork_of(0, 9), 0, 0, 1),
     ],
 )
 def test_what_a_search_says_after_its_end_changes_nothing(late: ev.Event) -> None:
@@ -234,7 +239,9 @@ def test_what_a_search_says_after_its_end_changes_nothing(late: ev.Event) -> Non
 
 
 def add(number: int, patience: int | None, keep: str, budget: int) -> Proposal:
-    config = trial(number, patience=patience, keep=keep, custom_metrics=("score", "seen"))
+    config = trial(
+        number, patience=patience, keep=keep, custom_metrics=("score", "seen"), finer=number % 3 > 0
+    )
     return lambda state: ev.TrialAdded(config, budget)
 
 
@@ -259,7 +266,12 @@ def fork(number: int, pick: int, budget: int) -> Proposal:
             return None
         parent, visit = known[pick % len(known)]
         more = visit // state.config.partitions + budget
-        return ev.TrialForked(trial(number, custom_metrics=("score", "seen")), parent, visit, more)
+        shards = state.trials[parent].config.initial_digests
+        if state.trials[parent].shards_before is not None and pick % 2:
+            shards = shards[::2]  # it was admitted before its parent was cut finer
+        config = trial(number, custom_metrics=("score", "seen"), finer=pick % 3 > 0)
+        config = replace(config, initial_digests=shards)
+        return ev.TrialForked(config, parent, visit, more)
 
     return proposal
 
@@ -305,7 +317,7 @@ def proposals(draw) -> list[Proposal]:
     return [*found, said(ev.SearchClosed()), *admitted]
 
 
-FAULTS = ("kill", "duplicate", "task", "audit", "merge", "store", "driver")
+FAULTS = ("kill", "duplicate", "task", "audit", "merge", "store", "driver", "memory", "cut")
 
 
 @st.composite
@@ -321,6 +333,7 @@ def open_worlds(draw, faults: tuple[str, ...] = FAULTS):
     )
     limits = {
         "kill": 6, "duplicate": 9, "task": 1, "audit": 2, "merge": 1, "store": 3, "driver": 3,
+        "memory": 4, "cut": 1,
     }  # fmt: skip
     return World(
         config,

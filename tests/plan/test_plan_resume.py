@@ -18,7 +18,7 @@ from cerebro_hydra.plan.write_retries import LONGEST_WAIT, WAITS, wait_after
 from tests.examples import examples
 from tests.plan.driver import Driver, config, done, of
 from tests.plan.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
-from tests.plan.test_plan_open_search import OpenDriver, open_worlds, trial
+from tests.plan.test_plan_open_search import OpenDriver, fork_of, open_worlds, trial
 from tests.plan.test_plan_open_search import check_outcome as check_open_outcome
 from tests.plan.world import World
 
@@ -150,7 +150,7 @@ def test_a_fork_whose_state_can_not_be_written_fails_alone() -> None:
     run = OpenDriver(partitions=1)
     run(ev.TrialAdded(trial(0), 2))
     run.train()
-    run(ev.TrialForked(trial(1), 0, 1, 2))
+    run(ev.TrialForked(fork_of(0, 1), 0, 1, 2))
     for _ in range(MOST_FAILED_WRITES):
         told = run(ev.CheckpointFailed(0, 1, "a", "disk full"))
     (end,) = of(ins.FinishTrial, told)

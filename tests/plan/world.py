@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, nan
 from random import Random
 
@@ -21,11 +21,26 @@ from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import fold, record
 from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
+from cerebro_hydra.plan.recut_events import RecutRefused, RecutState, TrialRecut
 from cerebro_hydra.plan.scheduler import Scheduler
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.plan.view import View
 
 Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit
+
+
+class Laid(tuple):
+    """A state's visit log, as a number of shards holds it."""
+
+    shards: int
+
+
+def laid(log: Iterable[tuple[int, int]], shards: int) -> Laid:
+    content = Laid(log)
+    content.shards = shards
+    return content
+
+
 Proposal = Callable[[HopState], ev.Event | None]  # what a search proposes, given the state
 
 
@@ -88,9 +103,12 @@ class World:
         self.instructions: list[ins.Instruction] = []
         self.journal: list[dict] = []
         self.broken_merge: int | None = None
+        self.broken_cut: int | None = None
         self.lethal = lethal  # the tasks whose agent dies of them
         self.killers: list[int] = []  # the trial of each agent that was lost while it ran that
         self.uncut: set[int] = set()  # trials of a ``TrainUncut``
+        self.recuts: deque[ev.Event] = deque()  # answers to ``CutFiner``
+        self.shards: dict[int, int] = {}  # in which each attempt is told to train
         self.unreachable = unreachable  # workers whose shards nobody can fetch
         self.gone: set[int] = set()  # workers of which no agent comes until ``come_back``
         self.slow_saves = slow_saves  # a state is written only when nothing else can happen
@@ -113,8 +131,8 @@ class World:
 
     def handle(self, event: ev.Event) -> None:
         given: list[ins.Instruction] = []
-        if isinstance(event, ev.TrialAdded):
-            self.store[event.config.trial, 0] = ()
+        if isinstance(event, ev.TrialAdded) and event.config.trial not in self.state.trials:
+            self.store[event.config.trial, 0] = laid((), len(event.config.initial_digests))
             self.objects.update(each for pair in event.config.initial_digests for each in pair)
         ran = self.state.attempts.get(getattr(event, "attempt", None))
         if isinstance(event, ev.WorkerLost) and ran is not None:
@@ -134,11 +152,18 @@ class World:
             if isinstance(instruction, ins.TrainUncut):
                 self.uncut.add(instruction.trial)
             if isinstance(instruction, ins.StartSubEpoch | ins.Evaluate):
+                self.shards[instruction.attempt] = self.shards_of(instruction.trial)
                 assert instruction.uncut == (instruction.trial in self.uncut)
             if isinstance(instruction, ins.Checkpoint):
                 self.spare(instruction)
             if isinstance(instruction, ins.Collect):
                 self.deletions.append(instruction)
+            if isinstance(instruction, ins.CutFiner):
+                for each in self.deletions:
+                    self.deletions[self.deletions.index(each)] = replace(each, objects=())
+                self.recuts.append(self.recut(instruction))
+            if isinstance(instruction, ins.ChangeCut):
+                self.change_cut(event, instruction)
             if isinstance(instruction, ins.ForkState):
                 forked = self.store[instruction.parent, instruction.visit]
                 self.store[instruction.trial, instruction.visit] = forked
@@ -147,6 +172,28 @@ class World:
             if isinstance(instruction, ins.MergeMetrics):
                 self.news.append(self.merge_metrics(instruction))
         self.check_store()
+
+    def shards_of(self, trial: int) -> int:
+        return len(self.state.trials[trial].config.initial_digests)
+
+    def recut(self, asked: ins.CutFiner) -> ev.Event:
+        """Lay out states of the store in twice the shards, as the driver does meanwhile."""
+        config = self.state.trials[asked.trial].config
+        shards, states = 2 * len(config.initial_digests), []
+        if self.broken_cut == asked.trial:
+            return RecutRefused(asked.trial, "injected")
+        for visit in asked.visits:
+            content = self.store[asked.trial, visit]
+            digests = [(f"frozen/{asked.trial}", f"{n} of {hash(content) % 7}") for n in range(2)]
+            states.append(RecutState(visit, tuple(digests) * (shards // 2)))
+            self.objects.update(each for pair in digests for each in pair)
+        config = replace(config, initial_digests=states[0].digests, finer=False)
+        return TrialRecut(config, tuple(states), {})
+
+    def change_cut(self, event: TrialRecut, change: ins.ChangeCut) -> None:
+        for state in event.states:
+            content = self.store[change.trial, state.visit]
+            self.store[change.trial, state.visit] = laid(content, change.shards)
 
     def spare(self, checkpoint: ins.Checkpoint) -> None:
         """Delete nothing that is about to be written again."""
@@ -164,6 +211,9 @@ class World:
     def check_store(self) -> None:
         """Check that what counts as stored is there, whole, and what the visits have made."""
         for trial, visit in self.state.holders.states_at("store"):
+            progress = self.state.trials[trial]
+            if progress.lacking is None and not progress.over:
+                assert self.store[trial, visit].shards == self.shards_of(trial)
             log = tuple((each.epoch, each.partition) for each in self.state.trials[trial].visits)
             assert self.store[trial, visit] == log[:visit], f"state {visit} of {trial} is another"
             assert self.objects.issuperset(self.state.holders.segments(trial, visit))
@@ -194,6 +244,8 @@ class World:
             found.append(self.propose)
         if self.deletions:
             found.append(self.delete)
+        if self.recuts:
+            found.append(lambda: self.handle(self.recuts.popleft()))
         for agent in self.agents:
             if agent.outbox:
                 found.append(lambda a=agent: self.handle(a.outbox.popleft()))
@@ -284,6 +336,7 @@ class World:
     def progress(self, agent: FakeAgent, task: ins.StartSubEpoch | ins.Evaluate) -> None:
         content = agent.held[task.trial, task.source.visit]
         assert len(content) == task.source.visit
+        assert content.shards == self.shards[task.attempt], f"{task} begins with another cut"
         attempt, me = task.attempt, agent.incarnation
         agent.began = attempt
         if self.lethal(task):
@@ -303,7 +356,7 @@ class World:
         else:
             del agent.tasks[attempt]
             key = (task.trial, task.visit)
-            agent.held[key] = (*content, (task.epoch, task.partition))
+            agent.held[key] = laid((*content, (task.epoch, task.partition)), content.shards)
             agent.made_by[key] = attempt
             digests = ((f"frozen/{task.trial}", f"some equal {hash(agent.held[key]) % 7}"),)
             loss = 2 * score(task.trial, task.epoch, self.config.seed)
@@ -370,7 +423,9 @@ class World:
             once = ev.StateReceived | ev.CheckpointFailed | ev.Assigned | ev.RunResumed
             if not isinstance(event, once):
                 self.handle(event)
-        elif kind in ("task", "transfer", "reset"):
+        elif kind == "cut" and self.state.trials:
+            self.broken_cut = random.choice([*self.state.trials])
+        elif kind in ("task", "transfer", "reset", "memory"):
             tasks = [
                 (a, t)
                 for a in living
@@ -383,8 +438,11 @@ class World:
                 key = (task.trial, task.source.visit)
                 if key not in {(t.trial, t.source.visit) for t in agent.tasks.values()}:
                     agent.fetches.pop(key, None)
-                event_type = ev.TaskFailed if kind == "task" else ev.TransferFailed
-                agent.outbox.append(event_type(task.attempt, agent.incarnation, "injected"))
+                named = (task.attempt, agent.incarnation, "injected")
+                event = ev.TransferFailed(*named)
+                if kind in ("task", "memory"):
+                    event = ev.TaskFailed(*named, memory=kind == "memory")
+                agent.outbox.append(event)
         elif kind == "audit":
             audited = [
                 (a, t)
@@ -437,17 +495,22 @@ class World:
             forked = isinstance(each, ins.ForkState) and each.parent in self.uncut
             if forked or isinstance(each, ins.TrainUncut):
                 self.uncut.add(each.trial)
-        self.news, self.deletions = deque(), deque()
+        self.news, self.deletions, self.recuts = deque(), deque(), deque()
         for agent in self.agents:
             agent.alive = False
             agent.outbox.clear()
         self.scheduler = Scheduler(self.config, fold(self.config, self.journal))
         self.state = self.scheduler.state
         stored = self.state.holders.states_at("store")
-        for each in told:  # of a fork that was journalled, and not carried out
-            if isinstance(each, ins.ForkState) and (each.trial, each.visit) in stored:
-                forked = self.store.get((each.parent, each.visit), ())
-                self.store.setdefault((each.trial, each.visit), forked)
+        for entry in self.journal:  # what was journalled of forks and cuts, and not carried out
+            for each in map(from_json, entry["instructions"]):
+                if isinstance(each, ins.ForkState) and (each.trial, each.visit) in stored:
+                    forked = self.store.get((each.parent, each.visit), laid((), 0))
+                    self.store.setdefault((each.trial, each.visit), forked)
+                if isinstance(each, ins.ChangeCut):
+                    for state in from_json(entry["event"]).states:
+                        if (content := self.store.get((each.trial, state.visit))) is not None:
+                            self.store[each.trial, state.visit] = laid(content, each.shards)
         self.handle(ev.RunResumed())
         if isinstance(self.search, ClosedSearch):
             for event in self.search.events_after(self.state):

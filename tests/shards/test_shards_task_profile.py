@@ -72,6 +72,18 @@ def test_gradients_count_into_the_state_where_they_outlive_a_task():
     assert gradients <= clipped - plainly <= gradients + 4 * 64
 
 
+@pytest.mark.parametrize("rules", [{"clip_grad_norm": 1.0}, {"accumulate": 2}, {}])
+def test_gradients_count_once_where_no_activations_were_measured(rules):
+    trial = trial_of(blocks(), ["1", "2"], **rules)
+    found = TrialProfile.of(trial.recipe, trial.cut_model, trial.layout, None)
+    bytes_of = [shard.frozen + shard.trainable + shard.gradients for shard in found.shards]
+    window = trial.recipe.accumulate
+    assert found.training(0, 4, window, recompute=False).device_need == sum(bytes_of)
+    assert found.training(0, 4, window, recompute=True).device_need == max(bytes_of)
+    assert not found.recomputes(None, sum(bytes_of), window), "it would fit as it is"
+    assert found.recomputes(None, sum(bytes_of) - 1, window)
+
+
 def test_without_recomputation_activations_stay_and_nothing_else_is_held():
     trial = trial_of(blocks(), ["1", "2"])
     kept, again = run_of(trial, recompute=False), run_of(trial)

@@ -8,9 +8,10 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra.data.data_spec import DataSpec
-from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import LocalBackend
+from cerebro_hydra.testing.local_launcher import LocalLauncher
 from cerebro_hydra.tune import GridSearch
 from tests.tune.test_tune_search import arguments, rows
 
@@ -77,3 +78,24 @@ def test_an_empty_store_is_refused(tmp_path: Path) -> None:
 def test_rows_in_place_of_prepared_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got a Arrays; .*a DataFrame goes to fit"):
         GridSearch(**arguments(tmp_path)).fit_on_prepared_data(rows())
+
+
+class StoppedBackend(LocalBackend):
+    """A backend whose session was stopped after the data was prepared."""
+
+    stopped = False
+
+    def launcher(self) -> LocalLauncher:
+        if self.stopped:
+            raise SetupError("the Spark session has been stopped; make a new one")
+        return super().launcher()
+
+
+def test_a_session_that_was_stopped_leaves_no_run(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    backend = StoppedBackend(2)
+    search = GridSearch(**arguments(tmp_path, backend=backend))
+    backend.stopped = True
+    with pytest.raises(SetupError, match="has been stopped"):
+        search.fit_on_prepared_data()
+    assert not list((tmp_path / "runs").iterdir())
