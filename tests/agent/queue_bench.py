@@ -125,7 +125,7 @@ class QueueBench(QueueWorker):
         )
 
     def _start(self, slabs: Slabs, on_answer: Any, on_gone: Any) -> DeviceProcess:
-        device = DeviceProcess(self.settings, slabs, on_answer, on_gone, print)
+        device = DeviceProcess(self.settings, slabs, print, on_answer, on_gone)
         self.devices.append(device)
         return device
 
