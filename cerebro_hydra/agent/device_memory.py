@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cerebro_hydra.agent.buffer_pool import POISON, BufferPool
-from cerebro_hydra.shards.layout import Bytes, Segments
+from cerebro_hydra.shards.layout import Bytes, Memory, Segments, memory_of
 
 
 class DeviceMemory:
@@ -28,24 +28,26 @@ class DeviceMemory:
 
     def promote(self, slabs: Mapping[str, Bytes], gradients: int) -> Segments:
         """Return slots with the content of slabs, and one of zeros for gradients if it is named."""
-        slots = {name: self._pool.lease(slab.nbytes) for name, slab in slabs.items()}
+        slots = {name: self._slot(slab.nbytes) for name, slab in slabs.items()}
         for name, slot in slots.items():
-            slot[:] = slabs[name]
+            slot.copy_(memory_of(slabs[name]))
         if gradients and "gradients" not in slots:
-            slots["gradients"] = self._pool.lease(gradients)
-            slots["gradients"].fill(0)
+            slots["gradients"] = self._slot(gradients).zero_()
         return slots
+
+    def _slot(self, nbytes: int) -> Memory:
+        return memory_of(self._pool.lease(nbytes))
 
     def demote(self, slots: Segments, slabs: Mapping[str, Bytes]) -> None:
         """Copy slots into the slabs of their names."""
         for name in slots.keys() & slabs.keys():
-            slabs[name][:] = slots[name]
+            memory_of(slabs[name]).copy_(slots[name])
 
     def give_up(self, slots: Segments) -> None:
         """Note that nobody may read the slots any more."""
         if self._poison:
             for slot in slots.values():
-                slot.fill(POISON)
+                slot.fill_(POISON)
 
     def finish(self) -> None:
         """Wait until the device has computed what it was told."""
