@@ -16,7 +16,7 @@ from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from cerebro_hydra.shards.admission import admit
-from cerebro_hydra.shards.layout import Segments, initial_segments
+from cerebro_hydra.shards.layout import HostSegments, initial_segments
 from cerebro_hydra.shards.task_profiler import TaskProfiler
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage import LocalStore
@@ -50,7 +50,7 @@ class MemoryTrial:
         ]
         admission = admit(recipe, [(first[0], first[1])], SEED, profiler=TaskProfiler(None))
         assert admission.profile is not None and admission.profile.tasks is not None
-        self.initial: list[Segments] = list(initial_segments(recipe, admission.layout))
+        self.initial: list[HostSegments] = list(initial_segments(recipe, admission.layout))
         self._document = RunDocument(
             run_id="benchmark",
             factory=None,

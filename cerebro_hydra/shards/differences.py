@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cerebro_hydra.shards.digest import tensor_digest
-from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.layout import HostSegments, TrialLayout, in_place, on_host
 from cerebro_hydra.shards.state import ShardState
 
 
 def first_difference(
-    layout: TrialLayout, shards: Sequence[Segments], trained: Mapping[str, Tensor]
+    layout: TrialLayout, shards: Sequence[HostSegments], trained: Mapping[str, Tensor]
 ) -> str | None:
     """Return the first tensor of a state whose bits are not those of plain training, or None.
 
@@ -33,7 +33,7 @@ def first_difference(
             name, _, key = rest.rpartition(":")
             optimizer_state[name][key] = tensor
     for shard, segments in zip(layout.shards, shards, strict=True):
-        state = ShardState(shard, segments)
+        state = ShardState(shard, on_host(in_place(segments)))
         optimizer = state.existing_optimizer_state()
         for name, parameter in state.params.items():
             if not same_bits(parameter, trained[f"param:{name}"]):

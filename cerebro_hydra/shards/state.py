@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.shards.layout import (
-    ALIGNMENT,
-    EXISTS,
-    Bytes,
-    Segments,
-    ShardLayout,
-    aligned,
-)
+from cerebro_hydra.shards.layout import EXISTS, Segments, ShardLayout
 
 
 class ShardState:
     """Holds a shard's parameters (leaves), their moving averages, buffers and optimizer state.
 
-    `trainable` is the memory that training writes to. It is the bound segment itself, or an aligned
-    copy if that segment was not 64-byte aligned, because kernels may then round otherwise.
-    The frozen segment may be read-only and shared.
+    Training writes to the trainable segment; the frozen one may be shared.
 
     Attributes:
         values: where the parameters' values lie in the segments.
@@ -47,8 +37,6 @@ class ShardState:
         frozen, trainable = segments["frozen"], segments["trainable"]
         layout.frozen.check(frozen, "frozen")
         layout.trainable.check(trainable, "trainable")
-        self.frozen = frozen
-        self.trainable = _aligned(trainable)
         self._bound = parameters
         self.params: dict[str, nn.Parameter] = {}
         self.values: dict[str, Tensor] = {}
@@ -58,16 +46,11 @@ class ShardState:
         self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
         self._exists = torch.zeros(0, dtype=torch.uint8)
         for segment, memory, is_frozen in (
-            (layout.frozen, _writable(_aligned(frozen)), True),
-            (layout.trainable, _writable(self.trainable), False),
+            (layout.frozen, frozen, True),
+            (layout.trainable, trainable, False),
         ):
             for entry in segment.entries:
                 self._add(entry.name, entry.view(memory), is_frozen)
-
-    @property
-    def segments(self) -> Segments:
-        """Return the frozen and the trainable segment, as they are now."""
-        return {"frozen": self.frozen, "trainable": self.trainable}
 
     def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
         kind, _, rest = name.partition(":")
@@ -145,25 +128,3 @@ class ShardState:
                     view.copy_(value)
                     state[key] = view
                     self._exists[mark] = 1
-
-
-def _aligned(buffer: Bytes) -> Bytes:
-    if buffer.ctypes.data % ALIGNMENT == 0:
-        return buffer
-    copy = aligned(buffer.nbytes)
-    copy[:] = buffer
-    return copy
-
-
-def _writable(buffer: Bytes) -> Bytes:
-    """Return a writable alias, which torch takes without a warning; nobody writes to it."""
-    return buffer if buffer.flags.writeable else np.asarray(_Alias(buffer))
-
-
-class _Alias:
-    """Is the base of an array on the memory of another one, which lives as long."""
-
-    def __init__(self, buffer: Bytes) -> None:
-        interface = buffer.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-        self._buffer = buffer

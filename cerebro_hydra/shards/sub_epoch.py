@@ -18,7 +18,7 @@ from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.graph_tasks import GraphTasks
 from cerebro_hydra.shards.held_tensors import HeldTensors, check_released, storages
-from cerebro_hydra.shards.layout import Bytes, Segments, TrialLayout
+from cerebro_hydra.shards.layout import Memory, Segments, TrialLayout
 from cerebro_hydra.shards.module_tasks import ModuleTasks
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.parameter_values import absent_value
@@ -61,7 +61,7 @@ class SubEpoch:
         self._params: dict[int, dict[str, nn.Parameter]] = {}  # of the shards that were here
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
         self._steps: dict[int, int] = {}  # that each shard has done
-        self._gradients: dict[int, Bytes | None] = {}  # memory for those of each shard
+        self._gradients: dict[int, Memory | None] = {}  # memory for those of each shard
         self._updated: set[int] = set()  # in this window
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._coefficient: Tensor | None = None
@@ -160,7 +160,7 @@ class SubEpoch:
         k: int,
         segments: Segments,
         cursor: Cursor | None,
-        gradients: Bytes | None = None,
+        gradients: Memory | None = None,
     ) -> None:
         """Bind a shard to memory, in which it is trained until it is released."""
         if k in self._updated:
@@ -276,10 +276,6 @@ class SubEpoch:
             parameter.grad = None
         self._steps[k] = self.step + 1
         self._updated.add(k)
-
-    def segments(self, k: int) -> Segments:
-        """Return the segments of a shard that is here, as they are now."""
-        return self._states[k].segments
 
     def cursor(self, k: int = 0) -> Cursor:
         """Return the cursor of a shard with its last update."""
