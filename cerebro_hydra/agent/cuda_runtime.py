@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.agent.buffer_pool import Lease
+from cerebro_hydra.agent.device_runtime import Stream
 from cerebro_hydra.shards.layout import Bytes
 
 _log = logging.getLogger(__name__)
@@ -22,22 +23,22 @@ class CudaStream:
     """Does what it is given on a stream of a GPU."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
+        self._stream = stream
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Begin to copy; between pinned memory and the device it goes on by itself."""
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def fill(self, target: Tensor, value: int) -> None:
         """Begin to set every byte."""
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self._stream):
             target.fill_(value)
 
     def wait(self) -> None:
         """Wait for what was begun here; the thread sleeps meanwhile."""
         event = torch.cuda.Event(blocking=True)
-        event.record(self.stream)
+        event.record(self._stream)
         event.synchronize()
 
 
@@ -51,15 +52,16 @@ class CudaRuntime:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.promoting = CudaStream(torch.cuda.Stream(device))
-        self.demoting = CudaStream(torch.cuda.Stream(device))
-        self.computing = CudaStream(torch.cuda.default_stream(device))
+        self._copies_in = torch.cuda.Stream(device)
+        self.promoting: Stream = CudaStream(self._copies_in)
+        self.demoting: Stream = CudaStream(torch.cuda.Stream(device))
+        self.computing: Stream = CudaStream(torch.cuda.default_stream(device))
         self._cudart = torch.cuda.cudart()
         self._can_pin = True
 
     def empty(self, nbytes: int) -> Tensor:
         """Return bytes of the device."""
-        with torch.cuda.stream(self.promoting.stream):
+        with torch.cuda.stream(self._copies_in):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def mapped(self, slab: Bytes) -> Bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,8 @@ from cerebro_hydra.agent.device_messages import Answer, Move, Order, Ready
 from cerebro_hydra.agent.device_run import RunOpener
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.slabs import MappedSlabs, Slabs
+
+_log = logging.getLogger(__name__)
 
 _LOST = 1  # the exit code of a device that can't compute any more
 _PRELOADED = ("cerebro_hydra.agent.trial_runs", "torch._dynamo")  # the latter for optimizers
@@ -181,12 +184,17 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
             os._exit(0)
 
     with forwarded(lambda message: tell(_Said(message))):
-        if settings.prepare is not None:
-            settings.prepare()
-        memory = settings.make_memory()
+        try:
+            if settings.prepare is not None:
+                settings.prepare()
+            memory = settings.make_memory()
+            opener = settings.make_opener()
+        except Exception:
+            _log.exception("a device can't be started")
+            raise
         slabs = MappedSlabs(memory.runtime.mapped)
         device = Device(
-            settings.make_opener(),
+            opener,
             memory,
             tell,
             double_buffering=settings.double_buffering,

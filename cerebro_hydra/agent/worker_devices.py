@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cerebro_hydra.agent.device_messages import Answer, Order
+from cerebro_hydra.errors import SetupError
+
+MOST_STARTS = 5
+"""How often in a row a device may die before it is ready."""
 
 
 class WorkerDevice(Protocol):
@@ -41,7 +46,7 @@ class WorkerDevices:
         self._starts = starts
         self._on_answer, self._on_gone = on_answer, on_gone
         self._devices: list[WorkerDevice] = []
-        self._down: set[int] = set()  # their numbers, from a death until the next one is ready
+        self._down = Counter[int]()  # the deaths of each number since it was ready
 
     def start(self) -> None:
         """Start them all."""
@@ -61,10 +66,19 @@ class WorkerDevices:
             device.give(order)
 
     def replace(self, device: WorkerDevice) -> tuple[int, bool]:
-        """Start a device that died again; return its number and whether it was ready before."""
+        """Start a device that died again; return its number and whether it was ready before.
+
+        Raises:
+            SetupError: it has died too often before it was ready.
+        """
         number = self._devices.index(device)
         was_up = number not in self._down
-        self._down.add(number)
+        self._down[number] += 1
+        if self._down[number] == MOST_STARTS:
+            raise SetupError(
+                f"device {number} could not be started {MOST_STARTS} times in a row; see the log "
+                "for what it said, and take another number of devices_per_worker"
+            )
         self._devices[number] = self._starts[number](self._on_answer, self._on_gone)
         return number, was_up
 
@@ -73,7 +87,7 @@ class WorkerDevices:
         number = self._devices.index(device)
         if number not in self._down:
             return None
-        self._down.remove(number)
+        del self._down[number]
         return number
 
     def close(self) -> None:

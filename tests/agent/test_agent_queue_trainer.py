@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cerebro_hydra.errors import SetupError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import HOST
 from cerebro_hydra.plan.device_log import MOST_SPANS
@@ -245,3 +246,18 @@ def test_a_worker_tells_what_its_devices_did_within_their_budgets() -> None:
     assert sum(each.spilled for each in devices) > 3 * sum(SIZES)
     dram = [each for each in work if each.device == HOST]
     assert sum(each.spilled for each in dram) > 0 == sum(each.computing for each in dram)
+
+
+def refused() -> Any:
+    raise OSError("CUDA is not there")
+
+
+def test_a_device_that_can_not_be_started_ends_the_agent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with (
+        bench(ByteTrials(SIZES), len(SIZES), prepare=refused) as made,
+        pytest.raises(SetupError, match="device 0 could not be started 5 times in a row"),
+    ):
+        made.result()
+    assert "CUDA is not there" in capsys.readouterr().out
