@@ -66,7 +66,7 @@ class ShardRun:
             cut_model, layout, recipe, steps_per_epoch, start_step, epoch_metrics, held
         )
         self._limit, self._copies = limit, held.copies
-        self._paused = PausedRun()
+        self._paused = PausedRun(recipe.device)
         self._stack = ExitStack()
         self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
         self._step = -1  # whose window was begun

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.bound_model import BoundModel, bound_model
-from cerebro_hydra.shards.clipping import clip_coefficient, grad_norms, scale_grads
+from cerebro_hydra.shards.clipping import clip_coefficient, floats, grad_norms, scale_grads
 from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.gradient_layout import GradientLayout
@@ -177,6 +177,7 @@ class SubEpoch:
         self._states[k] = state
         if k not in self._optimizers or (cursor is not None and cursor["step"] != self._steps[k]):
             self._make_optimizer(k, cursor)
+        self._optimizers[k][0].state.clear()
         state.load_optimizer(self._optimizers[k][0])
         self._gradients[k] = gradients
         if gradients is not None:
@@ -222,7 +223,7 @@ class SubEpoch:
         norms: Norms | None = None
         if self._recipe.clip_grad_norm is not None and k not in self._updated:
             self._norms[k] = grad_norms(state.params)
-            norms = {name: float(norm) for name, norm in self._norms[k].items()}
+            norms = floats(self._norms[k])
         GradientLayout.of(self._layout.shards[k]).store(self._gradients.pop(k), state.params)
         if self._bound is not None:
             if last:
@@ -242,7 +243,10 @@ class SubEpoch:
         """Take the norms of gradients of shards whose last backward was in another process."""
         kinds = {p.name: p.dtype.to_real() for p in self._cut_model.params}
         for k, each in norms.items():
-            self._norms[k] = {n: torch.tensor(norm, dtype=kinds[n]) for n, norm in each.items()}
+            self._norms[k] = {
+                name: torch.tensor(norm, dtype=kinds[name], device=self._recipe.device)
+                for name, norm in each.items()
+            }
 
     def update(self, k: int) -> None:
         """Take the optimizer step of a shard.

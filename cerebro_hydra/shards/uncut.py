@@ -76,8 +76,7 @@ class UncutTraining:
         self._averages = {} if ema is None else dict(ema.module.named_parameters())
         recipe.optimizer.state.clear()
         for state in states:
-            for name, tensors in state.existing_optimizer_state().items():
-                recipe.optimizer.state[state.params[name]] = tensors
+            state.load_optimizer(recipe.optimizer)
             for name, average in state.ema.items():
                 self._averages[name].data.copy_(average)
 
