@@ -32,6 +32,7 @@ from cerebro_hydra.plan import events
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.schedules.sharp import sharp
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.testing.queue_worker import QueueWorker, train
 
@@ -138,8 +139,7 @@ class Worker:
         whole = sum(s.frozen + s.trainable + s.gradients for s in profile.shards)
         spec = trial.spec(recompute=share is not None)
         work = profile.training(0, 1, 1, share is not None)
-        least = max(shard.activations for shard in work.shards)
-        self.budget = None if share is None else whole // share + least
+        self.budget = None if share is None else max(whole // share, work.device_need)
         self.state = TrackedState([self.budget], None, sharp, double_buffering=double)
         self._worker = QueueWorker(
             lambda slabs, on_answer, on_gone: DeviceProcess(
@@ -213,7 +213,7 @@ def main() -> None:
     measure_copies(make_memory(), arguments.rounds)
     trial = make_trial(SHAPES[arguments.device])
     context = fork_server()
-    opener = trial.make_opener(THE_GPU if on_gpu else torch.device("cpu"))
+    opener = trial.make_opener(THE_GPU if on_gpu else CPU)
     prepare = partial(show_gpu, arguments.gpu) if on_gpu else None
     measure_spilling(
         trial,

@@ -187,8 +187,8 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
         try:
             if settings.prepare is not None:
                 settings.prepare()
-            memory = settings.make_memory()
             opener = settings.make_opener()
+            memory = settings.make_memory()
         except Exception:
             _log.exception("a device can't be started")
             raise

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
+
+import torch
 
 from cerebro_hydra.agent.cuda_runtime import CudaRuntime
 from cerebro_hydra.agent.device import Device
@@ -15,6 +18,8 @@ from cerebro_hydra.agent.device_run import RunOpener
 from cerebro_hydra.agent.slabs import Slabs
 from cerebro_hydra.agent.visible_gpus import THE_GPU, show_gpu
 from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice
+from cerebro_hydra.recipe import numeric_fingerprint
+from cerebro_hydra.recipe.determinism import compute_deterministically
 
 
 class OwnDevice:
@@ -95,15 +100,23 @@ def gpu_starts(
     """
     context = fork_server()
     settings = [
-        DeviceSettings(context, make_opener, True, gpu_memory, partial(start_gpu, gpu))
+        DeviceSettings(context, make_opener, True, gpu_memory, partial(show_gpu, gpu))
         for gpu in gpus
     ]
     return [partial(DeviceProcess, each, slabs, on_said) for each in settings]
 
 
-def start_gpu(gpu: str) -> None:
-    """Make a process that of a GPU, before it starts CUDA."""
-    show_gpu(gpu)
+def numeric_on_gpu(gpu: str, threads: int) -> Mapping[str, Any]:
+    """Return what bits depend on where this GPU trains; a process that ends asks CUDA for it."""
+    context = fork_server()
+    with ProcessPoolExecutor(1, context, show_gpu, (gpu,)) as processes:
+        return processes.submit(_numeric_here, threads).result()
+
+
+def _numeric_here(threads: int) -> Mapping[str, Any]:
+    torch.set_num_threads(threads)
+    compute_deterministically(THE_GPU)
+    return numeric_fingerprint(THE_GPU.type)
 
 
 def gpu_memory(poison: bool = False) -> DeviceMemory:

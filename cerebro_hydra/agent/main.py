@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from cerebro_hydra.agent import watchdog
 from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.checkpoint import CheckpointWriter
-from cerebro_hydra.agent.device_starts import device_starts, gpu_starts
+from cerebro_hydra.agent.device_starts import device_starts, gpu_starts, numeric_on_gpu
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.partitions import decode_partitions
@@ -32,7 +32,7 @@ from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.agent.trial_runs import TrialRuns, open_trials
 from cerebro_hydra.agent.visible_gpus import THE_GPU
-from cerebro_hydra.errors import TransferError
+from cerebro_hydra.errors import SetupError, TransferError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
@@ -128,7 +128,7 @@ class _Agent:
             host=socket.gethostname(),
             pid=os.getpid(),
             gpus=start.gpus,
-            numeric=numeric_fingerprint(),
+            numeric=_numeric(start, spec.document),
         )
         # Dialled before rows are read, so that the user hears at once if they can't be.
         try:
@@ -356,3 +356,20 @@ class _Agent:
             self._fail(error)
         else:
             self._report(events.PartitionsAdopted(self._incarnation, tuple(partitions)))
+
+
+def _numeric(start: AgentStart, document: RunDocument) -> Mapping[str, Any]:
+    """Return what the bits of this agent depend on.
+
+    Raises:
+        SetupError: Spark gave it fewer GPUs than it needs.
+    """
+    resources = start.resources
+    if resources.device_kind == "cpu":
+        return numeric_fingerprint()
+    if len(start.gpus) < resources.devices:
+        raise SetupError(
+            f"devices_per_worker is {resources.devices}, and Spark gave worker {start.worker} "
+            f"{len(start.gpus)} GPU(s); set spark.task.resource.gpu.amount to {resources.devices}"
+        )
+    return numeric_on_gpu(start.gpus[0], document.threads)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.device_starts import gpu_memory, start_gpu
+from cerebro_hydra.agent.device_starts import gpu_memory, numeric_on_gpu
+from cerebro_hydra.agent.visible_gpus import show_gpu
 from cerebro_hydra.plan import events
 from tests.agent.begun_trials import BegunTrials
 from tests.agent.queue_bench import bench
@@ -19,7 +20,7 @@ pytestmark = NEEDS_GPU
 
 ON_GPU: dict[str, Any] = {
     "make_memory": partial(gpu_memory, poison=True),
-    "prepare": partial(start_gpu, GPU),
+    "prepare": partial(show_gpu, GPU),
 }
 
 
@@ -56,3 +57,9 @@ def test_a_trial_that_breaks_the_gpu_fails_alone_and_at_once(fault: str, said: s
         results = sorted((made.result() for _ in range(2)), key=lambda each: each.attempt)
         assert isinstance(results[0], events.TaskFailed) and said in results[0].error
         assert_trained(made, trials, 1, results[1], trials.initial(1))
+
+
+def test_what_bits_depend_on_names_the_gpu() -> None:
+    numeric = numeric_on_gpu(GPU, 1)
+    assert (numeric["optimizer"], numeric["threads"]) == ("cuda", 1)
+    assert numeric["gpu"] and numeric["CUBLAS_WORKSPACE_CONFIG"]
