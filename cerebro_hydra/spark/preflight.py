@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import cerebro_hydra
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, SetupError
-from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.spark import checks, gpu_memory, network_check, session, worker_check
 from cerebro_hydra.spark.findings import Check, DoctorReport, Finding, raise_findings
 from cerebro_hydra.spark.slots import Slots, parse_local_master, wait_for_slots
@@ -159,7 +158,7 @@ def _driver_checks(
 def _gpu_check(context: SparkContext, workers: int) -> Check:
     """Look at what each worker's CUDA says."""
     facts = context.parallelize(range(workers), workers).map(gpu_memory.gpu_facts).collect()
-    has = [bytes_text(nbytes) for each in facts for nbytes in each.memory]
+    has = [f"{nbytes / 2**30:.1f} GiB" for each in facts for nbytes in each.memory]
     return Check(
         "GPUs", f"for shards and tasks {', '.join(has)}", [*gpu_memory.check_gpu_facts(facts)]
     )
