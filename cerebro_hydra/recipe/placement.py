@@ -54,7 +54,7 @@ class Placement:
 
     def _value(self, value: Any) -> Any:
         """Return a value whose tensors are on the device; containers stay the same objects."""
-        if not isinstance(value, Tensor | tuple | _CONTAINERS):
+        if not isinstance(value, (Tensor, tuple, *_CONTAINERS)):
             return value
         if id(value) not in self._moved:
             self._moved[id(value)] = value, value  # it may refer to itself
