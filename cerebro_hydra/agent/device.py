@@ -54,6 +54,8 @@ Cursor = Mapping[str, Any]
 CUDA_ASSERT = 710
 """`cudaErrorAssert`: a kernel found an argument wrong, such as an index, and the device is lost."""
 
+_ASSERTION = "device-side assert"  # where torch gives no code
+
 _log = logging.getLogger(__name__)
 
 
@@ -184,7 +186,7 @@ class Device:
         """
         story = "".join(traceback.format_exception(error))
         lost = self._memory.runtime.is_lost()
-        if lost and getattr(error, "error_code", None) != CUDA_ASSERT:
+        if lost and not _is_assertion(error):
             _log.error("the device is lost, and starts again: %s", story)
             self._end()
             return
@@ -274,6 +276,10 @@ class Device:
         self._unbound.pop(key, None)
         if (slots := self._slots.pop(key, None)) is not None:
             self._memory.give_up(slots)
+
+
+def _is_assertion(error: BaseException) -> bool:
+    return getattr(error, "error_code", None) == CUDA_ASSERT or _ASSERTION in str(error)
 
 
 class _Lane:

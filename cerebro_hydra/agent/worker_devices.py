@@ -9,7 +9,7 @@ from typing import Protocol
 from cerebro_hydra.agent.device_messages import Answer, Order
 from cerebro_hydra.errors import SetupError
 
-MOST_STARTS = 5
+MOST_STARTS = 10
 """How often in a row a device may die before it is ready."""
 
 

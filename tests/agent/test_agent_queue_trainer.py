@@ -257,7 +257,7 @@ def test_a_device_that_can_not_be_started_ends_the_agent(
 ) -> None:
     with (
         bench(ByteTrials(SIZES), len(SIZES), prepare=refused) as made,
-        pytest.raises(SetupError, match="device 0 could not be started 5 times in a row"),
+        pytest.raises(SetupError, match="device 0 could not be started 10 times in a row"),
     ):
         made.result()
     assert "CUDA is not there" in capsys.readouterr().out
