@@ -14,6 +14,7 @@ import pytest
 from cerebro_hydra.agent import visible_gpus
 from cerebro_hydra.agent.device_messages import Ready
 from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings
+from cerebro_hydra.agent.device_starts import gpu_memory, gpu_starts
 from cerebro_hydra.agent.slabs import Slabs
 from cerebro_hydra.agent.visible_gpus import show_gpu
 from cerebro_hydra.testing.local_launcher import fork_server
@@ -38,6 +39,7 @@ for name in (*device_process._PRELOADED, *daemon.PRELOADED, "cerebro_hydra.agent
 """
 
 
+@pytest.mark.long
 def test_what_devices_and_agents_are_forked_from_never_touches_cuda() -> None:
     """A process that is forked from one which asked CUDA for anything can't use a GPU."""
     subprocess.run([sys.executable, "-c", WITHOUT_CUDA], check=True, timeout=SECONDS)
@@ -64,6 +66,13 @@ def test_the_process_of_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatc
     finally:
         device.kill()
     assert visible_gpus.VISIBLE not in os.environ
+
+
+def test_every_gpu_of_a_worker_has_a_process_that_sees_it() -> None:
+    starts: list[Any] = [*gpu_starts(("5", "GPU-ab"), visible_here, Slabs(), print)]
+    given = [start.args[0] for start in starts]  # each is a DeviceProcess to be
+    assert [settings.prepare.args for settings in given] == [("5",), ("GPU-ab",)]
+    assert {settings.make_memory for settings in given} == {gpu_memory}
 
 
 @pytest.mark.parametrize(
