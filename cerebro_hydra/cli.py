@@ -80,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a module that agents need, such as that of your factory; may come several times",
     )
+    doctor.add_argument(
+        "--devices", type=_count, metavar="N", help="devices_per_worker, as a backend shall have it"
+    )
     doctor.set_defaults(command=_doctor)
 
     report = commands.add_parser("report", help="write a run's report.html from its folder")
@@ -211,6 +214,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         arguments.workers,
         arguments.store,
         arguments.modules,
+        arguments.devices,
     )
     Console().print(report)
     return 0 if report.ok else 1

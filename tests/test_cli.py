@@ -111,8 +111,9 @@ def test_doctor_is_0_for_a_spark_without_problems(
         return DoctorReport([Check("Java", "17", [])])
 
     monkeypatch.setattr(preflight, "doctor_of_new_session", found)
-    assert cli.main(["doctor", "--workers", "3", "--store", "/s", "--import", "sklearn"]) == 0
-    assert asked == [None, {}, 3, "/s", ["sklearn"]]
+    given = ["--workers", "3", "--store", "/s", "--import", "sklearn", "--devices", "2"]
+    assert cli.main(["doctor", *given]) == 0
+    assert asked == [None, {}, 3, "/s", ["sklearn"], 2]
     assert "This Spark can run agents." in capsys.readouterr().out
 
 

@@ -131,7 +131,7 @@ def measure(case: Case, promotion: float, double_buffering: bool, context: Any) 
     budgets = budgets_of(case)
 
     def start(slabs: Slabs, on_answer: Any, on_gone: Any) -> DeviceProcess:
-        return DeviceProcess(settings, slabs, on_answer, on_gone, print)
+        return DeviceProcess(settings, slabs, print, on_answer, on_gone)
 
     worker = QueueWorker(
         start,
@@ -263,7 +263,7 @@ class FixedDevices:
         self._delays = case.delays()
         settings = DeviceSettings(context, self._delays)
         self._devices = [
-            DeviceProcess(settings, self._slabs, self._take, self._gone, print)
+            DeviceProcess(settings, self._slabs, print, self._take, self._gone)
             for _ in range(DEVICES)
         ]
         for _ in self._devices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from cerebro_hydra.agent.trial_runs import TrialRuns
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
+from cerebro_hydra.recipe.determinism import compute_deterministically
 from cerebro_hydra.shards.admission import admit
-from cerebro_hydra.shards.layout import Segments, initial_segments
+from cerebro_hydra.shards.layout import HostSegments, initial_segments
 from cerebro_hydra.shards.task_profiler import TaskProfiler
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage import LocalStore
@@ -50,7 +52,7 @@ class MemoryTrial:
         ]
         admission = admit(recipe, [(first[0], first[1])], SEED, profiler=TaskProfiler(None))
         assert admission.profile is not None and admission.profile.tasks is not None
-        self.initial: list[Segments] = list(initial_segments(recipe, admission.layout))
+        self.initial: list[HostSegments] = list(initial_segments(recipe, admission.layout))
         self._document = RunDocument(
             run_id="benchmark",
             factory=None,
@@ -97,11 +99,27 @@ class MemoryTrial:
         return TrialBuilder(self._document, self._factory, self._partition, self._partition)
 
     def opener(self) -> TrialRuns:
-        """Return what opens its runs on a device."""
+        """Return what opens its runs on a device of this process."""
         nothing: Any = None
         return TrialRuns(self.builder(), nothing)
+
+    def make_opener(self, device: torch.device) -> Callable[[], TrialRuns]:
+        """Return what makes, in any process, what opens its runs on a device."""
+        return partial(_open, self._document, self._factory, self._partition, device)
 
     @property
     def profile(self) -> TrialProfile:
         """Return the bytes of its shards."""
         return self.opener().profile(self._spec)
+
+
+def _open(
+    document: RunDocument,
+    factory: Callable[..., Any],
+    partition: dict[int, CachedPartition],
+    device: torch.device,
+) -> TrialRuns:
+    torch.set_num_threads(document.threads)
+    compute_deterministically(device)
+    nothing: Any = None
+    return TrialRuns(TrialBuilder(document, factory, partition, partition, device), nothing)

@@ -22,7 +22,7 @@ from cerebro_hydra.plan.audit_budget import AuditBudget
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.engine import Cursor
-from cerebro_hydra.shards.layout import Bytes, Segments
+from cerebro_hydra.shards.layout import Bytes, HostSegments, memory_of
 from cerebro_hydra.shards.sample import copy_example
 from cerebro_hydra.shards.step_result import StepResult, tensor_digests
 from cerebro_hydra.shards.uncut import PlainStep
@@ -134,7 +134,7 @@ class SubEpochAudit:
         self._task = task
         self._runtime = runtime
         self._look = look
-        self._held: dict[int, Segments] = {}
+        self._held: dict[int, HostSegments] = {}
         self._ahead: Sequence[Batch] | None = None  # the window of the next step
         self._step_began: float | None = None
         self._plain: PlainStep | None = None
@@ -150,7 +150,7 @@ class SubEpochAudit:
             yield window
         self._ahead = None
 
-    def hold(self, shard: int, segments: Segments) -> None:
+    def hold(self, shard: int, segments: HostSegments) -> None:
         """Note the memory that the engine trains a shard in."""
         self._held[shard] = segments
 
@@ -192,7 +192,9 @@ class SubEpochAudit:
     def _note_first(self, step: int, loss: float) -> None:
         """Keep what the first step gave."""
         shards = enumerate(self._runtime.layout.shards)
-        digests = {k: tensor_digests(each, self._held[k]["trainable"]) for k, each in shards}
+        digests = {
+            k: tensor_digests(each, memory_of(self._held[k]["trainable"])) for k, each in shards
+        }
         self._first = step, StepResult(loss, digests)
 
     def _compare_first(self, step: int, first: StepResult) -> None:

@@ -50,7 +50,7 @@ class BufferPool:
             if memory is None:
                 memory = self._allocate(nbytes)
             self._leased, self._peak = leased, max(self._peak, leased)
-        return np.asarray(_Lease(memory, self._give_back))
+        return np.asarray(Lease(memory, self._give_back))
 
     def trim(self, nbytes: int) -> None:
         """Give unused memory back to the system until the pool owns this much, if it can."""
@@ -106,8 +106,13 @@ class BufferPool:
             unused -= self._free.pop(0).nbytes
 
 
-class _Lease:
-    """Is the base of every array on a piece of memory, so that it dies after the last of them."""
+class Lease:
+    """Is the base of every array on a piece of memory, so that it dies after the last of them.
+
+    Args:
+        memory: the piece.
+        end: is given it then, on any thread and at any moment.
+    """
 
     def __init__(self, memory: Bytes, end: Callable[[Bytes], None]) -> None:
         self.__array_interface__ = memory.__array_interface__

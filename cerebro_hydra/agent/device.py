@@ -12,6 +12,7 @@ Its orders come from the agent, either in the agent's own process or through a p
 from __future__ import annotations
 
 import gc
+import logging
 import queue
 import threading
 import time
@@ -50,6 +51,13 @@ from cerebro_hydra.shards.layout import Segments
 Key = tuple[int, int]  # run and shard
 Cursor = Mapping[str, Any]
 
+CUDA_ASSERT = 710
+"""`cudaErrorAssert`: a kernel found an argument wrong, such as an index, and the device is lost."""
+
+_ASSERTION = "device-side assert"  # where torch gives no code
+
+_log = logging.getLogger(__name__)
+
 
 class Device:
     """Carries out the orders for one device. `give` is thread-safe and returns at once.
@@ -63,6 +71,7 @@ class Device:
         answer: takes what is to be told, from any thread.
         double_buffering: whether shards are moved beside the computing.
         begin: is told of the attempt whose trial's code runs next, if it is another one.
+        end: ends the process, whose device is lost.
     """
 
     def __init__(
@@ -73,8 +82,9 @@ class Device:
         *,
         double_buffering: bool = True,
         begin: Callable[[int], object] | None = None,
+        end: Callable[[], object] = lambda: None,
     ) -> None:
-        self._begin = begin
+        self._begin, self._end = begin, end
         self._begun = -1
         self._opener = opener
         self._memory = memory
@@ -172,16 +182,36 @@ class Device:
         self._answer(Closed(order.run, evaluation))
 
     def _fail(self, number: int | None, trial: int, error: BaseException) -> None:
-        """Tell of an error that only the trial's own code can have caused."""
+        """Tell of an error that only the trial's own code can have caused.
+
+        A device that is lost ends. That is no fault of the trial unless an assertion of its own
+        failed there; what else it may be is found out when the run begins again.
+        """
         story = "".join(traceback.format_exception(error))
+        lost = self._memory.runtime.is_lost()
+        if lost and not _is_assertion(error):
+            _log.error("the device is lost, and starts again: %s", story)
+            self._end()
+            return
         if isinstance(error, StepDiffers):
             story = str(error)
         if number is not None:
             self._over.add(number)
             self._computing.put(partial(self._close, Close(number, cancelled=True)))
-        self._computing.put(gc.collect)  # frames can refer to the trial's memory in a circle
         lacking = memory_that_ran_out(error)
+        self._computing.put(partial(self._collect, lacking is not None))
         self._answer(Failed(number, trial, type(error).__name__, story, lacking))
+        if lost:
+            self._end()
+
+    def _collect(self, lacking: bool) -> None:
+        """Let go of what a trial has left behind, and of all unused memory if there was too little.
+
+        What is ordered after a failure finds it gone.
+        """
+        gc.collect()  # frames can refer to the trial's memory in a circle
+        if lacking:
+            self._memory.runtime.release()
 
     # ------------------------------------------------------------------ actions
 
@@ -199,13 +229,18 @@ class Device:
 
     def _perform(self, task: Action, last: bool) -> Done:
         key, run = (task.trial, task.shard), self._runs[task.trial]
-        if key in self._unbound:
-            cursor, _ = self._unbound.pop(key)
-            run.load(task.shard, self._slots[key], cursor)
-        done = run.perform(task)
-        self._memory.finish()
-        if last and not run.stays:
-            self._unbound[key] = run.unload(task.shard)
+        unbound = None
+        try:
+            if key in self._unbound:
+                cursor, _ = self._unbound.pop(key)
+                run.load(task.shard, self._slots[key], cursor)
+            done = run.perform(task)
+            if last and not run.stays:
+                unbound = run.unload(task.shard)
+        finally:  # whoever takes these slots next need not ask who uses them
+            self._memory.finish()
+        if unbound is not None:
+            self._unbound[key] = unbound
         return done
 
     def _move(self, order: Move) -> None:
@@ -220,7 +255,9 @@ class Device:
                 self._unbound[key] = order.cursor, False
             else:
                 if key not in self._unbound:
-                    self._unbound[key] = self._runs[action.trial].unload(action.shard)
+                    unbound = self._runs[action.trial].unload(action.shard)
+                    self._memory.finish()
+                    self._unbound[key] = unbound
                     if action.kind is ActionKind.SPILL:
                         self._demoting.put(partial(self._move, order))
                         return
@@ -243,6 +280,10 @@ class Device:
         self._unbound.pop(key, None)
         if (slots := self._slots.pop(key, None)) is not None:
             self._memory.give_up(slots)
+
+
+def _is_assertion(error: BaseException) -> bool:
+    return getattr(error, "error_code", None) == CUDA_ASSERT or _ASSERTION in str(error)
 
 
 class _Lane:

@@ -1,51 +1,78 @@
-"""The memory of a CPU device: slots that shards are copied into, and back from."""
+"""The memory of a device: slots that shards are copied into, and back from."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
-from cerebro_hydra.agent.buffer_pool import POISON, BufferPool
-from cerebro_hydra.shards.layout import Bytes, Segments
+from cerebro_hydra.agent.buffer_pool import POISON
+from cerebro_hydra.agent.device_runtime import DeviceRuntime, HostRuntime
+from cerebro_hydra.shards.layout import Bytes, Segments, memory_of
 
 
 class DeviceMemory:
     """Lends slots, each of which holds a segment. Thread-safe.
 
-    Slots of one size are taken from the system once and used again.
+    Every copy is complete when it returns, and `finish` says that of a task. So streams never meet
+    on a slot: whoever uses it next was told so after the one before it had been waited for.
 
     Args:
         poison: overwrite a slot that is given up, so that a test sees whoever still reads it.
+        runtime: has the device's bytes and streams; None is a CPU device.
     """
 
-    def __init__(self, poison: bool = False) -> None:
+    def __init__(self, poison: bool = False, runtime: DeviceRuntime | None = None) -> None:
         self._poison = poison
-        self._pool = BufferPool(poison)
+        self.runtime = HostRuntime(poison) if runtime is None else runtime
+        self._lock = threading.Lock()
+        self._used = 0
+        self._peak = 0
 
     @property
     def peak(self) -> int:
         """Return the most bytes that slots had at once."""
-        return self._pool.peak
+        return self._peak
 
     def promote(self, slabs: Mapping[str, Bytes], gradients: int) -> Segments:
         """Return slots with the content of slabs, and one of zeros for gradients if it is named."""
-        slots = {name: self._pool.lease(slab.nbytes) for name, slab in slabs.items()}
+        sizes = {name: slab.nbytes for name, slab in slabs.items()}
+        if gradients:
+            sizes.setdefault("gradients", gradients)
+        slots = {name: self.runtime.empty(nbytes) for name, nbytes in sizes.items()}
+        stream = self.runtime.promoting
         for name, slot in slots.items():
-            slot[:] = slabs[name]
-        if gradients and "gradients" not in slots:
-            slots["gradients"] = self._pool.lease(gradients)
-            slots["gradients"].fill(0)
+            if name in slabs:
+                stream.copy(slot, memory_of(slabs[name]))
+            else:
+                stream.fill(slot, 0)
+        stream.wait()
+        self._count(_nbytes(slots))
         return slots
 
     def demote(self, slots: Segments, slabs: Mapping[str, Bytes]) -> None:
         """Copy slots into the slabs of their names."""
+        stream = self.runtime.demoting
         for name in slots.keys() & slabs.keys():
-            slabs[name][:] = slots[name]
+            stream.copy(memory_of(slabs[name]), slots[name])
+        stream.wait()
 
     def give_up(self, slots: Segments) -> None:
         """Note that nobody may read the slots any more."""
+        self._count(-_nbytes(slots))
         if self._poison:
             for slot in slots.values():
-                slot.fill(POISON)
+                self.runtime.demoting.fill(slot, POISON)
+            self.runtime.demoting.wait()
 
     def finish(self) -> None:
         """Wait until the device has computed what it was told."""
+        self.runtime.computing.wait()
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._used += nbytes
+            self._peak = max(self._peak, self._used)
+
+
+def _nbytes(slots: Segments) -> int:
+    return sum(slot.nbytes for slot in slots.values())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
@@ -19,13 +21,17 @@ from cerebro_hydra.agent.device_run import RunOpener
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.slabs import MappedSlabs, Slabs
 
+_log = logging.getLogger(__name__)
+
+_LOST = 1  # the exit code of a device that can't compute any more
 _PRELOADED = ("cerebro_hydra.agent.trial_runs", "torch._dynamo")  # the latter for optimizers
 
 
 def fork_server() -> Any:
     """Return a context whose processes are forked from one that has loaded what devices need.
 
-    No tensor operation ever runs in that one, so that they may use any number of threads.
+    No tensor operation ever runs in that one, and nothing of CUDA, so that they may use any number
+    of threads, and a GPU.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED])
@@ -41,12 +47,14 @@ class DeviceSettings:
         make_opener: makes what opens runs there; a module's function, or a partial of one.
         double_buffering: whether shards are moved beside the computing.
         make_memory: makes the memory that has its slots.
+        prepare: is called before anything else there.
     """
 
     context: Any
     make_opener: Callable[[], RunOpener]
     double_buffering: bool = True
     make_memory: Callable[[], DeviceMemory] = DeviceMemory
+    prepare: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +84,18 @@ class DeviceProcess:
     Args:
         settings: of the device.
         slabs: the memory of which orders name parts.
+        on_said: takes what its code prints and logs.
         on_answer: takes what the device tells, from a thread of this object.
         on_gone: is called once when the process is dead, after its last answer.
-        on_said: takes what its code prints and logs.
     """
 
     def __init__(
         self,
         settings: DeviceSettings,
         slabs: Slabs,
+        on_said: Callable[[Mapping[str, Any]], object],
         on_answer: Callable[[DeviceProcess, Answer], object],
         on_gone: Callable[[DeviceProcess], object],
-        on_said: Callable[[Mapping[str, Any]], object],
     ) -> None:
         self._settings = settings
         self._slabs = slabs
@@ -167,7 +175,6 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     watchdog.watch_parent()
     lock = threading.Lock()
-    slabs = MappedSlabs()
 
     def tell(answer: Answer | _Said) -> None:
         try:
@@ -177,11 +184,21 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
             os._exit(0)
 
     with forwarded(lambda message: tell(_Said(message))):
+        try:
+            if settings.prepare is not None:
+                settings.prepare()
+            opener = settings.make_opener()
+            memory = settings.make_memory()
+        except Exception:
+            _log.exception("a device can't be started")
+            raise
+        slabs = MappedSlabs(memory.runtime.mapped)
         device = Device(
-            settings.make_opener(),
-            settings.make_memory(),
+            opener,
+            memory,
             tell,
             double_buffering=settings.double_buffering,
+            end=partial(os._exit, _LOST),
         )
         device.start()
         tell(Ready())

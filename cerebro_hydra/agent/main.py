@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from cerebro_hydra.agent import watchdog
 from cerebro_hydra.agent.buffer_pool import BufferPool
 from cerebro_hydra.agent.checkpoint import CheckpointWriter
-from cerebro_hydra.agent.device_starts import device_starts
+from cerebro_hydra.agent.device_starts import device_starts, gpu_starts, numeric_on_gpu
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.partitions import decode_partitions
@@ -31,7 +31,8 @@ from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.agent.trial_runs import TrialRuns, open_trials
-from cerebro_hydra.errors import TransferError
+from cerebro_hydra.agent.visible_gpus import THE_GPU
+from cerebro_hydra.errors import SetupError, TransferError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.codec import from_json, to_json
@@ -127,7 +128,7 @@ class _Agent:
             host=socket.gethostname(),
             pid=os.getpid(),
             gpus=start.gpus,
-            numeric=numeric_fingerprint(),
+            numeric=_numeric(start, spec.document),
         )
         # Dialled before rows are read, so that the user hears at once if they can't be.
         try:
@@ -201,9 +202,16 @@ class _Agent:
         trials = (spec.document, spec.manifest, own, start.scratch, factory)
         resources = start.resources
         planner = RunPlanner.of(spec.manifest, resources.device_memory)
-        trainer = QueueTrainer(
-            self._incarnation,
-            device_starts(
+        own_process = resources.devices == 1 and resources.device_kind == "cpu"
+        if resources.device_kind == "cuda":
+            starts = gpu_starts(
+                start.gpus[: resources.devices],
+                partial(open_trials, *trials, device=THE_GPU),
+                slabs,
+                self._control.send,
+            )
+        else:
+            starts = device_starts(
                 resources.devices,
                 TrialRuns(self._builder, self._decoded),
                 partial(open_trials, *trials),
@@ -211,7 +219,10 @@ class _Agent:
                 self._control.send,
                 self._end_process,
                 self._begin,
-            ),
+            )
+        trainer = QueueTrainer(
+            self._incarnation,
+            starts,
             WorkerState(
                 [resources.device_memory] * resources.devices,
                 resources.queued_memory,
@@ -222,7 +233,7 @@ class _Agent:
             self._fetch_manager,
             self._report,
             self._control.send,
-            self._begin if resources.devices > 1 else lambda attempt: None,
+            (lambda attempt: None) if own_process else self._begin,
             QueueAudits(spec.document.audit_share),
             self._fail,
             start.scratch,
@@ -345,3 +356,20 @@ class _Agent:
             self._fail(error)
         else:
             self._report(events.PartitionsAdopted(self._incarnation, tuple(partitions)))
+
+
+def _numeric(start: AgentStart, document: RunDocument) -> Mapping[str, Any]:
+    """Return what the bits of this agent depend on.
+
+    Raises:
+        SetupError: Spark gave it fewer GPUs than it needs.
+    """
+    resources = start.resources
+    if resources.device_kind == "cpu":
+        return numeric_fingerprint()
+    if len(start.gpus) < resources.devices:
+        raise SetupError(
+            f"devices_per_worker is {resources.devices}, and Spark gave worker {start.worker} "
+            f"{len(start.gpus)} GPU(s); set spark.task.resource.gpu.amount to {resources.devices}"
+        )
+    return numeric_on_gpu(start.gpus[0], document.threads)

@@ -81,18 +81,21 @@ class Slabs:
 
 
 class MappedSlabs:
-    """Maps the slabs of another process, each of them once."""
+    """Maps the slabs of another process, each of them once.
 
-    def __init__(self, on_mapped: Callable[[Bytes], object] = lambda memory: None) -> None:
+    Args:
+        mapped: is given each, and returns it as it is to be used.
+    """
+
+    def __init__(self, mapped: Callable[[Bytes], Bytes]) -> None:
         self._slabs: dict[int, Bytes] = {}
-        self._on_mapped = on_mapped
+        self._mapped = mapped
 
     def map(self, number: int, file: int) -> None:
         """Map a slab and close its file descriptor."""
         memory = np.frombuffer(mmap.mmap(file, 0), np.uint8)
         os.close(file)
-        self._on_mapped(memory)
-        self._slabs[number] = memory
+        self._slabs[number] = self._mapped(memory)
 
     def forget(self, number: int) -> None:
         """Unmap a slab, if it was mapped, as soon as nobody looks into it."""

@@ -23,7 +23,7 @@ from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.recipe import Recipe, Window
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.gradient_layout import GradientLayout
-from cerebro_hydra.shards.layout import Bytes, ShardLayout, TrialLayout
+from cerebro_hydra.shards.layout import Bytes, ShardLayout, TrialLayout, memory_of, on_host
 from cerebro_hydra.shards.shard_run import ShardRun
 from cerebro_hydra.shards.step_result import StepResult, tensor_digests
 
@@ -78,7 +78,7 @@ def step_by_shard(
             run.perform(task)
             if task.kind is ActionKind.U:
                 result.shards[task.shard] = tensor_digests(
-                    layout.shards[task.shard], place.trainable
+                    layout.shards[task.shard], memory_of(place.trainable)
                 )
         place.leave()
         run.close()
@@ -131,9 +131,9 @@ class _Place:
         frozen = self._segments.read(held.names["frozen"])
         self._run.load(
             shard,
-            {"frozen": frozen, "trainable": self.trainable},
+            on_host({"frozen": frozen, "trainable": self.trainable}),
             self._cursors[shard],
-            gradients,
+            memory_of(gradients),
         )
 
     def leave(self) -> None:

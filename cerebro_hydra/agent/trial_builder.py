@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from cerebro_hydra.agent.heap import LEAST_TRIMMED, trim_heap
@@ -16,6 +17,7 @@ from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state, build_recipe
+from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.engine import Engine
@@ -68,11 +70,13 @@ class TrialRuntime:
         layout: TrialLayout,
         cut_model: CutModel,
         build_seconds: float,
+        device: torch.device,
     ) -> TrialRuntime:
-        """Make the engines of a recipe, and free its weights."""
+        """Make the engines of a recipe, free its weights, and bring the rest of it to a device."""
         of_engine = (cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
         engine, uncut = Engine(*of_engine), UncutEngine(*of_engine)
         _free_weights(recipe)
+        recipe.to(device)
         return cls(spec, recipe, layout, cut_model, engine, uncut, build_seconds)
 
 
@@ -81,6 +85,9 @@ class TrialBuilder:
 
     Equal models are exported and cut once. A trial that is built anew has the same bits, because
     its state comes from the shards alone, as on another worker.
+
+    Args:
+        device: where the trials are trained; they are built and cut on the CPU.
     """
 
     def __init__(
@@ -89,13 +96,15 @@ class TrialBuilder:
         factory: Callable[..., Any],
         training: dict[int, CachedPartition],
         validation: dict[int, CachedPartition],
+        device: torch.device = CPU,
     ) -> None:
         self._document = document
+        self._device = device
         self._columns = Columns.of(document)
         self._factory = factory
         self._training = training
         self._validation = validation
-        self._cut_models = CutModelCache()
+        self._cut_models = CutModelCache(device)
         self._specs: dict[int, TrialSpec] = {}
         self._runtimes = Recent[int, TrialRuntime](
             MOST_RUNTIMES, MOST_RUNTIME_BYTES, lambda runtime: runtime.nbytes
@@ -142,7 +151,7 @@ class TrialBuilder:
         sample = Sample.of(recipe, (example.features, example.labels))
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
-        return TrialRuntime.of(spec, recipe, layout, cut_model, build_seconds)
+        return TrialRuntime.of(spec, recipe, layout, cut_model, build_seconds, self._device)
 
     def another_recipe(self, trial: int) -> Recipe:
         """Run the user's factory again, while no engine uses the trial's model; free the weights.
@@ -160,13 +169,15 @@ class TrialBuilder:
             # The factory may have changed the model, which fits the newer recipe then.
             self._runtimes.put(
                 trial,
-                TrialRuntime.of(mine.spec, other, mine.layout, mine.cut_model, mine.build_seconds),
+                TrialRuntime.of(
+                    mine.spec, other, mine.layout, mine.cut_model, mine.build_seconds, self._device
+                ),
             )
             raise ConfigurationError(
                 "estimator_gen_fn gives the same model twice; let it build one at each call"
             )
         _free_weights(other)
-        return other
+        return other.to(self._device)
 
     def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
         """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""

@@ -19,6 +19,8 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import Evaluate
 from cerebro_hydra.recipe import Evaluation, Recipe
+from cerebro_hydra.recipe.determinism import compute_deterministically
+from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import Segments, TrialLayout
 from cerebro_hydra.shards.memory_watch import MemoryLimit
@@ -37,13 +39,16 @@ def open_trials(
     own: Sequence[int],
     scratch: str,
     factory: Callable[..., Any],
+    device: torch.device = CPU,
 ) -> TrialRuns:
-    """Return what opens runs in a process of its own."""
+    """Return what opens runs on a device, in a process of its own."""
     torch.set_num_threads(document.threads)
+    compute_deterministically(device)
     store = Store.from_dict(dict(document.store))
     decoded = partial(decode_partitions, manifest, store, scratch, None)
     splits = decoded(own)
-    return TrialRuns(TrialBuilder(document, factory, splits["train"], splits["val"]), decoded)
+    builder = TrialBuilder(document, factory, splits["train"], splits["val"], device)
+    return TrialRuns(builder, decoded)
 
 
 class TrialRuns:

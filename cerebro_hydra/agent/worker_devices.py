@@ -21,7 +21,7 @@ from cerebro_hydra.agent.device_messages import (
 )
 from cerebro_hydra.errors import SetupError
 
-MOST_STARTS = 8  # of a device that dies each time before it is ready
+MOST_STARTS = 10  # of a device that dies each time before it is ready
 MOST_DEATHS = 3  # of devices that run the same code, until that is the cause
 DEADLY = f"its code ended the process of a device {MOST_DEATHS} times"
 
@@ -76,8 +76,7 @@ class WorkerDevices:
         self._starts = starts
         self._on_answer, self._on_gone = on_answer, on_gone
         self._devices: list[WorkerDevice] = []
-        self._down: set[int] = set()  # their numbers, from a death until the next one is ready
-        self._tries: Counter[int] = Counter()  # their starts since one of them was ready
+        self._down = Counter[int]()  # the deaths of each number since it was ready
         self._unanswered: list[deque[CodeOrder]] = []  # each once for each of its answers
 
     def start(self) -> None:
@@ -123,14 +122,13 @@ class WorkerDevices:
             SetupError: it died too often before it was ready.
         """
         number = self._devices.index(device)
-        self._tries[number] += 1
-        if self._tries[number] == MOST_STARTS:
-            raise SetupError(
-                f"device {number} ended {MOST_STARTS} times before it was ready; the output of "
-                "its process says why"
-            )
         was_up = number not in self._down
-        self._down.add(number)
+        self._down[number] += 1
+        if self._down[number] == MOST_STARTS:
+            raise SetupError(
+                f"device {number} could not be started {MOST_STARTS} times in a row; see the log "
+                "for what it said, and take another number of devices_per_worker"
+            )
         asked = self._unanswered[number]
         death = Death(number, was_up, asked[0] if asked else None)
         asked.clear()
@@ -140,10 +138,9 @@ class WorkerDevices:
     def ready(self, device: WorkerDevice) -> int | None:
         """Note that a device is ready; return its number if one of that number had died."""
         number = self._devices.index(device)
-        del self._tries[number]
         if number not in self._down:
             return None
-        self._down.remove(number)
+        del self._down[number]
         return number
 
     def close(self) -> None:

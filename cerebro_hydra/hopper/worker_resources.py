@@ -11,6 +11,7 @@ from typing import Any
 
 from cerebro_hydra.available_memory import usable_memory
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.human_units import bytes_text
 
 QUEUED_SHARE = 0.75
 """The share of `host_memory` that shard queues plan with; the rest is for transfers under way."""
@@ -36,11 +37,12 @@ class WorkerResources:
     """Describes what a user lets each worker have; the defaults ask for nothing.
 
     Args:
-        devices: how many devices, CUDA devices where the worker was given GPUs.
-        device_memory: bytes of each device for shards; None has no limit but the device's.
+        devices: how many devices.
+        device_memory: bytes of each device for shards; None has no limit, or see `measured`.
         host_memory: bytes of DRAM for shards; None is what trials need, or see `measured`.
         scratch: a folder on a disk of the worker's machine; None takes the launcher's.
         residents: sub-epochs that a worker holds at once; None leaves it to the plan.
+        device_kind: of all of them, "cpu" or "cuda".
     """
 
     devices: int = 1
@@ -48,6 +50,7 @@ class WorkerResources:
     host_memory: int | None = None
     scratch: str | None = None
     residents: int | None = None
+    device_kind: str = "cpu"
 
     @classmethod
     def checked(
@@ -57,15 +60,21 @@ class WorkerResources:
         host_memory: Any,
         scratch: Any,
         residents: Any,
+        gpus: float = 0,
     ) -> WorkerResources:
         """Take what a user gave to a backend.
+
+        Args:
+            gpus: how many each worker is given, maybe a part of one; they are its devices if any
+                are asked for.
 
         Raises:
             ConfigurationError: an argument can't be used; the message names it and its value.
         """
-        if not _is_count(devices_per_worker):
+        if devices_per_worker is not None and not _is_count(devices_per_worker):
             raise ConfigurationError(
-                f"devices_per_worker is {devices_per_worker!r}; it is a whole number from 1"
+                f"devices_per_worker is {devices_per_worker!r}; it is a whole number from 1, or "
+                "None for one CPU device"
             )
         if scratch is not None and not (isinstance(scratch, str) and scratch.startswith("/")):
             raise ConfigurationError(
@@ -77,31 +86,54 @@ class WorkerResources:
                 f"residents is {residents!r}; it is a whole number from 1, or 'auto'"
             )
         return cls(
-            devices_per_worker,
+            devices_per_worker or 1,
             _bytes("device_memory", device_memory),
             _bytes("host_memory", host_memory),
             scratch,
             None if residents == "auto" else residents,
+            "cuda" if devices_per_worker is not None and gpus else "cpu",
         )
 
-    def measured(self, hosts: Callable[[], Sequence[tuple[str, float]]]) -> WorkerResources:
-        """Return these with DRAM for shards, if they ask for queues and don't say how much.
+    def measured(
+        self,
+        hosts: Callable[[], Sequence[tuple[str, float]]],
+        gpus: Callable[[], Sequence[int]] = tuple,
+    ) -> WorkerResources:
+        """Return these with memory that is there, where they ask for queues and don't say how much.
 
         Args:
             hosts: returns the machine of each worker, and the bytes of DRAM that it may have.
+            gpus: returns the bytes that each GPU has for shards and tasks.
+
+        Raises:
+            ConfigurationError: a GPU has less than was asked for; the message has both numbers.
         """
+        resources = self
+        if self.device_kind == "cuda":
+            resources = replace(self, device_memory=self._of_gpus(gpus()))
         if not self.asks_for_queues or self.host_memory is not None:
-            return self
+            return resources
         found = hosts()
         workers = Counter(host for host, _ in found)
         shares = [int(nbytes * DRAM_SHARE) // workers[host] for host, nbytes in found]
-        return replace(self, host_memory=min(shares))
+        return replace(resources, host_memory=min(shares))
+
+    def _of_gpus(self, found: Sequence[int]) -> int:
+        """Return the bytes that every GPU can give."""
+        least = min(found)
+        if self.device_memory is not None and self.device_memory > least:
+            raise ConfigurationError(
+                f"device_memory is {bytes_text(self.device_memory)}, and a GPU has "
+                f"{bytes_text(least)} for shards and tasks; lower it, or take None for all of that"
+            )
+        return self.device_memory or least
 
     @property
     def asks_for_queues(self) -> bool:
-        """Return whether a worker needs more than one device that holds a whole trial."""
+        """Return whether a worker needs more than one CPU device that holds a whole trial."""
         budgets = self.device_memory, self.host_memory
-        return self.devices > 1 or (self.residents or 1) > 1 or budgets != (None, None)
+        several = self.devices > 1 or (self.residents or 1) > 1
+        return several or self.device_kind == "cuda" or budgets != (None, None)
 
     @property
     def most_residents(self) -> int:

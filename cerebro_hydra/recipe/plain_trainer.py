@@ -100,7 +100,7 @@ class PlainTrainer:
         losses = []
         model.zero_grad()
         for microbatch, batch in enumerate(window):
-            key = RandomKey(self._trial_seed, self.steps, microbatch)
+            key = RandomKey(self._trial_seed, self.steps, microbatch, recipe.device)
             with unit_hooks(model, key.reseed):  # a checkpoint runs units again in backward
                 loss = self._loss(batch, key)
                 losses.append(loss.item())

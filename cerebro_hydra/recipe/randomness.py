@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.recipe.determinism import WORKSPACE
+from cerebro_hydra.recipe.placement import CPU
 
 FORWARD = ""
 """Stands, in place of a unit's name, for a forward pass before its first unit."""
@@ -42,16 +45,29 @@ def _walk(module: nn.Module, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RandomKey:
-    """Names the place of a forward pass in its trial; random numbers depend on nothing else."""
+    """Names the place of a forward pass in its trial; random numbers depend on nothing else.
+
+    On another device than the CPU, they also depend on what that device makes of a seed.
+    """
 
     trial_seed: int
     step: int
     microbatch: int
+    device: torch.device = CPU
 
     def reseed(self, unit: str) -> None:
-        """Restart the CPU generator for a unit call, named `module@call`, or for `FORWARD`."""
+        """Restart the generators for a unit call, named `module@call`, or for `FORWARD`."""
         seed = seed_of(self.trial_seed, self.step, self.microbatch, unit)
-        torch.default_generator.manual_seed(seed)
+        for generator in generators(self.device):
+            generator.manual_seed(seed)
+
+
+def generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """Return the generators that draw numbers where a device trains: the CPU's and its own."""
+    if device == CPU:
+        return (torch.default_generator,)
+    own = torch.get_device_module(device).default_generators[device.index]
+    return (torch.default_generator, own)
 
 
 @contextmanager
@@ -103,11 +119,24 @@ def trial_seed(seed: int, trial: int) -> int:
     return seed_of(seed, "trial", trial)
 
 
-def numeric_fingerprint() -> dict[str, Any]:
-    """Return what a run's bits depend on beside code and data; replay warns where it differs."""
-    return {
+def numeric_fingerprint(device: str = "cpu") -> dict[str, Any]:
+    """Return what a run's bits depend on beside code and data; replay warns where it differs.
+
+    Args:
+        device: the kind of device that trains; only "cuda" lets this process look at a GPU.
+    """
+    found = {
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "optimizer": "cpu",
+        "optimizer": device,
     }
+    if device == "cuda":
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            WORKSPACE: os.environ.get(WORKSPACE),
+        }
+    return found

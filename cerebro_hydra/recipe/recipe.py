@@ -6,6 +6,7 @@ random keys, how a loss is applied) lives in this package and nowhere else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.autocast import AUTOCAST, autocasting
@@ -25,7 +27,10 @@ from cerebro_hydra.recipe.metrics import Metric, StateMetric, as_json, resolve_m
 from cerebro_hydra.recipe.models import checked_model
 from cerebro_hydra.recipe.objective import Objective
 from cerebro_hydra.recipe.optimizers import check_optimizer
+from cerebro_hydra.recipe.placement import CPU, Placement
 from cerebro_hydra.recipe.randomness import RandomKey
+
+_TWO_DEVICES = re.compile(r"same device|two different devices|device type")
 
 CUTS = ("export", "modules")
 """The ways to cut a model that a user may ask for."""
@@ -101,6 +106,7 @@ class Recipe:
     schedule: str = "sequential"
     recompute: bool | str = "auto"
     columns: Columns | None = field(default=None, init=False, repr=False)
+    device: torch.device = field(default=CPU, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.model = checked_model(self.model)
@@ -172,6 +178,21 @@ class Recipe:
             )
         return self
 
+    def to(self, device: torch.device) -> Recipe:
+        """Let the recipe train on a device, and return it: batches will come there.
+
+        Its model and losses are moved with every tensor that their attributes hold.
+        """
+        if device != self.device:
+            placement = Placement(device)
+            placement.place_module(self.model)
+            for loss in self.losses:
+                if isinstance(loss, nn.Module):
+                    placement.place_module(loss)
+            placement.place_optimizer(self.optimizer)
+            self.device = device
+        return self
+
     # ------------------------------------------------------------------ one batch
 
     def inputs(self, features: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -183,15 +204,19 @@ class Recipe:
     def collated(
         self, features: tuple[Tensor, ...], targets: tuple[Tensor, ...], key: RandomKey | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Apply `collate` to a batch, seeded by the key; None is for evaluation.
+        """Apply `collate` to a batch on the CPU, seeded by the key; None is for evaluation.
 
-        Columns come in the precision of the model.
+        Columns come in the precision of the model, and on its device.
 
         Raises:
             ConfigurationError: it lost a column or changed the number of rows.
         """
         made = collate_batch(self.collate, self.columns, features, targets, key)
-        return self.cast(made[0]), self.cast(made[1])
+        features, labels = map(self.cast, made)
+        return self._placed(features), self._placed(labels)
+
+    def _placed(self, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(column.to(self.device) for column in columns)
 
     def cast(self, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return columns as a model takes them whose parameters are all in double precision."""
@@ -210,12 +235,26 @@ class Recipe:
         for config in caching:
             config.use_cache = False
         try:
-            device = next((p.device.type for p in self.model.parameters()), "cpu")
-            with without_fast_path(), autocasting(self.autocast, device):
+            with without_fast_path(), autocasting(self.autocast, self.device.type), self._on_one():
                 yield
         finally:
             for config in caching:
                 config.use_cache = True
+
+    @contextmanager
+    def _on_one(self) -> Iterator[None]:
+        """Say what to do where an operation takes tensors of the CPU and of the device."""
+        try:
+            yield
+        except RuntimeError as error:
+            # torch has no type for this error.
+            if self.device == CPU or not _TWO_DEVICES.search(str(error)):
+                raise
+            raise ConfigurationError(
+                f"an operation of the forward or the loss takes tensors of the CPU and of "
+                f"{self.device}; give the device where the code makes a tensor, as in "
+                "torch.arange(n, device=x.device)"
+            ) from error
 
     def _cache_configs(self) -> list[Any]:
         model, configs = self._configs
@@ -273,8 +312,9 @@ class Recipe:
             if metric.name not in states:  # a copy: update may write into what start gave
                 states[metric.name] = as_json(metric.name, function.start())
             state = states[metric.name]
-            with _naming(metric):
-                updated = function.update(state, *self._seen_by(metric, outputs, labels))
+            with _naming(metric):  # a state is of the host
+                seen = tree_map_only(Tensor, Tensor.cpu, self._seen_by(metric, outputs, labels))
+                updated = function.update(state, *seen)
             states[metric.name] = as_json(metric.name, updated)
 
     def _labels(self, outputs: Any, targets: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -157,7 +157,7 @@ def _warnings(run: RunData) -> Iterator[str]:
     except StoreError as error:
         yield f"the run's numeric fingerprint can't be read: {error}"
         return
-    here = numeric_fingerprint() | {"threads": run.document.threads}
+    here = numeric_fingerprint(run.document.device) | {"threads": run.document.threads}
     for worker, there in sorted(recorded.items()):
         for name, value in there.items():
             if here.get(name) != value:

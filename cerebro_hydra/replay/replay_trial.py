@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ from cerebro_hydra.recipe import (
     mean,
     merge_evaluations,
 )
+from cerebro_hydra.recipe.determinism import WORKSPACE, deterministic
+from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
 from cerebro_hydra.replay.run_data import RunData, with_threads
 from cerebro_hydra.replay.states import Replayed, go_on, load_model, read_saved
 from cerebro_hydra.storage.estimator_factories import find
-from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 
 _STATES = 3
 """States of a trial that a replay has in memory: the first, the one that it trains, the result."""
@@ -56,19 +59,23 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
         run = RunData.open(run_path, scratch)
         spec = run.trial(trial_id)
         _check_memory(spec)
+        device = _device_of(run.document)
         found = find(run.folder.path, run.document.factory, factory, trust)
         run.folder.check_journal(run.document)
         expected = expectations(run, spec)
         course = [*expected.ancestors, (spec.trial, len(expected.visit_log))]
         initial = read_saved(run.folder, course[0][0], 0, run.document.run_id)
         replayed = Replayed()
-        with exclusive_generator, torch.random.fork_rng(devices=[]):
+        others = [] if device == CPU else [device]
+        with exclusive_generator, deterministic(device), torch.random.fork_rng(devices=others):
             line = []
             for number, until in course:
                 each = run.folder.read_trial(number, run.document.run_id)
                 recipe = build_recipe(found, each.params, run.seed, Columns.of(run.document))
                 line.append(Ancestor(each, recipe, until))
             load_model(line[0].recipe.model, initial.tensors, f"{trial_id} of run {run_path!r}")
+            for ancestor in line:
+                ancestor.recipe.to(device)
             if expected.problem is None:
                 try:
                     with with_threads(run.document.threads):
@@ -82,6 +89,23 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
                         "started with"
                     ) from error
         return compare(recipe, replayed, expected, run)
+
+
+def _device_of(document: RunDocument) -> torch.device:
+    """Return the device here that is of the run's kind."""
+    if document.device == "cpu":
+        return CPU
+    if not torch.cuda.is_available():
+        raise ReplayError(
+            f"run {document.run_id} was trained on CUDA devices, and there is none here; replay it "
+            "on a machine with a GPU like the run's"
+        )
+    if torch.cuda.is_initialized() and WORKSPACE not in os.environ:
+        raise ReplayError(
+            f"CUDA was used in this process before {WORKSPACE} was set, so that its bits may be "
+            f"others; set {WORKSPACE}=:4096:8 before Python starts, or replay in a new process"
+        )
+    return torch.device("cuda", 0)
 
 
 def _check_memory(spec: TrialSpec) -> None:

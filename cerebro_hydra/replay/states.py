@@ -140,7 +140,8 @@ class Replayed:
 
     def keep(self, trainer: PlainTrainer) -> None:
         """Copy the trainer's present state as the result."""
-        self.tensors = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+        found = trainer.tensors().items()
+        self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in found}
         self.groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in trainer.recipe.optimizer.param_groups

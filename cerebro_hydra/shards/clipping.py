@@ -17,6 +17,14 @@ def grad_norms(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return norms
 
 
+def floats(norms: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return norms as numbers of Python, for which a device is waited for once."""
+    if not norms:
+        return {}
+    values = torch.stack([norm.double() for norm in norms.values()]).tolist()
+    return dict(zip(norms, values, strict=True))
+
+
 def clip_coefficient(norms: Mapping[str, Tensor], order: Sequence[str], limit: float) -> Tensor:
     """Return the factor for every gradient that brings the total norm down to `limit`.
 

@@ -33,7 +33,7 @@ from cerebro_hydra.shards.differences import (
     same_bits,
 )
 from cerebro_hydra.shards.engine import Engine, Mode
-from cerebro_hydra.shards.layout import Segments, TrialLayout, initial_segments
+from cerebro_hydra.shards.layout import HostSegments, TrialLayout, initial_segments
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.parameter_values import ParameterValues
 from cerebro_hydra.shards.sample import Example, copy_example
@@ -208,7 +208,7 @@ class _Shards:
         modes: Sequence[Mode] = ("keep", "recompute"),
     ) -> None:
         self._check = check
-        self.segments: list[Segments] = list(initial_segments(check.recipe, layout))
+        self.segments: list[HostSegments] = list(initial_segments(check.recipe, layout))
         self._cursors: list[dict[str, Any] | None] = [None] * cut_model.num_shards
         self._cut_model = cut_model
         self._layout = layout
@@ -227,7 +227,7 @@ class _Shards:
     def step(self, number: int) -> float:
         """Train one step; return the sum of its loss over rows."""
 
-        def publish(k: int, segments: Segments, cursor: dict[str, Any]) -> None:
+        def publish(k: int, segments: HostSegments, cursor: dict[str, Any]) -> None:
             self._cursors[k] = json.loads(json.dumps(cursor))
             self.segments[k] = segments
 
@@ -259,7 +259,7 @@ class _Shards:
             self._cut_model, self._layout, check.recipe, check.trial_seed, STEPS_PER_EPOCH, mode
         )
 
-    def _need(self, k: int) -> tuple[Segments, dict[str, Any] | None]:
+    def _need(self, k: int) -> tuple[HostSegments, dict[str, Any] | None]:
         return self.segments[k], self._cursors[k]
 
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import units
+from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut_spec import CutSpec, module_of
 from cerebro_hydra.shards.guards import Guards
 from cerebro_hydra.shards.model_key import model_key
@@ -68,6 +69,15 @@ class GraphCut:
             )
         return self.of_rows[rows]
 
+    def on(self, device: torch.device) -> GraphCut:
+        """Return the graphs on a device; they were traced on the CPU."""
+        return replace(
+            self,
+            train=tuple(replace(each, run=each.run.on(device)) for each in self.train),
+            eval=tuple(replace(each, run=each.run.on(device)) for each in self.eval),
+            of_rows={rows: each.on(device) for rows, each in self.of_rows.items()},
+        )
+
 
 @dataclass(frozen=True)
 class CutModel:
@@ -101,6 +111,12 @@ class CutModel:
     def shard_of_unit(self) -> dict[str, int]:
         """Return the shard of each unit, by the module's name."""
         return {module_of(unit): k for k, units in enumerate(self.units) for unit in units}
+
+    def on(self, device: torch.device) -> CutModel:
+        """Return the cut model for a device; it was cut on the CPU."""
+        if device == CPU or self.graphs is None:
+            return self
+        return replace(self, graphs=self.graphs.on(device))
 
     @classmethod
     def build(cls, model: nn.Module, spec: CutSpec, sample: Sample) -> CutModel:
@@ -284,9 +300,13 @@ class CutModelCache:
 
     A model is not shared if it holds anything whose equality can't be told. Models that did not
     come for long are exported anew. The cache is not thread-safe.
+
+    Args:
+        device: where the cut models compute; models are cut on the CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
         self._cut_models = Recent[Hashable, CutModel](MOST_GRAPHS)
         self._traces = Recent[Hashable, TracedModel | CutFailed](MOST_GRAPHS)
         self._times = Recent[Hashable, list[float]](MOST_TIMES)
@@ -298,7 +318,7 @@ class CutModelCache:
             if spec.mode == "export":
                 rows = spec.rows or (None,)
                 traced = [self.trace(model, sample, each) for each in rows]
-                return CutModel.by_graph(model, spec, traced)
+                return CutModel.by_graph(model, spec, traced).on(self._device)
             return CutModel.build(model, spec, sample)
 
         return _once(self._cut_models, model_key(model, sample), spec, build)

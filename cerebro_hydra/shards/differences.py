@@ -7,19 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cerebro_hydra.shards.digest import tensor_digest
-from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.layout import HostSegments, TrialLayout, in_place, on_host
 from cerebro_hydra.shards.state import ShardState
 
 
 def first_difference(
-    layout: TrialLayout, shards: Sequence[Segments], trained: Mapping[str, Tensor]
+    layout: TrialLayout, shards: Sequence[HostSegments], trained: Mapping[str, Tensor]
 ) -> str | None:
     """Return the first tensor of a state whose bits are not those of plain training, or None.
 
@@ -33,7 +31,7 @@ def first_difference(
             name, _, key = rest.rpartition(":")
             optimizer_state[name][key] = tensor
     for shard, segments in zip(layout.shards, shards, strict=True):
-        state = ShardState(shard, segments)
+        state = ShardState(shard, on_host(in_place(segments)))
         optimizer = state.existing_optimizer_state()
         for name, parameter in state.params.items():
             if not same_bits(parameter, trained[f"param:{name}"]):
@@ -57,18 +55,19 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors are equal in type, shape and every bit."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return np.array_equal(_words(a), _words(b))
+    return torch.equal(_words(a), _words(b))
 
 
 def checksum(tensor: Tensor) -> int:
     """Return the sum of a tensor's bytes in words, which almost no change leaves as it is."""
-    return int(_words(tensor).sum(dtype=np.uint64))
+    return int(_words(tensor).sum(dtype=torch.int64))
 
 
-def _words(tensor: Tensor) -> NDArray[Any]:
+def _words(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes in words if they fill some, which is five times as fast."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return raw.view(np.uint8 if raw.nbytes % 8 else np.uint64)
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    fills_words = raw.nbytes % 8 == 0 and raw.storage_offset() % 8 == 0
+    return raw.view(torch.int64) if fills_words else raw
 
 
 @dataclass(frozen=True)

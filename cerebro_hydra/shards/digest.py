@@ -8,5 +8,5 @@ from cerebro_hydra.storage.digest import digest
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Return the digest of the bytes of a CPU tensor."""
-    return digest(tensor.detach().contiguous().reshape(-1).view(uint8).numpy())
+    """Return the digest of the bytes of a tensor."""
+    return digest(tensor.detach().contiguous().reshape(-1).view(uint8).cpu().numpy())

@@ -20,14 +20,14 @@ from cerebro_hydra.recipe import (
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.evaluated_shards import EvaluatedShards
 from cerebro_hydra.shards.graph_tasks import GraphTasks
-from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.layout import HostSegments, TrialLayout, in_place, on_host
 from cerebro_hydra.shards.microbatch import Microbatch
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
 from cerebro_hydra.shards.module_tasks import ModuleTasks
 from cerebro_hydra.shards.sub_epoch import Cursor, SubEpoch
 
-Need = Callable[[int], tuple[Segments, Cursor | None]]
-Publish = Callable[[int, Segments, Cursor], object]
+Need = Callable[[int], tuple[HostSegments, Cursor | None]]
+Publish = Callable[[int, HostSegments, Cursor], object]
 OnStep = Callable[[int, float, Callable[[], Cursor]], object]
 """Is called with a step, its mean loss, and what makes the cursor with which training goes on."""
 Mode = Literal["keep", "recompute"]
@@ -45,7 +45,7 @@ class TrainTotals:
 
 
 class Engine:
-    """Trains and evaluates one trial in the shards of its cut model.
+    """Trains and evaluates one trial in the shards of its cut model, in memory of the host.
 
     Args:
         cut_model: trials of equal structure may share one, one trial at a time per thread.
@@ -150,7 +150,7 @@ class Engine:
 
         def reach(_: object, k: int) -> None:
             if k not in shards:
-                shards.receive(k, need(k)[0])
+                shards.receive(k, on_host(in_place(need(k)[0])))
 
         with shards.evaluating():
             for batch in batches:
@@ -175,6 +175,7 @@ class _Visit:
         self._sub_epoch = sub_epoch
         self._need = need
         self._publish = publish
+        self._segments: dict[int, HostSegments] = {}
 
     def carry_out(
         self,
@@ -200,7 +201,9 @@ class _Visit:
                 break
             self._move(action)
         if k not in self._sub_epoch:
-            self._sub_epoch.receive(k, *self._need(k))
+            segments, cursor = self._need(k)
+            self._segments[k] = in_place(segments)
+            self._sub_epoch.receive(k, on_host(self._segments[k]), cursor)
             self._sub_epoch.check_step(k)
 
     def _move(self, action: Action) -> None:
@@ -209,7 +212,7 @@ class _Visit:
             case ActionKind.U:
                 self._sub_epoch.update(k)
             case ActionKind.SEND:
-                self._publish(k, self._sub_epoch.segments(k), self._sub_epoch.cursor(k))
+                self._publish(k, self._segments[k], self._sub_epoch.cursor(k))
             case _:
                 raise AssertionError(f"{action} moves a shard, but this schedule moves none")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.shards.layout import ALIGNMENT, Bytes, LayoutEntry, ShardLayout
+from cerebro_hydra.shards.layout import ALIGNMENT, LayoutEntry, Memory, ShardLayout
 
 
 @dataclass(frozen=True)
@@ -32,37 +34,40 @@ class GradientLayout:
             at += _up(entry.nbytes)
         return cls(tuple(entries), at)
 
-    def load(self, memory: Bytes, params: Mapping[str, nn.Parameter]) -> None:
+    def load(self, memory: Memory, params: Mapping[str, nn.Parameter]) -> None:
         """Let the gradients in the memory be those of the parameters.
 
         A gradient that a parameter has already came later and is added, as autograd would.
         """
-        for number, entry in enumerate(self.entries):
-            if memory[number]:
-                parameter, gradient = params[entry.name], entry.view(memory)
-                if parameter.grad is not None:
-                    gradient.add_(parameter.grad)
-                parameter.grad = gradient
+        marks = memory[: len(self.entries)].tolist()
+        for entry in itertools.compress(self.entries, marks):
+            parameter, gradient = params[entry.name], entry.view(memory)
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad)
+            parameter.grad = gradient
 
-    def store(self, memory: Bytes | None, params: Mapping[str, nn.Parameter]) -> None:
+    def store(self, memory: Memory | None, params: Mapping[str, nn.Parameter]) -> None:
         """Move the gradients of the parameters into the memory.
 
         Raises:
             ConfigurationError: a gradient is sparse.
             ValueError: there are gradients, but no memory.
         """
+        marks = torch.zeros(len(self.entries), dtype=torch.uint8)
         for number, entry in enumerate(self.entries):
             parameter = params[entry.name]
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                _check_fits(entry, gradient, memory)
-            if memory is not None:
-                memory[number] = gradient is not None
-                if gradient is not None and gradient.data_ptr() != _address(memory, entry):
+                memory = _fitting(entry, gradient, memory)
+                marks[number] = 1
+                if gradient.data_ptr() != memory.data_ptr() + entry.offset:
                     entry.view(memory).copy_(gradient)
+        if memory is not None:
+            memory[: len(self.entries)] = marks
 
 
-def _check_fits(entry: LayoutEntry, gradient: Tensor, memory: Bytes | None) -> None:
+def _fitting(entry: LayoutEntry, gradient: Tensor, memory: Memory | None) -> Memory:
+    """Return the memory that a gradient can be moved into."""
     if gradient.is_sparse:
         raise ConfigurationError(
             f"the gradient of parameter {entry.name!r} is sparse and can't leave a device; set "
@@ -73,10 +78,7 @@ def _check_fits(entry: LayoutEntry, gradient: Tensor, memory: Bytes | None) -> N
             f"parameter {entry.name!r} has a gradient when its shard leaves the device; give "
             "memory for gradients"
         )
-
-
-def _address(memory: Bytes, entry: LayoutEntry) -> int:
-    return int(memory.ctypes.data) + entry.offset
+    return memory
 
 
 def _up(nbytes: int) -> int:

@@ -34,8 +34,13 @@ ALIGNMENT = 64
 EXISTS = "exists"
 
 Bytes = NDArray[np.uint8]
-Segments = dict[str, Bytes]
-"""The "frozen" and "trainable" bytes of one shard."""
+HostSegments = dict[str, Bytes]
+"""The "frozen" and "trainable" bytes of one shard, as the host keeps and sends them."""
+
+Memory = Tensor
+"""One-dimensional bytes of the device that computes with them, aligned to `ALIGNMENT`."""
+Segments = dict[str, Memory]
+"""The "frozen" and "trainable" memory of one shard."""
 
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -61,10 +66,12 @@ class LayoutEntry:
     offset: int
     nbytes: int
 
-    def view(self, buffer: Bytes) -> Tensor:
-        """Return the tensor in the segment's memory, with a version counter of its own."""
-        part = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes])
-        return part.view(self.dtype).as_strided(self.shape, self.strides)
+    def view(self, memory: Memory) -> Tensor:
+        """Return the tensor in the segment's memory, with a storage and a version of its own."""
+        start = memory.storage_offset() + self.offset
+        part = memory.untyped_storage()[start : start + self.nbytes]
+        view = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return view.set_(part, 0, self.shape, self.strides)  # type: ignore[call-overload,no-any-return]
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,12 @@ class SegmentLayout:
         buffer[: len(self.header)] = np.frombuffer(self.header, np.uint8)
         return buffer
 
-    def check(self, buffer: Bytes, what: str) -> None:
-        """Raise ValueError if the buffer is not a segment of this layout."""
-        if buffer.nbytes != self.nbytes or bytes(buffer[: len(self.header)]) != self.header:
+    def check(self, memory: Memory, what: str) -> None:
+        """Raise ValueError if the memory is not a segment of this layout."""
+        header = memory[: len(self.header)].cpu().numpy()
+        if memory.nbytes != self.nbytes or header.tobytes() != self.header:
             raise ValueError(
-                f"the {what} segment of {buffer.nbytes} bytes does not fit its layout of "
+                f"the {what} segment of {memory.nbytes} bytes does not fit its layout of "
                 f"{self.nbytes} bytes; it belongs to another trial or cut"
             )
 
@@ -140,7 +148,7 @@ class TrialLayout:
         )
 
 
-def initial_segments(recipe: Recipe, layout: TrialLayout) -> Iterator[Segments]:
+def initial_segments(recipe: Recipe, layout: TrialLayout) -> Iterator[HostSegments]:
     """Yield state 0 of a trial by shard: parameters, buffers, the optimizer's initial state."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in recipe.model.named_parameters():
@@ -158,9 +166,10 @@ def filled(segment: SegmentLayout, tensors: Mapping[str, Tensor]) -> Bytes:
     marks = [e.name in tensors for e in segment.entries if is_optimizer_state(e.name)]
     given = {**tensors, EXISTS: torch.tensor(marks, dtype=torch.uint8)}
     buffer = segment.allocate()
+    memory = memory_of(buffer)
     for entry in segment.entries:
         if entry.name in given:
-            entry.view(buffer).copy_(given[entry.name].detach())
+            entry.view(memory).copy_(given[entry.name].detach())
     return buffer
 
 
@@ -180,6 +189,42 @@ def aligned(nbytes: int, zeroed: bool = False) -> Bytes:
     raw = (np.zeros if zeroed else np.empty)(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
+
+
+def in_place(segments: HostSegments) -> HostSegments:
+    """Return segments that can be computed in: one that is not aligned is copied."""
+    return {name: _aligned_copy(buffer) for name, buffer in segments.items()}
+
+
+def _aligned_copy(buffer: Bytes) -> Bytes:
+    if buffer.ctypes.data % ALIGNMENT == 0:
+        return buffer
+    copy = aligned(buffer.nbytes)
+    copy[:] = buffer
+    return copy
+
+
+def memory_of(buffer: Bytes) -> Memory:
+    """Return aligned bytes of the host as memory of the CPU, at the same place.
+
+    Those that are read-only must be in a frozen segment, to which nobody writes.
+    """
+    alias = buffer[:]  # so that whoever owns the bytes can count those who look into them
+    return torch.from_numpy(alias if alias.flags.writeable else np.asarray(_Alias(alias)))
+
+
+def on_host(segments: HostSegments) -> Segments:
+    """Return aligned segments of the host as memory of the CPU; see `memory_of`."""
+    return {name: memory_of(buffer) for name, buffer in segments.items()}
+
+
+class _Alias:
+    """Is the base of a writable array, which torch takes without a warning, on read-only bytes."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        interface = buffer.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self._buffer = buffer
 
 
 def read_tensors(buffer: Bytes) -> dict[str, Tensor]:

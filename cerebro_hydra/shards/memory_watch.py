@@ -136,3 +136,5 @@ def _storages(values: Any) -> Iterator[UntypedStorage]:
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             yield leaf.untyped_storage()
+        elif isinstance(leaf, UntypedStorage):
+            yield leaf

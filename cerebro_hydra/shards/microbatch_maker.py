@@ -34,7 +34,7 @@ class MicrobatchMaker:
         """
         batch = window[number]
         weight = batch.rows / sum(each.rows for each in window) if len(window) > 1 else None
-        key = RandomKey(self._trial_seed, step, number)
+        key = RandomKey(self._trial_seed, step, number, self._recipe.device)
         made = Microbatch.collated(self._recipe, (batch.features, batch.labels), key, weight)
         self.check_shapes(made.inputs)
         return made

@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 
 from cerebro_hydra.errors import Cancelled
+from cerebro_hydra.recipe.placement import CPU
+from cerebro_hydra.recipe.randomness import generators
 from cerebro_hydra.shards.microbatch import Reach
 
 Step = tuple[Literal["F", "B"], int]
@@ -18,13 +20,20 @@ Step = tuple[Literal["F", "B"], int]
 class PausedRun:
     """Runs microbatches on a thread of its own, which stops before F and B of every shard.
 
-    Between two steps other runs may take theirs: the CPU generator, which there is one of in a
-    process, goes on where this run left it. Autograd stays on the thread, for a CUDA device too,
-    whose one thread of autograd would otherwise wait with the run. All microbatches share the
-    thread, because OpenMP starts its own threads anew for each.
+    Between two steps other runs may take theirs: the generators of random numbers, which there is
+    one of for a device in a process, go on where this run left them. Autograd stays on the thread,
+    for a CUDA device too, whose one thread of autograd would otherwise wait with the run. All
+    microbatches share the thread, because OpenMP starts its own threads anew for each.
+
+    Args:
+        device: where the run computes, in the stream of the thread that makes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._generators = generators(device)
+        self._stream = None
+        if device != CPU:
+            self._stream = torch.get_device_module(device).current_stream(device)
         self._threads = torch.get_num_threads()
         self._thread: threading.Thread | None = None
         self._run: Callable[[Reach], object] | None = None
@@ -75,6 +84,8 @@ class PausedRun:
     def _work(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP keeps their number per thread
         torch.autograd.set_multithreading_enabled(False)
+        if self._stream is not None:  # a thread begins in the default stream of the first device
+            torch.get_device_module(self._stream.device).set_stream(self._stream)
         while not self._closed:
             self._resumed.acquire()
             if self._run is None:
@@ -87,13 +98,14 @@ class PausedRun:
             self._stopped.release()
 
     def _reach(self, kind: Literal["F", "B"], shard: int) -> None:
-        random_state = torch.default_generator.get_state()
+        states = [generator.get_state() for generator in self._generators]
         self._next = (kind, shard)
         self._stopped.release()
         self._resumed.acquire()
         if self._closed:
             raise Cancelled(f"a run was cancelled before {kind} of shard {shard}")
-        torch.default_generator.set_state(random_state)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _closed_gate() -> threading.Lock:

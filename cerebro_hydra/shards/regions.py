@@ -7,13 +7,13 @@ computed again like all others, and run in the modes that they had.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -37,6 +37,12 @@ class Region:
             return cls(arguments[0], None)
         # torch.export always says that autocast has no cache, so that is as outside.
         return cls(None, arguments[:3])
+
+    def on(self, device: torch.device) -> Region:
+        """Return the region on another device than the one of the trace."""
+        if self.autocast is None:
+            return self
+        return Region(self.gradients, (device.type, *self.autocast[1:]))
 
     def mode(self) -> AbstractContextManager[Any]:
         """Return a context that runs operations as the region does."""
@@ -116,11 +122,32 @@ class OpenRegions:
 
 @dataclass(frozen=True)
 class InRegions:
-    """Calls a graph's function, which takes the open regions before its own arguments."""
+    """Calls a graph's module, which takes the open regions before its own arguments."""
 
-    run: Callable[..., Sequence[Any]]
+    module: fx.GraphModule
     paths: tuple[tuple[Region, ...], ...]
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         with OpenRegions(self.paths) as regions:
-            return self.run(regions, *args)
+            return self.module.forward(regions, *args)  # type: ignore[no-any-return]
+
+    def on(self, device: torch.device) -> InRegions:
+        """Return the graph with its constants on a device, where it makes tensors.
+
+        It was traced on the CPU, and has that device wherever its operations name one.
+        """
+
+        def placed(value: Any) -> Any:
+            return device if isinstance(value, torch.device) else value
+
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.module.graph, {}))
+        for node in graph.nodes:
+            node.args = fx.node.map_aggregate(node.args, placed)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
+        root = nn.Module()
+        for name, constant in self.module.named_buffers():
+            root.register_buffer(name, constant.to(device))
+        regions = {region: region.on(device) for path in self.paths for region in path}
+        paths = tuple(tuple(map(regions.__getitem__, path)) for path in self.paths)
+        return InRegions(fx.GraphModule(root, graph), paths)

@@ -40,7 +40,7 @@ class ShardEvaluation:
         shared = cut_model.shared.union(shared)
         self._shards = EvaluatedShards(cut_model, layout, recipe, maker, shared, limit)
         self._batches = enumerate(batches)
-        self._paused = PausedRun()
+        self._paused = PausedRun(recipe.device)
         self._stack = ExitStack()
         self._stack.enter_context(self._shards.evaluating())
         self._number = -1  # of the batch under way

@@ -6,7 +6,7 @@ so trials of equal structure share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class ShardGraph:
     shard has no `live_out`, and its `run` returns the model's outputs, flattened.
     """
 
-    run: Callable[..., Sequence[Any]]
+    run: InRegions
     params: tuple[str, ...]
     buffers: tuple[str, ...]
     mutates: frozenset[str]  # those of its buffers that it writes to, in place
@@ -154,7 +154,7 @@ def _shard_graph(
     graph.output(tuple(fx.node.map_arg(value, copied) for value in results))
     mutated = {flat.buffers[n] for n in buffers} & flat.mutated_buffers
     return ShardGraph(
-        run=InRegions(fx.GraphModule(root, graph).forward, tuple(paths)),
+        run=InRegions(fx.GraphModule(root, graph), tuple(paths)),
         params=tuple(flat.params[n] for n in params),
         buffers=tuple(flat.buffers[n] for n in buffers),
         mutates=frozenset(mutated),

@@ -11,7 +11,7 @@ from cerebro_hydra.recipe import Recipe, Window
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.engine import TrainTotals, with_last
 from cerebro_hydra.shards.held_tensors import HeldTensors
-from cerebro_hydra.shards.layout import ALIGNMENT, Bytes, Segments, TrialLayout
+from cerebro_hydra.shards.layout import ALIGNMENT, Memory, Segments, TrialLayout
 from cerebro_hydra.shards.memory_watch import MemoryLimit
 from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
@@ -66,7 +66,7 @@ class ShardRun:
             cut_model, layout, recipe, steps_per_epoch, start_step, epoch_metrics, held
         )
         self._limit, self._copies = limit, held.copies
-        self._paused = PausedRun()
+        self._paused = PausedRun(recipe.device)
         self._stack = ExitStack()
         self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
         self._step = -1  # whose window was begun
@@ -86,19 +86,19 @@ class ShardRun:
     # ------------------------------------------------------------------ memory
 
     def load(
-        self, k: int, segments: Segments, cursor: Cursor | None, gradients: Bytes | None = None
+        self, k: int, segments: Segments, cursor: Cursor | None, gradients: Memory | None = None
     ) -> None:
         """Let shard k be in this memory until it is unloaded.
 
         Args:
-            segments: they begin at multiples of 64 bytes. The frozen one may be read-only.
+            segments: they begin at multiples of 64 bytes.
             cursor: the one with the shard's last update, None for state 0.
             gradients: memory laid out by `GradientLayout`, as `unload` left it, or zeroed. It is
                 needed where gradients outlive a task: with accumulation or clipping by the norm.
         """
         if k in self._sub_epoch:
             raise ValueError(f"shard {k} is loaded already; unload it before")
-        if segments["trainable"].ctypes.data % ALIGNMENT:
+        if any(memory.data_ptr() % ALIGNMENT for memory in segments.values()):
             raise ValueError(
                 f"the memory of shard {k} is not aligned to {ALIGNMENT} bytes; align it"
             )

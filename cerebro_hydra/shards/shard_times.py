@@ -9,7 +9,7 @@ from functools import partial
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.graph_tasks import GraphPass, GraphTasks
-from cerebro_hydra.shards.layout import TrialLayout, initial_segments
+from cerebro_hydra.shards.layout import TrialLayout, initial_segments, on_host
 from cerebro_hydra.shards.microbatch import Microbatch
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.sample import Example, copy_example
@@ -22,7 +22,7 @@ def measure_shards(
     recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
 ) -> list[float]:
     """Return the seconds of a training step in each shard, the fastest of some rounds."""
-    segments = list(initial_segments(recipe, layout))
+    segments = list(map(on_host, initial_segments(recipe, layout)))
     states = {k: ShardState(shard, segments[k]) for k, shard in enumerate(layout.shards)}
     originals = {name: id(p) for name, p in recipe.model.named_parameters()}
     optimizers = [

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.shards.layout import (
-    ALIGNMENT,
-    EXISTS,
-    Bytes,
-    Segments,
-    ShardLayout,
-    aligned,
-)
+from cerebro_hydra.recipe.placement import CPU, stays_on_host
+from cerebro_hydra.shards.layout import EXISTS, Segments, ShardLayout
 
 
 class ShardState:
     """Holds a shard's parameters (leaves), their moving averages, buffers and optimizer state.
 
-    `trainable` is the memory that training writes to. It is the bound segment itself, or an aligned
-    copy if that segment was not 64-byte aligned, because kernels may then round otherwise.
-    The frozen segment may be read-only and shared.
+    Training writes to the trainable segment; the frozen one may be shared.
 
     Attributes:
         values: where the parameters' values lie in the segments.
@@ -47,8 +38,6 @@ class ShardState:
         frozen, trainable = segments["frozen"], segments["trainable"]
         layout.frozen.check(frozen, "frozen")
         layout.trainable.check(trainable, "trainable")
-        self.frozen = frozen
-        self.trainable = _aligned(trainable)
         self._bound = parameters
         self.params: dict[str, nn.Parameter] = {}
         self.values: dict[str, Tensor] = {}
@@ -57,17 +46,14 @@ class ShardState:
         self.ema: dict[str, Tensor] = {}
         self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
         self._exists = torch.zeros(0, dtype=torch.uint8)
+        self._device = trainable.device
         for segment, memory, is_frozen in (
-            (layout.frozen, _writable(_aligned(frozen)), True),
-            (layout.trainable, _writable(self.trainable), False),
+            (layout.frozen, frozen, True),
+            (layout.trainable, trainable, False),
         ):
             for entry in segment.entries:
                 self._add(entry.name, entry.view(memory), is_frozen)
-
-    @property
-    def segments(self) -> Segments:
-        """Return the frozen and the trainable segment, as they are now."""
-        return {"frozen": self.frozen, "trainable": self.trainable}
+        self._marks: list[int] = self._exists.tolist()
 
     def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
         kind, _, rest = name.partition(":")
@@ -107,25 +93,40 @@ class ShardState:
 
     def existing_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer state that exists by now, by parameter name and key."""
-        marks = self._exists.tolist()
         return {
             name: found
             for name, states in self._state.items()
-            if (found := {key: view for key, (view, mark) in states.items() if marks[mark]})
+            if (found := {key: view for key, (view, mark) in states.items() if self._marks[mark]})
         }
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer's state be the views of the state that exists, and nothing else."""
-        optimizer.state.clear()
-        for name, state in self.existing_optimizer_state().items():
-            optimizer.state[self.params[name]] = state
+        """Let the optimizer's state be the views of the state that exists.
+
+        What torch keeps on the host is copied there from another device, all at once.
+        """
+        names = {parameter: name for name, parameter in self.params.items()}
+        existing = self.existing_optimizer_state()
+        on_host: list[tuple[dict[str, Tensor], str]] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (state := existing.get(names.get(parameter, ""))) is not None:
+                    optimizer.state[parameter] = state
+                    if self._device != CPU:
+                        on_host += [(state, key) for key in state if stays_on_host(group, key)]
+        copies = _together([state[key] for state, key in on_host], CPU)
+        for (state, key), copy in zip(on_host, copies, strict=True):
+            state[key] = copy
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy state that the optimizer made outside of the segment into the segment.
+        """Copy state that lies outside of the segment into the segment.
+
+        The optimizer has made it there, or keeps it on the host.
 
         Raises:
             ConfigurationError: the optimizer made state that its template does not have.
         """
+        on_host: list[tuple[Tensor, Tensor]] = []
+        marks = self._marks.copy()
         for name, parameter in self.params.items():
             state = optimizer.state.get(parameter)
             if not state:
@@ -141,29 +142,27 @@ class ShardState:
                         "another optimizer"
                     )
                 view, mark = views[key]
-                if value is not view:
+                marks[mark] = 1
+                if value.device != view.device:
+                    on_host.append((view, value))
+                elif value is not view:
                     view.copy_(value)
                     state[key] = view
-                    self._exists[mark] = 1
+        if on_host:
+            values = _together([value for _, value in on_host], self._device)
+            torch._foreach_copy_([view for view, _ in on_host], values)
+        if marks != self._marks:
+            self._marks = marks
+            self._exists.copy_(torch.tensor(marks, dtype=torch.uint8))
 
 
-def _aligned(buffer: Bytes) -> Bytes:
-    if buffer.ctypes.data % ALIGNMENT == 0:
-        return buffer
-    copy = aligned(buffer.nbytes)
-    copy[:] = buffer
-    return copy
-
-
-def _writable(buffer: Bytes) -> Bytes:
-    """Return a writable alias, which torch takes without a warning; nobody writes to it."""
-    return buffer if buffer.flags.writeable else np.asarray(_Alias(buffer))
-
-
-class _Alias:
-    """Is the base of an array on the memory of another one, which lives as long."""
-
-    def __init__(self, buffer: Bytes) -> None:
-        interface = buffer.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-        self._buffer = buffer
+def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors of few elements on a device, in one copy for each of their types."""
+    flat: dict[torch.dtype, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        flat[dtype] = torch.cat([t.reshape(-1) for t in tensors if t.dtype == dtype]).to(device)
+    found = []
+    for tensor in tensors:
+        part, flat[tensor.dtype] = flat[tensor.dtype].tensor_split([tensor.numel()])
+        found.append(part.view(tensor.shape))
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cerebro_hydra.shards.layout import EXISTS, Bytes, ShardLayout
+from cerebro_hydra.shards.layout import EXISTS, Memory, ShardLayout
 from cerebro_hydra.storage.digest import digest
 
 TensorDigests = Mapping[str, str]
@@ -14,10 +14,11 @@ TensorDigests = Mapping[str, str]
 _KINDS = {"param": "parameter", "buffer": "buffer", "ema": "moving average of"}
 
 
-def tensor_digests(layout: ShardLayout, trainable: Bytes) -> TensorDigests:
+def tensor_digests(layout: ShardLayout, trainable: Memory) -> TensorDigests:
     """Return the digests of the tensors in a trainable segment."""
+    content = trainable.cpu().numpy()
     return {
-        entry.name: digest(trainable[entry.offset : entry.offset + entry.nbytes])
+        entry.name: digest(content[entry.offset : entry.offset + entry.nbytes])
         for entry in layout.trainable.entries
     }
 

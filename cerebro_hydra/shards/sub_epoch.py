@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.bound_model import BoundModel, bound_model
-from cerebro_hydra.shards.clipping import clip_coefficient, grad_norms, scale_grads
+from cerebro_hydra.shards.clipping import clip_coefficient, floats, grad_norms, scale_grads
 from cerebro_hydra.shards.cursor import make_cursor, restore_cursor
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.graph_tasks import GraphTasks
 from cerebro_hydra.shards.held_tensors import HeldTensors, check_released, storages
-from cerebro_hydra.shards.layout import Bytes, Segments, TrialLayout
+from cerebro_hydra.shards.layout import Memory, Segments, TrialLayout
 from cerebro_hydra.shards.module_tasks import ModuleTasks
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.parameter_values import absent_value
@@ -61,7 +61,7 @@ class SubEpoch:
         self._params: dict[int, dict[str, nn.Parameter]] = {}  # of the shards that were here
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
         self._steps: dict[int, int] = {}  # that each shard has done
-        self._gradients: dict[int, Bytes | None] = {}  # memory for those of each shard
+        self._gradients: dict[int, Memory | None] = {}  # memory for those of each shard
         self._updated: set[int] = set()  # in this window
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._coefficient: Tensor | None = None
@@ -160,7 +160,7 @@ class SubEpoch:
         k: int,
         segments: Segments,
         cursor: Cursor | None,
-        gradients: Bytes | None = None,
+        gradients: Memory | None = None,
     ) -> None:
         """Bind a shard to memory, in which it is trained until it is released."""
         if k in self._updated:
@@ -177,6 +177,7 @@ class SubEpoch:
         self._states[k] = state
         if k not in self._optimizers or (cursor is not None and cursor["step"] != self._steps[k]):
             self._make_optimizer(k, cursor)
+        self._optimizers[k][0].state.clear()
         state.load_optimizer(self._optimizers[k][0])
         self._gradients[k] = gradients
         if gradients is not None:
@@ -222,7 +223,7 @@ class SubEpoch:
         norms: Norms | None = None
         if self._recipe.clip_grad_norm is not None and k not in self._updated:
             self._norms[k] = grad_norms(state.params)
-            norms = {name: float(norm) for name, norm in self._norms[k].items()}
+            norms = floats(self._norms[k])
         GradientLayout.of(self._layout.shards[k]).store(self._gradients.pop(k), state.params)
         if self._bound is not None:
             if last:
@@ -242,7 +243,10 @@ class SubEpoch:
         """Take the norms of gradients of shards whose last backward was in another process."""
         kinds = {p.name: p.dtype.to_real() for p in self._cut_model.params}
         for k, each in norms.items():
-            self._norms[k] = {n: torch.tensor(norm, dtype=kinds[n]) for n, norm in each.items()}
+            self._norms[k] = {
+                name: torch.tensor(norm, dtype=kinds[name], device=self._recipe.device)
+                for name, norm in each.items()
+            }
 
     def update(self, k: int) -> None:
         """Take the optimizer step of a shard.
@@ -276,10 +280,6 @@ class SubEpoch:
             parameter.grad = None
         self._steps[k] = self.step + 1
         self._updated.add(k)
-
-    def segments(self, k: int) -> Segments:
-        """Return the segments of a shard that is here, as they are now."""
-        return self._states[k].segments
 
     def cursor(self, k: int = 0) -> Cursor:
         """Return the cursor of a shard with its last update."""

@@ -19,7 +19,13 @@ from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.evaluated_shards import EvaluatedShards
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.held_tensors import HeldTensors
-from cerebro_hydra.shards.layout import TrialLayout, aligned, initial_segments
+from cerebro_hydra.shards.layout import (
+    TrialLayout,
+    aligned,
+    initial_segments,
+    memory_of,
+    on_host,
+)
 from cerebro_hydra.shards.memory_watch import LiveBytes, ReadsElsewhere
 from cerebro_hydra.shards.microbatch import Microbatch
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
@@ -142,7 +148,7 @@ def _evaluated(trial: _Measured) -> Needs:
     """Return what forwards of an evaluation need, each with its shard alone in memory."""
     recipe, cut_model, layout, example, shared = trial
     found: dict[Task, _TaskMemory] = {}
-    segments = list(initial_segments(recipe, layout))
+    segments = list(map(on_host, initial_segments(recipe, layout)))
     maker = MicrobatchMaker(cut_model, recipe, 0)
     task = ExitStack()
 
@@ -239,9 +245,9 @@ def _read_elsewhere(
     recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
 ) -> set[str]:
     """Return the parameters that a microbatch reads while another shard than their own runs."""
-    segments = list(initial_segments(recipe, layout))
+    segments = list(map(on_host, initial_segments(recipe, layout)))
     names = {
-        int(segments[k][name].ctypes.data) + entry.offset: entry.name.partition(":")[2]
+        segments[k][name].data_ptr() + entry.offset: entry.name.partition(":")[2]
         for k, shard in enumerate(layout.shards)
         for name, segment in (("frozen", shard.frozen), ("trainable", shard.trainable))
         for entry in segment.entries
@@ -310,9 +316,10 @@ class _ProfiledStep:
     def take(self, measured: Callable[[Task], AbstractContextManager[None]]) -> None:
         """Take the step; each task runs within what `measured` returns for it."""
         self._measured, self._at = measured, None
-        self._segments = list(initial_segments(self._recipe, self._layout))
+        self._segments = list(map(on_host, initial_segments(self._recipe, self._layout)))
         self._gradients = [
-            aligned(GradientLayout.of(shard).nbytes, zeroed=True) for shard in self._layout.shards
+            memory_of(aligned(GradientLayout.of(shard).nbytes, zeroed=True))
+            for shard in self._layout.shards
         ]
         self._sub_epoch = SubEpoch(
             self._cut_model, self._layout, self._recipe, 1, 0, None, HeldTensors(self._shared)

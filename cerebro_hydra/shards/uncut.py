@@ -22,7 +22,7 @@ from cerebro_hydra.shards.engine import (
     TrainTotals,
     with_last,
 )
-from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.layout import HostSegments, Segments, TrialLayout, in_place, on_host
 from cerebro_hydra.shards.optimizer_clone import clone_optimizer
 from cerebro_hydra.shards.state import ShardState
 
@@ -76,8 +76,7 @@ class UncutTraining:
         self._averages = {} if ema is None else dict(ema.module.named_parameters())
         recipe.optimizer.state.clear()
         for state in states:
-            for name, tensors in state.existing_optimizer_state().items():
-                recipe.optimizer.state[state.params[name]] = tensors
+            state.load_optimizer(recipe.optimizer)
             for name, average in state.ema.items():
                 self._averages[name].data.copy_(average)
 
@@ -90,10 +89,6 @@ class UncutTraining:
             for name, average in state.ema.items():
                 average.copy_(self._averages[name].detach())
         return losses
-
-    def segments(self, k: int) -> Segments:
-        """Return the segments of a shard, as they are now."""
-        return self._states[k].segments
 
     def cursor(self) -> Cursor:
         """Return the cursor with which any shard goes on."""
@@ -134,12 +129,14 @@ class UncutEngine(Engine):
         See `Engine.train`.
         """
         numbers = range(self._cut_model.num_shards)
-        segments, (cursor, *others) = zip(*map(need, numbers), strict=True)
+        given, (cursor, *others) = zip(*map(need, numbers), strict=True)
         if any(other != cursor for other in others):
             raise ValueError(f"the shards of one state have different cursors: {cursor}, {others}")
         loss_sum, rows, step = 0.0, 0, start_step
+        segments = [in_place(each) for each in given]
+        memory = [on_host(each) for each in segments]
         with uncut_training(
-            self._recipe, self._layout, segments, cursor, self._trial_seed,
+            self._recipe, self._layout, memory, cursor, self._trial_seed,
             self._steps_per_epoch, start_step, epoch_metrics,
         ) as training:  # fmt: skip
             for window, is_last in with_last(windows):
@@ -151,7 +148,7 @@ class UncutEngine(Engine):
                 rows += window_rows
                 if is_last:
                     for k in numbers:
-                        publish(k, training.segments(k), training.cursor())
+                        publish(k, segments[k], training.cursor())
                 if on_step is not None:
                     on_step(step, sum(sums) / window_rows, training.cursor)
                 step += 1
@@ -174,7 +171,7 @@ class PlainStep:
         self,
         recipe: Recipe,
         layout: TrialLayout,
-        shards: Sequence[Segments],
+        shards: Sequence[HostSegments],
         cursor: Cursor,
         window: Window,
         trial_seed: int,
@@ -185,11 +182,12 @@ class PlainStep:
         self._window = window
         self.number = step
         self._stack = ExitStack()
+        copies = [on_host(each) for each in shards]
         self._training = self._stack.enter_context(
-            uncut_training(recipe, layout, shards, cursor, trial_seed, steps_per_epoch, step)
+            uncut_training(recipe, layout, copies, cursor, trial_seed, steps_per_epoch, step)
         )
 
-    def difference(self, loss: float, shards: Sequence[Segments]) -> str | None:
+    def difference(self, loss: float, shards: Sequence[HostSegments]) -> str | None:
         """Take the step; return what differs from the engine's loss and state, None if no bit does.
 
         Args:

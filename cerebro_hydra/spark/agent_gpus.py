@@ -7,14 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from cerebro_hydra.agent.visible_gpus import BY_BUS, ORDER, VISIBLE
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.spark.places import environment
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-# nvidia-smi counts by bus, CUDA by speed unless it is told otherwise.
-ORDER = "CUDA_DEVICE_ORDER"
-BY_BUS = "PCI_BUS_ID"
 
 # What this process's CUDA was started with by an earlier agent; it can't be started again.
 _started_with: str | None = None

@@ -10,6 +10,9 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.loss_limits import LossLimits
 from cerebro_hydra.hopper.worker_resources import WorkerResources, host_and_memory
 from cerebro_hydra.spark import preflight
+from cerebro_hydra.spark.checks import gpus_per_task
+from cerebro_hydra.spark.findings import raise_findings
+from cerebro_hydra.spark.gpu_memory import check_gpu_facts, gpu_facts
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.progress_line import no_progress_line
 from cerebro_hydra.spark.session import context_of, workers_of
@@ -49,10 +52,12 @@ class SparkBackend:
         max_failures: how many agents of one worker may be lost in a row of which none began a task;
             then that worker gets no more, and the others take over. Losses with work between them
             don't add up, and Spark's own `spark.task.maxFailures` ends no run.
-        devices_per_worker: devices on which an agent runs shards at the same time, each in a
-            process of its own: CUDA devices where Spark gives it GPUs, else CPU devices.
+        devices_per_worker: devices on which an agent runs shards at the same time: GPUs, each in a
+            process of its own, where Spark gives its task as many; else CPU devices, in processes
+            if there are several. None is one CPU device.
         device_memory: bytes of each device for shards, or a size such as "2GiB"; None is all that
-            the device has.
+            a CPU device needs, and what a GPU has but for a tenth, at least 1 GiB, which is left
+            for kernels.
         host_memory: bytes of DRAM for the shards of an agent, or a size; None is half of what its
             machine or cgroup has, shared with the other agents there.
         scratch: a folder on a local disk of every worker for what DRAM can't hold; None takes
@@ -78,16 +83,17 @@ class SparkBackend:
         heartbeat_interval: float = 0.5,
         missed_heartbeats: int = 20,
         max_failures: int = 8,
-        devices_per_worker: int = 1,
+        devices_per_worker: int | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         scratch: str | None = None,
         residents: int | str = "auto",
     ) -> None:
-        self.resources = WorkerResources.checked(
-            devices_per_worker, device_memory, host_memory, scratch, residents
-        )
         self.spark_context = context_of(spark_context)
+        gpus = gpus_per_task(dict(self.spark_context.getConf().getAll()))
+        self.resources = WorkerResources.checked(
+            devices_per_worker, device_memory, host_memory, scratch, residents, gpus
+        )
         if not isinstance(verbose, int):
             raise ConfigurationError(f"verbose is {verbose!r}; it is 0 or 1")
         self.verbose = verbose
@@ -99,9 +105,12 @@ class SparkBackend:
         self.num_workers = workers_of(self.spark_context, num_workers)
         self._report = to_stderr if verbose else to_nobody
         with no_progress_line(self.spark_context):  # our lines say what is waited for
-            preflight.require_ready(self.spark_context, self.num_workers, self._report)
+            preflight.require_ready(
+                self.spark_context, self.num_workers, self._report, devices_per_worker
+            )
             self.resources = self.resources.measured(
-                lambda: self._mapped(host_and_memory, range(self.num_workers))
+                lambda: self._mapped(host_and_memory, range(self.num_workers)),
+                lambda: self._gpu_memory(min(1.0, gpus)),
             )
 
     def prepare_data(
@@ -201,6 +210,17 @@ class SparkBackend:
     def _mapped(self, function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         tasks = max(1, min(len(items), _TASKS_PER_WORKER * self.num_workers))
         return self.spark_context.parallelize(items, tasks).map(function).collect()
+
+    def _gpu_memory(self, share: float) -> list[int]:
+        """Return the bytes that shards and tasks may have on each GPU of the workers.
+
+        Args:
+            share: the part of a GPU that a worker has.
+        """
+        with Waiting(self._report, f"starting CUDA for {self.num_workers} workers"):
+            facts = self._mapped(gpu_facts, range(self.num_workers))
+        raise_findings([*check_gpu_facts(facts)])
+        return [int(nbytes * share) for each in facts for nbytes in each.memory]
 
     def launcher(self) -> SparkLauncher:
         """Return what starts and stops the agents of one run.

@@ -6,6 +6,7 @@ advice: a run would be slower, or easier to lose.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -124,17 +125,30 @@ def check_settings(settings: Mapping[str, str], num_workers: int) -> Iterator[Fi
         yield Finding("spark.task.cpus", problem, "set it to 1", prevents=False)
 
 
-def check_gpus(settings: Mapping[str, str]) -> Iterator[Finding]:
-    """Find settings that give agents no GPUs of their own, although executors have some."""
+def check_gpus(settings: Mapping[str, str], devices: int | None) -> Iterator[Finding]:
+    """Find settings that give agents no GPUs of their own although executors have some, or too few.
+
+    Args:
+        devices: how many devices an agent shall have; None if nobody has asked for any.
+    """
+    setting = "spark.task.resource.gpu.amount"
     per_executor = settings.get("spark.executor.resource.gpu.amount")
-    per_task = float(settings.get("spark.task.resource.gpu.amount", "0"))
-    problem = None
-    if per_executor is not None and per_task == 0:
+    per_task = gpus_per_task(settings)
+    given = math.ceil(per_task)
+    if devices is not None and 0 < given < devices:
+        problem = f"tasks are given {given} GPU(s), and devices_per_worker is {devices}"
+        yield Finding(setting, problem, f"set it to {devices}, or devices_per_worker to {given}")
+    elif per_executor is not None and not given:
         problem = f"executors have {per_executor} GPU(s), and tasks are given none"
+        yield Finding(setting, problem, "set it to 1", prevents=False)
     elif 0 < per_task < 1:
         problem = f"{per_task} lets several agents share a GPU"
-    if problem is not None:
-        yield Finding("spark.task.resource.gpu.amount", problem, "set it to 1", prevents=False)
+        yield Finding(setting, problem, "set it to 1", prevents=False)
+
+
+def gpus_per_task(settings: Mapping[str, str]) -> float:
+    """Return how many GPUs Spark gives to each task, maybe a part of one."""
+    return float(settings.get("spark.task.resource.gpu.amount", "0"))
 
 
 def _numbers(version: str) -> tuple[int, int]:

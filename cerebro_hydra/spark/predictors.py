@@ -61,7 +61,7 @@ class BuiltPredictor:
 
         recipe = build_keeping_random_state(factory, self.params, self.seed, self.columns)
         load_state(recipe.model, self.state.values())
-        recipe.model.eval().to(device)
+        recipe.to(device).model.eval()
         return partial(_predict, recipe)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import cerebro_hydra
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, SetupError
-from cerebro_hydra.spark import checks, network_check, session, worker_check
+from cerebro_hydra.spark import checks, gpu_memory, network_check, session, worker_check
 from cerebro_hydra.spark.findings import Check, DoctorReport, Finding, raise_findings
 from cerebro_hydra.spark.slots import Slots, parse_local_master, wait_for_slots
 from cerebro_hydra.spark.store_probe import StoreProbe
@@ -32,19 +32,22 @@ _BUSY_SECONDS = 60.0  # in which other jobs may end; then the doctor calls them 
 
 
 def require_ready(
-    spark_context: SparkContext, num_workers: int, report: Callable[[str], None]
+    spark_context: SparkContext,
+    num_workers: int,
+    report: Callable[[str], None],
+    devices_per_worker: int | None = None,
 ) -> None:
     """Wait until a Spark has room for so many agents, and see that they can run there.
 
     This costs one small job. The network is checked by the doctor alone. `report` is given
-    warnings, and what is waited for.
+    warnings, and what is waited for. `devices_per_worker` is None if nobody asked for any.
 
     Raises:
         SetupError: lists everything that was found, each with its remedy.
     """
     slots = wait_for_slots(spark_context, num_workers, report)
     for looked in (
-        _driver_checks(spark_context, slots, num_workers),
+        _driver_checks(spark_context, slots, num_workers, devices_per_worker),
         _worker_checks(spark_context, num_workers, ()),
     ):
         with Waiting(report, f"starting Spark's Python for {num_workers} workers"):
@@ -60,12 +63,14 @@ def doctor(
     num_workers: int | None = None,
     store: Store | str | None = None,
     modules: Sequence[str] = (),
+    devices_per_worker: int | None = None,
 ) -> DoctorReport:
     """Check a session as a search with so many workers would use it; nothing is changed.
 
     Two small jobs run on `num_workers` slots: one looks at imports, versions and places; in the
-    other the driver and the executors dial each other and use the store. While other jobs hold
-    slots, lines on standard error say so; after a minute that is a problem.
+    other the driver and the executors dial each other and use the store. A third one starts CUDA
+    on each worker, if its devices are GPUs. While other jobs hold slots, lines on standard error
+    say so; after a minute that is a problem.
 
     Args:
         spark: a SparkContext or SparkSession; None takes the active one.
@@ -73,6 +78,7 @@ def doctor(
             slot.
         store: a store, or the path of a `LocalStore`, that all shall share; None leaves that out.
         modules: further names that agents have to import, such as that of your factory.
+        devices_per_worker: as a `SparkBackend` shall be given it.
 
     Raises:
         SetupError: there is no session.
@@ -83,11 +89,14 @@ def doctor(
     context = session.context_of(spark)
     num_workers = session.workers_of(context, num_workers)
     slots = wait_for_slots(context, num_workers, to_stderr, patience=_BUSY_SECONDS)
-    looked = [*_driver_checks(context, slots, num_workers)]
+    looked = [*_driver_checks(context, slots, num_workers, devices_per_worker)]
     if usable := min(slots.free, num_workers):
         looked += _worker_checks(context, usable, modules)
         if looked[-1].name == "placement":
             looked += _network_checks(context, usable, store)
+            settings = dict(context.getConf().getAll())
+            if devices_per_worker is not None and checks.gpus_per_task(settings):
+                looked.append(_gpu_check(context, usable))
     by_name = {check.name: check for check in looked}
     return DoctorReport([by_name.get(name, Check(name, None)) for name in _NAMES])
 
@@ -98,6 +107,7 @@ def doctor_of_new_session(
     num_workers: int,
     store: str | None,
     modules: Sequence[str],
+    devices_per_worker: int | None,
 ) -> DoctorReport:
     """Start a session, check it and stop it; one that does not start is a problem too.
 
@@ -119,12 +129,14 @@ def doctor_of_new_session(
         remedy = "check the master's URL and its log, and the settings given with --conf"
         return DoctorReport([Check("session", None, [Finding("spark.master", problem, remedy)])])
     try:
-        return doctor(spark, num_workers, store, modules)
+        return doctor(spark, num_workers, store, modules, devices_per_worker)
     finally:
         spark.stop()
 
 
-def _driver_checks(context: SparkContext, slots: Slots, num_workers: int) -> Iterator[Check]:
+def _driver_checks(
+    context: SparkContext, slots: Slots, num_workers: int, devices_per_worker: int | None
+) -> Iterator[Check]:
     """Look at what is known without a job."""
     settings = dict(context.getConf().getAll())
     system = context._jvm.System  # type: ignore[union-attr]
@@ -140,7 +152,16 @@ def _driver_checks(context: SparkContext, slots: Slots, num_workers: int) -> Ite
     found = checks.check_settings(settings, num_workers)
     yield Check("settings", f"master {context.master}", [*found])
     seen = f"{settings.get('spark.task.resource.gpu.amount', '0')} per task"
-    yield Check("GPUs", seen, [*checks.check_gpus(settings)])
+    yield Check("GPUs", seen, [*checks.check_gpus(settings, devices_per_worker)])
+
+
+def _gpu_check(context: SparkContext, workers: int) -> Check:
+    """Look at what each worker's CUDA says."""
+    facts = context.parallelize(range(workers), workers).map(gpu_memory.gpu_facts).collect()
+    has = [f"{nbytes / 2**30:.1f} GiB" for each in facts for nbytes in each.memory]
+    return Check(
+        "GPUs", f"for shards and tasks {', '.join(has)}", [*gpu_memory.check_gpu_facts(facts)]
+    )
 
 
 def _worker_checks(context: SparkContext, workers: int, modules: Sequence[str]) -> Iterator[Check]:

@@ -103,7 +103,8 @@ class RunDocument:
     `batch_seconds`, or whose task takes longer than `sub_epoch_seconds`; None is no limit.
     Audits may take `audit_share` of an agent's training time. `checkpoint` says after what the
     newest state of a trial is written to the store. `keep` and `admission_seconds` hold for
-    candidates that are still to be admitted.
+    candidates that are still to be admitted. `device` says on what trials are trained, for bits
+    depend on it.
     """
 
     run_id: Name
@@ -128,6 +129,7 @@ class RunDocument:
     checkpoint: Annotated[str, one_of("epoch", "sub-epoch", "end")] = "epoch"
     keep: Annotated[str | None, one_of("best", "last", None)] = None
     admission_seconds: float | None = None
+    device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.engine import Engine, Mode, TrainTotals
 from cerebro_hydra.shards.layout import (
     EXISTS,
+    HostSegments,
     SegmentLayout,
-    Segments,
     initial_segments,
     is_optimizer_state,
+    memory_of,
     read_tensors,
 )
 
@@ -102,14 +103,14 @@ class CutTrial:
             self.mode,
         )
 
-    def need(self, k: int) -> tuple[Segments, Any]:
+    def need(self, k: int) -> tuple[HostSegments, Any]:
         """Give the engine shard k."""
         content, cursor = self.shards[k]
         frozen = np.frombuffer(content["frozen"], np.uint8)  # read-only, as received bytes are
         trainable = np.frombuffer(content["trainable"], np.uint8).copy()
         return {"frozen": frozen, "trainable": trainable}, json.loads(cursor)
 
-    def publish(self, k: int, segments: Segments, cursor: dict[str, Any]) -> None:
+    def publish(self, k: int, segments: HostSegments, cursor: dict[str, Any]) -> None:
         """Take shard k from the engine."""
         content = {name: buffer.tobytes() for name, buffer in segments.items()}
         self.shards[k] = content, json.dumps(cursor)
@@ -122,6 +123,7 @@ def _rewritten(segment: bytes, layout: SegmentLayout) -> bytes:
     saved = safetensors.torch.save(tensors, metadata)
     loaded = read_tensors(np.frombuffer(saved, np.uint8))
     buffer = layout.allocate()
+    memory = memory_of(buffer)
     for entry in layout.entries:
-        entry.view(buffer).copy_(loaded[entry.name])
+        entry.view(memory).copy_(loaded[entry.name])
     return buffer.tobytes()

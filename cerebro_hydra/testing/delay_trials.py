@@ -18,7 +18,7 @@ from cerebro_hydra.agent.device_messages import Done, RunOrder
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.layout import Bytes, Segments
+from cerebro_hydra.shards.layout import Bytes, HostSegments, Segments
 from cerebro_hydra.shards.trial_profile import ShardBytes, TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -59,7 +59,7 @@ class DelayTrials:
         """Return a run of a trial."""
         return DelayRun(order, self.forward[order.task.trial], self)
 
-    def initial(self, trial: int) -> list[Segments]:
+    def initial(self, trial: int) -> list[HostSegments]:
         """Return the first state of a trial."""
         nbytes = self.nbytes[trial]
         return [

@@ -50,7 +50,7 @@ class LocalBackend:
         preloaded: Sequence[str] = (),
         tls: bool | TLS = False,
         limits: LossLimits = DEFAULT_LIMITS,
-        devices_per_worker: int = 1,
+        devices_per_worker: int | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         scratch: str | None = None,

@@ -21,7 +21,7 @@ from cerebro_hydra.agent.worker_devices import OnAnswer, OnGone, WorkerDevice
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch, StateSource
 from cerebro_hydra.plan.worker_state import WorkerState
-from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.shards.layout import HostSegments
 from cerebro_hydra.storage.digest import digest
 
 ME = "me"
@@ -103,7 +103,7 @@ class QueueWorker:
         self.trainer.accept(task.attempt)
         self.trainer.perform(task, None)
 
-    def put(self, trial: int, visit: int, state: Sequence[Segments], step: int = 0) -> None:
+    def put(self, trial: int, visit: int, state: Sequence[HostSegments], step: int = 0) -> None:
         """Publish a state here, as a fetch would."""
         announced = self.store.expect(trial, visit, len(state))
         for number, segments in enumerate(state):
@@ -114,7 +114,7 @@ class QueueWorker:
                 named[name] = (digest(buffer), buffer)
             self.store.put(announced, number, Shard(named, {"step": step} if step else {}))
 
-    def get(self, trial: int, visit: int, shards: int) -> list[Segments]:
+    def get(self, trial: int, visit: int, shards: int) -> list[HostSegments]:
         """Return copies of a state that was published."""
         found = [self.store.wait(trial, visit, k, lambda: True).segments for k in range(shards)]
         return [{name: b.copy() for name, (_, b) in each.items()} for each in found]

@@ -45,6 +45,7 @@ def run_in_process(
     columns: Columns,
     trial: CutTrial,
     params: Mapping[str, Any],
+    device: str = "cpu",
 ) -> RunFolder:
     """Train a trial over one epoch of two partitions, and leave what `replay` reads.
 
@@ -52,6 +53,7 @@ def run_in_process(
         arrays: every column, shape (rows, ...).
         trial: a trial before its first step.
         params: what its factory makes the recipe of.
+        device: the kind of device that it trains on.
     """
     manifest = write_dataset(store, arrays, PARTITIONS, None, SEED)
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-") as scratch:
@@ -89,6 +91,7 @@ def run_in_process(
         fingerprint=manifest.fingerprint,
         validated=False,
         threads=1,
+        device=device,
     )
     folder.write_json(RUN_FILE, document.to_json())
     folder.write_trial(spec)

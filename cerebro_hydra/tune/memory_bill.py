@@ -20,6 +20,8 @@ from cerebro_hydra.storage.run_document import TrialSpec
 
 _COPIED = 32 << 20  # bytes by which the speed of a device's memory is measured
 
+_OF_GPUS = "\nCosts were measured on the CPU here; GPUs compute and copy at another speed."
+
 
 class MemoryBill:
     """Bills trials for workers that are all alike, where a user asks for more than the defaults.
@@ -62,7 +64,8 @@ class MemoryBill:
         shards = tuple(replace(each, forward=0.0, backward=0.0, update=0.0) for each in run.shards)
         if (alike := replace(run, run=0, shards=shards)) not in self._reported:
             self._reported.add(alike)
-            self._report(table(found.lines))
+            gpus = self._resources.device_kind == "cuda"
+            self._report(table(found.lines) + (_OF_GPUS if gpus else ""))
 
     @cached_property
     def _memory(self) -> WorkerMemory:

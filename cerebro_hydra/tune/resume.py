@@ -113,8 +113,8 @@ class RunToResume:
                 is not given stays as it was.
 
         Raises:
-            ConfigurationError: another program works on the run; or it has more epochs, or its
-                search was not over and there is no searcher.
+            ConfigurationError: another program works on the run; or it has more epochs, its devices
+                were of another kind, or its search was not over and there is no searcher.
             and whatever `run_trials` raises.
         """
         with run_claim(self.folder):
@@ -132,6 +132,13 @@ class RunToResume:
             raise ConfigurationError(
                 f"the search of run {self.folder.path!r} still proposed trials when its driver "
                 "ended; give the run to the search: search.fit(df, resume=...)"
+            )
+        kind = around.backend.resources.device_kind
+        if kind != self.document.device:
+            raise ConfigurationError(
+                f"the backend's devices are of kind {kind!r}, and the run {self.folder.path!r} was "
+                f"begun on {self.document.device!r}, which gives other bits; give the backend "
+                "devices_per_worker, and Spark GPUs for its tasks, as they were"
             )
         document = replace(self._with_epochs(num_epochs or self.document.num_epochs), **limits)
         admission = self._admission(around)

@@ -331,6 +331,7 @@ class Search(ABC):
             fingerprint=manifest.fingerprint,
             validated=manifest.has_validation,
             threads=THREADS,
+            device=self.backend.resources.device_kind,
             reader=reader_title(),
             batch_seconds=self.batch_seconds,
             sub_epoch_seconds=self.sub_epoch_seconds,

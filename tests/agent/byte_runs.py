@@ -19,7 +19,7 @@ from cerebro_hydra.agent.device_messages import Done, RunOrder
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.layout import Bytes, Segments
+from cerebro_hydra.shards.layout import Bytes, HostSegments, Segments
 from cerebro_hydra.shards.trial_profile import ShardBytes, TrialProfile
 from cerebro_hydra.storage.digest import digest
 from tests.agent.standins import SECONDS
@@ -82,7 +82,7 @@ class ByteTrials:
         self.die(order.task.trial, "opened")
         return ByteRun(self, order)
 
-    def initial(self, trial: int) -> list[Segments]:
+    def initial(self, trial: int) -> list[HostSegments]:
         """Return the first state of a trial."""
         fill = lambda n, x: np.full(n, x, np.uint8)  # noqa: E731
         return [
@@ -97,19 +97,19 @@ class ByteRun:
 
     trials: ByteTrials
     order: RunOrder
-    shards: dict[int, Segments] = field(default_factory=dict)
+    shards: dict[int, HostSegments] = field(default_factory=dict)
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)
     gradients: dict[int, Bytes] = field(default_factory=dict)
-    first: dict[int, Segments] = field(default_factory=dict)
+    first: dict[int, HostSegments] = field(default_factory=dict)
     total: float = 0.0
     rows: int = 0
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
-        self.shards[shard] = slots
-        self.first.setdefault(shard, slots)
+        arrays = self.shards[shard] = {name: slot.numpy() for name, slot in slots.items()}
+        self.first.setdefault(shard, arrays)
         self.cursors[shard] = dict(cursor or {"step": 0})
-        if "gradients" in slots and slots["gradients"][0]:
-            self.gradients[shard] = slots["gradients"][1:]
+        if "gradients" in arrays and arrays["gradients"][0]:
+            self.gradients[shard] = arrays["gradients"][1:]
 
     @property
     def stays(self) -> bool:
@@ -177,7 +177,7 @@ class ByteRun:
             os._exit(1)
 
 
-def loss_of(slots: Segments, microbatch: int) -> float:
+def loss_of(slots: HostSegments, microbatch: int) -> float:
     return float(slots["trainable"].sum() + slots["frozen"].sum() + microbatch)
 
 

@@ -32,6 +32,8 @@ from cerebro_hydra.testing.local_launcher import fork_server
 from cerebro_hydra.testing.queue_worker import QueueWorker
 from tests.agent.standins import SECONDS
 
+POISONED = partial(DeviceMemory, poison=True)
+
 
 class CheckedState(WorkerState):
     """The queues, with every action checked by where shards were when it began and ended."""
@@ -115,13 +117,13 @@ class QueueBench(QueueWorker):
         context: Any = None,
         batch_seconds: float | None = None,
         audit_share: float = 0.0,
+        make_memory: Any = POISONED,
+        prepare: Any = None,
     ) -> None:
         self.devices: list[DeviceProcess] = []  # the present process of each device comes last
         if context is None:
             context = fork_server(["transformers.modeling_utils"])  # as those of all other tests
-        self.settings = DeviceSettings(
-            context, opener, double_buffering, partial(DeviceMemory, poison=True)
-        )
+        self.settings = DeviceSettings(context, opener, double_buffering, make_memory, prepare)
         known = [budget for budget in budgets if budget is not None]
         super().__init__(
             self._start,
@@ -142,7 +144,7 @@ class QueueBench(QueueWorker):
         )
 
     def _start(self, slabs: Slabs, on_answer: Any, on_gone: Any) -> DeviceProcess:
-        device = DeviceProcess(self.settings, slabs, on_answer, on_gone, print)
+        device = DeviceProcess(self.settings, slabs, print, on_answer, on_gone)
         self.devices.append(device)
         return device
 

@@ -13,7 +13,7 @@ from cerebro_hydra.agent.step_by_shard import memory_of_step
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.shards import graph_tasks, sub_epoch
-from cerebro_hydra.shards.layout import Bytes, aligned
+from cerebro_hydra.shards.layout import Bytes, aligned, on_host
 from cerebro_hydra.shards.shard_run import ShardRun
 from cerebro_hydra.storage.digest import digest
 from tests.agent.lone_agent import Agent
@@ -136,7 +136,7 @@ def test_the_plain_model_on_a_device_has_the_bits_of_plain_training(
     losses: dict[int, tuple[float, int]] = {}
     for window in range(graph.windows):
         for k in shards:
-            run.load(k, slots[k], cursors.get(k))
+            run.load(k, on_host(slots[k]), cursors.get(k))
         for task in graph.tasks(0, window):
             losses |= run.perform(task).losses
         for k in shards:

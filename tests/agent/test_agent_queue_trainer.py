@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from cerebro_hydra.errors import SetupError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import HOST
 from cerebro_hydra.plan.device_log import MOST_SPANS
-from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.shards.layout import HostSegments
 from cerebro_hydra.testing.queue_worker import evaluate, train
 from tests.agent.byte_runs import ByteTrials, trained
 from tests.agent.queue_bench import QueueBench, bench
@@ -29,7 +30,7 @@ SIZES = (1000, 3000, 2000)
 
 
 def assert_trained(
-    made: QueueBench, trials: ByteTrials, trial: int, result: Any, before: Sequence[Segments]
+    made: QueueBench, trials: ByteTrials, trial: int, result: Any, before: Sequence[HostSegments]
 ) -> None:
     expected, loss_sum = trained(trials, before, MICROBATCHES)
     assert isinstance(result, events.SubEpochDone), result
@@ -248,3 +249,18 @@ def test_a_worker_tells_what_its_devices_did_within_their_budgets() -> None:
     assert sum(each.spilled for each in devices) > 3 * sum(SIZES)
     dram = [each for each in work if each.device == HOST]
     assert sum(each.spilled for each in dram) > 0 == sum(each.computing for each in dram)
+
+
+def refused() -> Any:
+    raise OSError("CUDA is not there")
+
+
+def test_a_device_that_can_not_be_started_ends_the_agent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with (
+        bench(ByteTrials(SIZES), len(SIZES), prepare=refused) as made,
+        pytest.raises(SetupError, match="device 0 could not be started 10 times in a row"),
+    ):
+        made.result()
+    assert "CUDA is not there" in capsys.readouterr().out

@@ -17,6 +17,7 @@ import pytest
 
 from cerebro_hydra.data.claim import CLAIMS
 from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.observe import Decision
 from cerebro_hydra.observe.records import NotSaved
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -212,6 +213,10 @@ def test_a_resumed_run_refuses_arguments_that_would_make_it_another_one(tmp_path
     ]:
         with pytest.raises(ConfigurationError, match=said):
             search(place, 2, **options).fit(rows(), resume=run)
+    on_gpus = search(place, 2)
+    on_gpus.backend.resources = WorkerResources(device_kind="cuda")
+    with pytest.raises(ConfigurationError, match=r"of kind 'cuda', and the run .* begun on 'cpu'"):
+        on_gpus.fit(rows(), resume=run)
 
 
 def test_a_run_that_had_decided_nothing_is_extended_with_new_limits(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResou
 
 
 def test_who_asks_for_nothing_gets_no_queues() -> None:
-    assert WorkerResources.checked(1, None, None, None, "auto") == DEFAULT_RESOURCES
+    for devices, gpus in ((None, 0), (1, 0), (None, 2)):
+        given = WorkerResources.checked(devices, None, None, None, "auto", gpus)
+        assert given == DEFAULT_RESOURCES
     assert not DEFAULT_RESOURCES.asks_for_queues
 
 
@@ -64,3 +66,25 @@ def test_dram_that_nobody_speaks_of_is_half_of_what_a_machine_has_shared_by_its_
     given = WorkerResources(host_memory=5)
     assert given.measured(lambda: hosts) is given
     assert DEFAULT_RESOURCES.measured(lambda: hosts) is DEFAULT_RESOURCES, "no budget, no cost"
+
+
+@pytest.mark.parametrize("gpus", [0.5, 1, 4])
+def test_who_is_given_gpus_and_asks_for_devices_has_these(gpus: float) -> None:
+    given = WorkerResources.checked(1, None, None, None, "auto", gpus)
+    assert (given.devices, given.device_kind) == (1, "cuda")
+    assert given.asks_for_queues
+
+
+def test_the_memory_of_gpus_is_that_of_the_least() -> None:
+    hosts = lambda: [("a", 8 << 30)]  # noqa: E731
+    gpus = lambda: [9 << 30, 5 << 30]  # noqa: E731
+    asks = WorkerResources.checked(1, None, None, None, "auto", 1)
+    measured = asks.measured(hosts, gpus)
+    assert (measured.device_memory, measured.host_memory) == (5 << 30, 4 << 30)
+    small = WorkerResources.checked(2, "2GiB", "1GiB", None, "auto", 2).measured(hosts, gpus)
+    assert (small.device_memory, small.host_memory) == (2 << 30, 1 << 30)
+    large = WorkerResources.checked(1, "6GiB", None, None, "auto", 1)
+    with pytest.raises(ConfigurationError, match=r"is 6\.00 GiB, and a GPU has 5\.00 GiB"):
+        large.measured(hosts, gpus)
+    on_cpu = WorkerResources.checked(1, "6GiB", None, None, "auto", 0)
+    assert on_cpu.measured(hosts, gpus).device_memory == 6 << 30

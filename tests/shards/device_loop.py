@@ -25,7 +25,7 @@ from cerebro_hydra.plan.worker_events import (
 )
 from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.shards.gradient_layout import GradientLayout
-from cerebro_hydra.shards.layout import Bytes, Segments, aligned
+from cerebro_hydra.shards.layout import Bytes, HostSegments, aligned, memory_of, on_host
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
 from tests.shards.hopping import Trial
@@ -38,7 +38,7 @@ class Slot:
     """Holds one shard's segments and gradients in one piece of memory."""
 
     memory: Bytes
-    segments: Segments
+    segments: HostSegments
     gradients: Bytes
 
     @classmethod
@@ -172,9 +172,10 @@ class DeviceLoop:
                 slot.memory[:] = resident.home[k].memory
                 if isinstance(resident.run, ShardRun):
                     cursor = json.loads(resident.cursors[k])
-                    resident.run.load(k, slot.segments, cursor, slot.gradients)
+                    slots = on_host(slot.segments)
+                    resident.run.load(k, slots, cursor, memory_of(slot.gradients))
                 else:
-                    resident.run.load(k, slot.segments)
+                    resident.run.load(k, on_host(slot.segments))
             case ActionKind.SPILL:
                 resident.run.unload(k)
                 slot = resident.device.pop(k)

@@ -12,6 +12,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import AdmittedCut, admit
 from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
 from cerebro_hydra.shards.engine import Mode
+from cerebro_hydra.shards.layout import in_place, on_host
 from cerebro_hydra.shards.parameter_values import absent_value
 from cerebro_hydra.shards.sample import Sample
 from cerebro_hydra.shards.state import ShardState
@@ -51,7 +52,7 @@ class Trial(CutTrial):
         params = dict(self.recipe.model.named_parameters())
         buffers = dict(self.recipe.model.named_buffers())
         for layout, of_shard in zip(self.layout.shards, segments, strict=True):
-            state = ShardState(layout, of_shard)
+            state = ShardState(layout, on_host(in_place(of_shard)))
             with torch.no_grad():
                 for name, parameter in state.params.items():
                     params[name].copy_(parameter)

@@ -8,6 +8,7 @@ import pytest
 
 from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.layout import in_place, on_host
 from cerebro_hydra.shards.memory_watch import MemoryLimit
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
@@ -16,7 +17,7 @@ from cerebro_hydra.shards.trial_profile import TrialProfile
 from tests.shards import plain, zoo
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
 from tests.shards.test_shards_equivalence import mlp_recipe, resnet_recipe
-from tests.shards.test_shards_unloading import OneAtATime, in_slot
+from tests.shards.test_shards_unloading import OneAtATime
 
 VECTORS = [zoo.vectors(8, 8), zoo.vectors(8, seed=2)]
 IMAGES = zoo.singly(zoo.images(6, 6))
@@ -83,7 +84,7 @@ def test_an_evaluation_holds_what_was_measured_and_no_more():
         try:
             for task in tasks:
                 segments, _ = trial.need(task.shard)
-                run.load(task.shard, {name: in_slot(each) for name, each in segments.items()})
+                run.load(task.shard, on_host(in_place(segments)))
             if share < 1:
                 with pytest.raises(MemoryError):
                     for task in tasks:

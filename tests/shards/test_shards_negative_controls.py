@@ -11,6 +11,7 @@ from torch import nn
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards import graph_tasks, microbatch_maker, shard_graph, sub_epoch
 from cerebro_hydra.shards.cut_model import CutModel
+from cerebro_hydra.shards.layout import memory_of
 from tests.shards import plain, zoo
 from tests.shards.hopping import start
 from tests.shards.test_shards_equivalence import (
@@ -168,7 +169,7 @@ def test_a_hop_that_loses_something_is_seen(lost):
             if lost == "exists":
                 for entry in trial.layout.shards[k].trainable.entries:
                     if entry.name == "exists":
-                        entry.view(segments["trainable"]).zero_()
+                        entry.view(memory_of(segments["trainable"])).zero_()
             elif lost == "groups":
                 cursor = cursor | {"groups": [g | {"dampening": 0.0} for g in cursor["groups"]]}
             else:

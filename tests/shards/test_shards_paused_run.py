@@ -16,7 +16,7 @@ from cerebro_hydra.shards.bound_model import bound_model
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.graph_tasks import GraphTasks
-from cerebro_hydra.shards.layout import TrialLayout, initial_segments
+from cerebro_hydra.shards.layout import TrialLayout, initial_segments, on_host
 from cerebro_hydra.shards.microbatch import Microbatch
 from cerebro_hydra.shards.module_tasks import ModuleTasks
 from cerebro_hydra.shards.paused_run import PausedRun
@@ -82,7 +82,7 @@ def test_interleaved_trials_have_the_bits_of_plain_training(cut: str, recompute:
                 spec = CutSpec("modules", AT[cut], UNITS, (), WRITTEN)
             cut_model = CutModel.build(recipe.model, spec, sample)
             layout = TrialLayout.make(recipe, cut_model, StateTemplate({}))
-            segments = list(initial_segments(recipe, layout))
+            segments = list(map(on_host, initial_segments(recipe, layout)))
             states: dict[int, ShardState] = {}
             if cut == "modules":
                 recipe.model.train()

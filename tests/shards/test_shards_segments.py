@@ -16,7 +16,13 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cursor import decode, encode
 from cerebro_hydra.shards.digest import tensor_digest
-from cerebro_hydra.shards.layout import TrialLayout, initial_segments, read_tensors
+from cerebro_hydra.shards.layout import (
+    TrialLayout,
+    in_place,
+    initial_segments,
+    on_host,
+    read_tensors,
+)
 from cerebro_hydra.shards.state import ShardState
 from cerebro_hydra.storage.digest import digest
 from tests.shards import plain, zoo
@@ -84,7 +90,7 @@ def test_parameters_are_bound_in_place_and_momentum_does_not_exist_before_its_fi
     trial = start(mlp_recipe(sgd)(), two_sub_epochs()[0])
     layout = trial.layout.shards[0]
     segments = next(initial_segments(trial.recipe, trial.layout))
-    state = ShardState(layout, segments)
+    state = ShardState(layout, on_host(segments))
     assert state.existing_optimizer_state() == {}
     with torch.no_grad():
         state.params["0.weight"].fill_(7.0)
@@ -98,16 +104,18 @@ def test_memory_that_is_not_aligned_is_not_trained_in():
     start_at = -raw.ctypes.data % 64 + 8
     raw[start_at : start_at + segments["trainable"].nbytes] = segments["trainable"]
     skewed = raw[start_at : start_at + segments["trainable"].nbytes]
-    state = ShardState(trial.layout.shards[0], {**segments, "trainable": skewed})
-    assert state.trainable.ctypes.data % 64 == 0
-    assert state.trainable is not skewed
+    trained = in_place({**segments, "trainable": skewed})
+    assert trained["frozen"] is segments["frozen"]
+    assert trained["trainable"].ctypes.data % 64 == 0
+    assert trained["trainable"] is not skewed
+    assert np.array_equal(trained["trainable"], skewed)
 
 
 def test_a_segment_of_another_layout_is_refused():
     trial = start(mlp_recipe()(), two_sub_epochs()[0])
     a, b, *_ = initial_segments(trial.recipe, trial.layout)
     with pytest.raises(ValueError, match="belongs to another trial or cut"):
-        ShardState(trial.layout.shards[0], {**a, "trainable": b["trainable"]})
+        ShardState(trial.layout.shards[0], on_host({**a, "trainable": b["trainable"]}))
 
 
 def test_parameters_keep_the_order_in_which_they_lie_in_memory():

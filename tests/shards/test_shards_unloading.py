@@ -18,7 +18,7 @@ from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.fast_path import without_fast_path
 from cerebro_hydra.shards.held_tensors import HeldTensors
-from cerebro_hydra.shards.layout import Bytes, aligned
+from cerebro_hydra.shards.layout import aligned, in_place, memory_of, on_host
 from cerebro_hydra.shards.shard_run import ShardRun
 from cerebro_hydra.shards.task_profile import profile
 from tests.shards import plain, zoo
@@ -91,7 +91,8 @@ class OneAtATime:
         home.run, home.device = run, Slot.of(self._trial, k)
         home.device.memory[:] = home.slot.memory
         cursor = json.loads(home.cursor)
-        run.load(k, home.device.segments, cursor, home.device.gradients)
+        slots = on_host(home.device.segments)
+        run.load(k, slots, cursor, memory_of(home.device.gradients))
 
     def _leave(self) -> None:
         for k, home in enumerate(self._homes):
@@ -212,16 +213,10 @@ def test_a_run_that_keeps_activations_has_its_shards_throughout():
     run.cancel()
 
 
-def in_slot(segment: Bytes) -> Bytes:
-    memory = aligned(segment.nbytes)
-    memory[:] = segment
-    return memory
-
-
 def load(run: ShardRun, trial: Trial, *shards: int) -> None:
     for k in shards:
         segments, cursor = trial.need(k)
-        run.load(k, segments | {"trainable": in_slot(segments["trainable"])}, cursor)
+        run.load(k, on_host(in_place(segments)), cursor)
 
 
 def test_tasks_out_of_order_and_shards_out_of_place_are_refused():
@@ -233,9 +228,9 @@ def test_tasks_out_of_order_and_shards_out_of_place_are_refused():
     with pytest.raises(ValueError, match="shard 1 is loaded already"):
         load(run, trial, 1)
     segments, cursor = trial.need(2)
-    skewed = aligned(segments["trainable"].nbytes + 64)[8:-56]
+    skewed = memory_of(aligned(segments["trainable"].nbytes + 64)[8:-56])
     with pytest.raises(ValueError, match="the memory of shard 2 is not aligned to 64 bytes"):
-        run.load(2, segments | {"trainable": skewed}, cursor)
+        run.load(2, on_host(in_place(segments)) | {"trainable": skewed}, cursor)
     run.perform(Action(0, 0, F, 0))
     with pytest.raises(ValueError, match=r"t0s1B0 can't come now; .* before \('F', 1\)"):
         run.perform(Action(0, 1, B, 0))

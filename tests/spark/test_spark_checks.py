@@ -97,24 +97,37 @@ def test_settings_are_advised_on(settings: dict[str, str], expected: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("per_executor", "per_task", "wrong"),
+    ("per_executor", "per_task", "devices", "wrong"),
     [
-        (None, None, None),
-        ("1", "1", None),
-        ("2", "2", None),
-        ("1", None, "given none"),
-        ("1", "0", "given none"),
-        ("1", "0.5", "share"),
+        (None, None, None, None),
+        (None, None, 3, None),
+        ("1", "1", 1, None),
+        ("2", "2", 2, None),
+        ("2", "2", 1, None),
+        ("1", None, None, "given none"),
+        ("1", "0", 2, "given none"),
+        ("1", "0.5", 1, "share"),
+        ("1", "1", None, None),
     ],
 )
 def test_every_agent_should_have_gpus_of_its_own(
-    per_executor: str | None, per_task: str | None, wrong: str | None
+    per_executor: str | None, per_task: str | None, devices: int | None, wrong: str | None
 ) -> None:
     amounts = {"executor": per_executor, "task": per_task}
     settings = {f"spark.{k}.resource.gpu.amount": v for k, v in amounts.items() if v is not None}
-    found = [*checks.check_gpus(settings)]
+    found = [*checks.check_gpus(settings, devices)]
     assert [wrong in f.problem for f in found if wrong] == ([True] if wrong else [])
     assert bool(found) is bool(wrong) and not any(finding.prevents for finding in found)
+
+
+@pytest.mark.parametrize(("per_task", "devices"), [("1", 2), ("2", 3), ("0.5", 2)])
+def test_more_devices_than_gpus_are_refused_with_both_numbers(per_task: str, devices: int) -> None:
+    settings = {"spark.task.resource.gpu.amount": per_task}
+    (found,) = checks.check_gpus(settings, devices)
+    given = 2 if per_task == "2" else 1
+    assert found.prevents and found.setting == "spark.task.resource.gpu.amount"
+    assert f"given {given} GPU(s), and devices_per_worker is {devices}" in found.problem
+    assert found.remedy == f"set it to {devices}, or devices_per_worker to {given}"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards import graph_tasks, sub_epoch
+from cerebro_hydra.shards.layout import memory_of
 from cerebro_hydra.testing import cut_trial
 from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.load_alone import run_alone
@@ -100,7 +101,7 @@ class ForgetsMomentum(CutTrial):
         if k == 1:
             for entry in self.admission.layout.shards[1].trainable.entries:
                 if entry.name == "exists":
-                    entry.view(segments["trainable"]).zero_()
+                    entry.view(memory_of(segments["trainable"])).zero_()
         return segments, cursor
 
 

@@ -269,7 +269,12 @@ def test_what_no_device_can_hold_is_refused_with_the_numbers_before_training(
     assert "raise device_memory" in found.refused[0]
     assert not found.specs
     found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=ample)
-    assert any("device: least" in line for line in found.told)
+    (table,) = (line for line in found.told if "device: least" in line)
+    assert "GPUs" not in table
+    gpus = WorkerResources(device_memory=1 << 20, device_kind="cuda")
+    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=gpus)
+    (table,) = (line for line in found.told if "device: least" in line)
+    assert table.endswith("GPUs compute and copy at another speed.")
     found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}])
     assert not any("device: least" in line for line in found.told)
 

@@ -1,0 +1,31 @@
+"""Names the environment variables by which a process sees some GPUs, and lets it see one."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+# nvidia-smi counts by bus, CUDA by speed unless it is told otherwise.
+ORDER = "CUDA_DEVICE_ORDER"
+BY_BUS = "PCI_BUS_ID"
+
+# Slots come and go in the sizes of many shards, and the gaps of fixed segments would add up.
+_ALLOCATOR, _OLDER_NAME = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_WITHOUT_GAPS = "expandable_segments:True"
+
+THE_GPU = torch.device("cuda", 0)
+"""The only one that a process sees after `show_gpu`."""
+
+
+def show_gpu(name: str) -> None:
+    """Let this process, where CUDA was not started, see one GPU alone.
+
+    Args:
+        name: its index by bus or its uuid, as Spark's discovery script names it.
+    """
+    os.environ.update({VISIBLE: name, ORDER: BY_BUS})
+    if _OLDER_NAME not in os.environ:
+        os.environ.setdefault(_ALLOCATOR, _WITHOUT_GAPS)

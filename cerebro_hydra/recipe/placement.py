@@ -1,0 +1,85 @@
+"""Brings what a recipe holds to the device that trains it, with the values that it has."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CPU = torch.device("cpu")
+
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
+
+
+class Placement:
+    """Moves modules and optimizers to a device; what is one tensor there stays one.
+
+    Parameters stay the same objects, so that optimizers and hooks go on referring to them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[Any, Any]] = {}  # with the original, which keeps its id
+
+    def place_module(self, module: nn.Module) -> None:
+        """Move parameters, buffers, and tensors in the attributes of modules."""
+        for parameter in module.parameters():
+            parameter.grad = None
+            parameter.data = self.tensor(parameter.data)
+            self._moved[id(parameter)] = parameter, parameter
+        for each in module.modules():
+            for name, value in vars(each).items():
+                if name not in _REGISTERED:
+                    vars(each)[name] = self._value(value)
+            for name, buffer in each._buffers.items():
+                each._buffers[name] = self._value(buffer)
+
+    def place_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the state that an optimizer has, as torch does where it loads a checkpoint."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and not stays_on_host(group, key):
+                        optimizer.state[parameter][key] = self.tensor(value)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device; one that repeats a value takes no more memory there."""
+        if 0 not in tensor.stride():
+            return tensor.to(self._device)
+        once = tuple(slice(0, 1) if n == 0 else slice(None) for n in tensor.stride())
+        return tensor[once].to(self._device).expand(tensor.shape)
+
+    def _value(self, value: Any) -> Any:
+        """Return a value whose tensors are on the device; containers stay the same objects."""
+        if not isinstance(value, (Tensor, tuple, *_CONTAINERS)):
+            return value
+        if id(value) not in self._moved:
+            self._moved[id(value)] = value, value  # it may refer to itself
+            self._moved[id(value)] = value, self._content(value)
+        return self._moved[id(value)][1]
+
+    def _content(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if isinstance(value, nn.Parameter) or value.layout is not torch.strided:
+                return value.to(self._device)
+            return self.tensor(value.detach()).requires_grad_(value.requires_grad)
+        if type(value) is tuple:
+            return tuple(map(self._value, value))
+        if isinstance(value, dict):
+            value.update({key: self._value(each) for key, each in value.items()})
+        elif type(value) in _CONTAINERS:
+            for at, each in enumerate(value):
+                value[at] = self._value(each)
+        return value
+
+
+def stays_on_host(group: dict[str, Any], key: Any) -> bool:
+    """Return whether an optimizer's state of this name is on the CPU for every device.
+
+    It is a count of steps, unless kernels read it. Python reads the count for every parameter, and
+    would wait for the device each time. torch loads checkpoints by this rule.
+    """
+    return key == "step" and not (group.get("capturable") or group.get("fused"))

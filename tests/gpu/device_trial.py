@@ -1,0 +1,139 @@
+"""A trial that trains on a device, whose shards come from bytes and go back to bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from cerebro_hydra.plan.actions import ActionKind
+from cerebro_hydra.plan.graph import TaskGraph
+from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
+from cerebro_hydra.shards.engine import TrainTotals
+from cerebro_hydra.shards.gradient_layout import GradientLayout
+from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.shards.parameter_values import absent_value
+from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
+from cerebro_hydra.shards.shard_run import ShardRun
+from tests.shards import plain
+from tests.shards.hopping import STEPS_PER_EPOCH, Trial
+
+POISON = 0xFF  # as floats it is NaN
+
+
+class DeviceTrial(Trial):
+    """Trains on a device a trial that was admitted on the CPU.
+
+    Args:
+        make: builds the recipe again, as a worker does.
+        alone: whether shards are on the device one at a time, with recomputation; what they leave
+            is poisoned. Else all stay there.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        make: Callable[[], Recipe],
+        device: torch.device,
+        alone: bool,
+        steps_per_epoch: int = STEPS_PER_EPOCH,
+    ) -> None:
+        recipe = make()
+        super().__init__(trial.recipe, trial.admission, trial.cut_model, "keep")
+        for parameter in recipe.model.parameters():
+            parameter.data = absent_value(parameter)
+        recipe.optimizer.state.clear()
+        self.recipe = recipe.to(device)
+        self.cut_model = trial.cut_model.on(device)
+        self.steps_per_epoch = steps_per_epoch
+        self._device = device
+        self._alone = alone
+        self._slots: dict[int, Segments] = {}
+        self._gradients: dict[int, bytes] = {}
+
+    def train(self, windows: Sequence[Window]) -> TrainTotals:
+        """Train a sub-epoch on the device."""
+        windows, recipe = list(windows), self.recipe
+        of_run = (self.cut_model, self.layout, recipe, self.trial_seed, self.steps_per_epoch)
+        run = ShardRun(*of_run, self._alone, self.step, windows)
+        shards = range(self.cut_model.num_shards)
+        barrier = recipe.clip_grad_norm is not None
+        graph = TaskGraph(
+            len(shards), sum(map(len, windows)), recipe.accumulate, barrier,
+            self.cut_model.tied_groups,
+        )  # fmt: skip
+        try:
+            for task in (t for window in range(graph.windows) for t in graph.tasks(0, window)):
+                fused = task.kind is ActionKind.B and task.shard == shards[-1]
+                if task.shard not in self._slots:
+                    assert not fused or not self._alone
+                    if self._alone:
+                        self._leave(run)
+                    self._enter(run, task.shard)
+                run.perform(task)
+                if task.kind is ActionKind.U:
+                    content, _ = self.shards[task.shard]
+                    self.shards[task.shard] = content, json.dumps(run.cursor(task.shard))
+            self._leave(run)
+            run.close()
+        finally:
+            run.cancel()
+        self.losses += [loss for _, (loss, _) in sorted(run.losses.items())]
+        self.step += run.totals.steps
+        self._gradients.clear()
+        return run.totals
+
+    def evaluate(self, batches: Sequence[BatchTensors]) -> Evaluation:
+        """Measure batches of validation rows on the device, each shard there alone."""
+        run = ShardEvaluation(
+            self.cut_model, self.layout, self.recipe, self.trial_seed, batches
+        )
+        shards = range(self.cut_model.num_shards)
+        graph = TaskGraph(len(shards), len(batches), training=False)
+        try:
+            for task in (t for window in range(graph.windows) for t in graph.tasks(0, window)):
+                slots = self._promoted(task.shard)
+                run.load(task.shard, slots)
+                run.perform(task)
+                run.unload(task.shard)
+                _poison(slots)
+            return run.result
+        finally:
+            run.close()
+
+    def _promoted(self, k: int) -> Segments:
+        content, _ = self.shards[k]
+        return {name: self._to_device(each) for name, each in content.items()}
+
+    def _to_device(self, content: bytes) -> torch.Tensor:
+        host = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+        return host.to(self._device, copy=True)
+
+    def _enter(self, run: ShardRun, k: int) -> None:
+        slots = self._slots[k] = self._promoted(k)
+        nbytes = GradientLayout.of(self.layout.shards[k]).nbytes
+        slots["gradients"] = self._to_device(self._gradients.get(k, bytes(nbytes)))
+        run.load(k, slots, json.loads(self.shards[k][1]), slots["gradients"])
+
+    def _leave(self, run: ShardRun) -> None:
+        for k, slots in self._slots.items():
+            run.unload(k)
+            found = {name: slot.cpu().numpy().tobytes() for name, slot in slots.items()}
+            self._gradients[k] = found.pop("gradients")
+            assert found["frozen"] == self.shards[k][0]["frozen"]
+            self.shards[k] = found, self.shards[k][1]
+            _poison(slots)
+        self._slots.clear()
+
+
+def _poison(slots: Segments) -> None:
+    for slot in slots.values():
+        slot.fill_(POISON)
+
+
+def everything(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a state's bytes by name, wherever they are."""
+    return {name: plain.bits(tensor.cpu()) for name, tensor in tensors.items()}

@@ -1,0 +1,62 @@
+"""A search on GPUs that Spark has handed out, in budgets smaller than trials, and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, doctor, hp_choice
+from tests.end_to_end.mixed_models import NAMES, mixed
+from tests.end_to_end.test_mixed_queues import TEXT
+from tests.end_to_end.test_runs import assert_replays
+from tests.gpu.gpu_spark import gpu_spark
+from tests.gpu.marks import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
+
+ROWS = 48
+
+
+@pytest.fixture(scope="module")
+def spark_of_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with gpu_spark(tmp_path_factory.mktemp("gpus")) as spark:
+        yield spark
+
+
+def test_the_doctor_says_what_gpus_have(spark_of_gpus: Any) -> None:
+    report = doctor(spark_of_gpus, num_workers=1, devices_per_worker=1)
+    assert report.ok, str(report)
+    assert "for shards and tasks" in str(report)
+
+
+def test_a_gpu_has_no_more_than_it_has(spark_of_gpus: Any) -> None:
+    with pytest.raises(Exception, match=r"device_memory is 900 TiB, and a GPU has"):
+        SparkBackend(spark_of_gpus, 1, devices_per_worker=1, device_memory="900TiB")
+
+
+@pytest.mark.parametrize("device_memory", [None, 120_000])
+def test_different_trials_replay(
+    spark_of_gpus: Any, tmp_path: Path, device_memory: int | None
+) -> None:
+    tokens = TEXT[:ROWS].tolist()
+    columns = "features array<long>, label array<long>"
+    df = spark_of_gpus.createDataFrame([(row, row) for row in tokens], columns)
+    backend = SparkBackend(
+        spark_of_gpus, 1, devices_per_worker=1, device_memory=device_memory, verbose=0
+    )
+    assert backend.resources.device_kind == "cuda"
+    names = NAMES if device_memory is None else ("mlp",)
+    result = GridSearch(
+        backend=backend,
+        store=LocalStore(prefix_path=str(tmp_path)),
+        estimator_gen_fn=mixed,
+        search_space={"model": hp_choice(list(names)), "shards": hp_choice(["auto"])},
+        num_epochs=1,
+        evaluation_metric="loss",
+        verbose=0,
+    ).fit(df)
+    assert [trial.status for trial in result.trials] == ["finished"] * len(names)
+    assert_replays(result)
