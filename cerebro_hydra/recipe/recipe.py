@@ -30,7 +30,7 @@ from cerebro_hydra.recipe.optimizers import check_optimizer
 from cerebro_hydra.recipe.placement import CPU, Placement
 from cerebro_hydra.recipe.randomness import RandomKey
 
-_TWO_DEVICES = re.compile(r"same device|two different devices|device type")
+_TWO_DEVICES = re.compile(r"same device|two different devices|expected device")
 
 CUTS = ("export", "modules")
 """The ways to cut a model that a user may ask for."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cerebro_hydra.agent.plain_run import PlainRun
 from cerebro_hydra.plan.actions import ActionKind
 from cerebro_hydra.plan.graph import TaskGraph
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
@@ -86,11 +87,29 @@ class DeviceTrial(Trial):
         self._gradients.clear()
         return run.totals
 
+    def train_uncut(self, windows: Sequence[Window]) -> list[float]:
+        """Train with the plain trainer in the memory of all shards; return the losses."""
+        of_run = (self.recipe, self.layout, self.trial_seed, self.steps_per_epoch)
+        run = PlainRun(*of_run, self.step, iter(windows), None)
+        shards = range(self.cut_model.num_shards)
+        microbatches, accumulate = sum(map(len, windows)), self.recipe.accumulate
+        graph = TaskGraph(len(shards), microbatches, accumulate, barrier=True)
+        losses: dict[int, tuple[float, int]] = {}
+        for k in shards:
+            self._slots[k] = self._promoted(k)
+            run.load(k, self._slots[k], None)
+        for task in (t for window in range(graph.windows) for t in graph.tasks(0, window)):
+            losses |= run.perform(task).losses
+        for k in shards:
+            cursor, _ = run.unload(k)
+            slots = self._slots.pop(k)
+            found = {name: slot.cpu().numpy().tobytes() for name, slot in slots.items()}
+            self.shards[k] = found, json.dumps(cursor)
+        return [loss for _, (loss, _) in sorted(losses.items())]
+
     def evaluate(self, batches: Sequence[BatchTensors]) -> Evaluation:
         """Measure batches of validation rows on the device, each shard there alone."""
-        run = ShardEvaluation(
-            self.cut_model, self.layout, self.recipe, self.trial_seed, batches
-        )
+        run = ShardEvaluation(self.cut_model, self.layout, self.recipe, self.trial_seed, batches)
         shards = range(self.cut_model.num_shards)
         graph = TaskGraph(len(shards), len(batches), training=False)
         try:

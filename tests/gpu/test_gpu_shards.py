@@ -61,6 +61,16 @@ def test_shards_have_the_bits_of_plain_training(
     assert trial.evaluate(case.windows[0]) == trainer.evaluate(case.windows[0])
 
 
+def test_the_plain_model_trains_in_the_memory_of_shards(device: torch.device) -> None:
+    case = MODELS["norms"]
+    _, expected, losses = plainly_trained("norms", device)
+    trial = DeviceTrial(admitted("norms", "modules"), case.recipe, device, alone=False)
+    assert trial.train_uncut([*case.windows, *case.windows]) == losses
+    found = everything(trial.tensors())
+    assert found == {name: expected[name] for name in found}
+    assert len(found) > 4
+
+
 def test_plain_training_is_the_same_each_time(device: torch.device) -> None:
     _, expected, _ = plainly_trained("bert", device)
     plainly_trained.cache_clear()

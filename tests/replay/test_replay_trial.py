@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
 import cerebro_hydra
+from cerebro_hydra.errors import ReplayError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.sample import Example
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -47,6 +49,15 @@ def test_a_run_is_found_identical(tmp_path: Path) -> None:
     report = cerebro_hydra.replay(trained(tmp_path).path, "trial-000", build)
     assert report.identical, str(report)
     assert report.visits == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_run_of_cuda_devices_is_replayed_where_there_is_one(tmp_path: Path) -> None:
+    folder = trained(tmp_path)
+    document = folder.read_json("run.json")
+    folder.write_json("run.json", document | {"device": "cuda"})
+    with pytest.raises(ReplayError, match="was trained on CUDA devices, and there is none here; "):
+        cerebro_hydra.replay(folder.path, "trial-000", build)
 
 
 def test_a_loss_that_is_not_finite_in_the_replay_alone_is_a_difference(tmp_path: Path) -> None:

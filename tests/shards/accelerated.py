@@ -25,7 +25,7 @@ class Case:
 
 
 class Norms(nn.Module):
-    """An MLP with dropout, BatchNorm, and tensors that are neither parameters nor in checkpoints."""
+    """An MLP with dropout, BatchNorm, and tensors that no checkpoint holds."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -117,7 +117,11 @@ class Watch(TorchDispatchMode):
             raise AssertionError(f"{func} takes tensors of {devices}")
         result = func(*args, **kwargs)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        if func in COPIES and self._device in devices and any(t.device != self._device for t in made):
+        if (
+            func in COPIES
+            and self._device in devices
+            and any(t.device != self._device for t in made)
+        ):
             self.waits[_place()] += 1
         return result
 
@@ -139,9 +143,7 @@ def _without_values(modes: list[TorchDispatchMode]) -> Iterator[None]:
     """Replace what looks at memory, of which fake tensors have none, and let threads be watched."""
 
     def view(self: LayoutEntry, memory: Memory) -> Tensor:
-        return torch.empty_strided(
-            self.shape, self.strides, dtype=self.dtype, device=memory.device
-        )
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=memory.device)
 
     def check(self: SegmentLayout, memory: Memory, what: str) -> None:
         memory[: len(self.header)].cpu()
@@ -216,7 +218,9 @@ def run(case: Case, cut: str, device: torch.device) -> Watch:
 
 def _with_parameters_on(recipe: Recipe, device: torch.device) -> Recipe:
     """Replace a model's parameters, whose data torch moves between CPU and CUDA alone."""
-    made = {p: nn.Parameter(p.detach().to(device), p.requires_grad) for p in recipe.model.parameters()}
+    made = {
+        p: nn.Parameter(p.detach().to(device), p.requires_grad) for p in recipe.model.parameters()
+    }
     for module in recipe.model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = None if parameter is None else made[parameter]
