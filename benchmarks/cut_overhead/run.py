@@ -28,7 +28,7 @@ from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.engine import Engine
 from cerebro_hydra.shards.kept_heap import kept_heap
-from cerebro_hydra.shards.layout import Segments, initial_segments
+from cerebro_hydra.shards.layout import HostSegments, initial_segments
 from cerebro_hydra.shards.sample import Sample
 
 SHARDS = (2, 4, 8)
@@ -207,7 +207,7 @@ class Cut:
         self._step += totals.steps
         return ended
 
-    def _keep(self, k: int, segments: Segments, cursor: dict[str, Any]) -> None:
+    def _keep(self, k: int, segments: HostSegments, cursor: dict[str, Any]) -> None:
         self._segments[k], self._cursors[k] = segments, cursor
 
 

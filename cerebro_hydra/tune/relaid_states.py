@@ -13,8 +13,8 @@ from cerebro_hydra.replay.states import read_segment
 from cerebro_hydra.shards.layout import (
     EXISTS,
     Bytes,
+    HostSegments,
     SegmentLayout,
-    Segments,
     TrialLayout,
     filled,
     is_optimizer_state,
@@ -51,7 +51,7 @@ def write_segments(folder: RunFolder, segments: Mapping[str, Bytes]) -> tuple[st
     return named["frozen"], named["trainable"]
 
 
-def _relaid(folder: RunFolder, names: Sequence[str], layout: TrialLayout) -> Iterator[Segments]:
+def _relaid(folder: RunFolder, names: Sequence[str], layout: TrialLayout) -> Iterator[HostSegments]:
     """Yield the segments of each shard, with few others in memory beside them."""
 
     @lru_cache(_SEGMENTS_AT_ONCE)
