@@ -8,7 +8,8 @@ from typing import Any
 
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.tune.candidate_list import CandidateList
-from cerebro_hydra.tune.search import Search, whole
+from cerebro_hydra.tune.numbers import whole
+from cerebro_hydra.tune.search import Search
 from cerebro_hydra.tune.searcher import Searcher
 from cerebro_hydra.tune.space import check_space, draws
 

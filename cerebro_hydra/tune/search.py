@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.data.arguments import column_names, require_dataframe
@@ -28,6 +27,7 @@ from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, loading_exporter
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.interrupts import interruptible
+from cerebro_hydra.tune.numbers import seconds, share, whole
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.resume import LIMITS, RunToResume
 from cerebro_hydra.tune.run_claim import run_claim
@@ -140,10 +140,10 @@ class Search(ABC):
         if checkpoint not in CHECKPOINTS:
             raise ConfigurationError(f"checkpoint is {checkpoint!r}; it is one of {CHECKPOINTS}")
         self.checkpoint = checkpoint
-        self.batch_seconds = _seconds("batch_seconds", batch_seconds)
-        self.sub_epoch_seconds = _seconds("sub_epoch_seconds", sub_epoch_seconds)
-        self.admission_seconds = _seconds("admission_seconds", admission_seconds)
-        self.audit_share = _share("audit_share", audit_share)
+        self.batch_seconds = seconds("batch_seconds", batch_seconds)
+        self.sub_epoch_seconds = seconds("sub_epoch_seconds", sub_epoch_seconds)
+        self.admission_seconds = seconds("admission_seconds", admission_seconds)
+        self.audit_share = share("audit_share", audit_share)
         if keep is not None and keep not in KEEPS:
             raise ConfigurationError(f"keep is {keep!r}; it is one of {KEEPS}, or None")
         self.keep = keep
@@ -361,31 +361,6 @@ def _new_run_id() -> str:
     """Return an id that sorts by time, and differs for two runs of one second."""
     now = datetime.datetime.now(datetime.UTC)
     return f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
-
-
-def whole(name: str, value: Any, least: int) -> int:
-    """Return the value of an argument, which must be a whole number.
-
-    Raises:
-        ConfigurationError: it is something else, or below `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} is {value!r}; it is a whole number from {least}")
-    return value
-
-
-def _seconds(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-        raise ConfigurationError(f"{name} is {value!r}; it is a number of seconds, or None")
-    return float(value)
-
-
-def _share(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigurationError(f"{name} is {value!r}; it is a number from 0 to 1")
-    return float(value)
 
 
 def _checked_metric(metric: Any, validation: Any) -> str:
