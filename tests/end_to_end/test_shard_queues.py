@@ -78,12 +78,10 @@ def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     data = classes()
     options = {"devices_per_worker": 2, "device_memory": 20_000}
     backend, grid = search(tmp_path, models.feed_forward, space, **options)
-    killed = []
+    killed, over = [], threading.Event()
 
     def kill() -> None:
-        deadline = time.monotonic() + 60
-        while not killed and time.monotonic() < deadline:
-            time.sleep(0.02)
+        while not killed and not over.wait(0.02):
             agent = agent_of(backend)
             for server in children_of(agent) if agent else ():
                 devices = children_of(server)
@@ -95,6 +93,7 @@ def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     result = grid.fit(data)
+    over.set()
     thread.join()
     assert killed
     assert [trial.status for trial in result.trials] == ["finished"] * 2
