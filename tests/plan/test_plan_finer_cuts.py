@@ -170,7 +170,7 @@ def test_an_answer_comes_again_without_effect() -> None:
     assert run(answer) == []
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(worlds(faults=("kill", "duplicate", "store", "driver", "memory"), order="seeded"), scripts)
 def test_finer_cuts_change_no_history_and_no_result(world, script) -> None:
     world.run(script)
@@ -182,7 +182,7 @@ def test_finer_cuts_change_no_history_and_no_result(world, script) -> None:
         check_undisturbed(world)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(25))
 @given(
     worlds(faults=("kill", "memory", "cut"), order="seeded"),
     scripts,

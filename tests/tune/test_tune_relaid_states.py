@@ -56,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
 def test_training_goes_on_with_the_bits_of_plain_training(
     tmp_path: Path, case: str, before: int, after: int
 ) -> None:
