@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ import pytest
 
 from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.agent.shard_home import ShardHome
-from cerebro_hydra.errors import SetupError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.worker_events import RunRestarted
@@ -23,11 +21,6 @@ from tests.agent.test_agent_queue_trainer import SIZES, assert_trained, begin, e
 
 BYTES = sum(size + size // 2 for size in SIZES)  # of a state
 HOST_THREADS = 4
-
-
-def no_opener() -> None:
-    """End the process that is to be a device."""
-    os._exit(1)
 
 
 @contextmanager
@@ -127,8 +120,3 @@ def test_code_that_ends_the_process_at_the_end_of_an_evaluation_ends_its_trial_a
     assert isinstance(results[0], events.EvaluationDone)
     assert isinstance(results[1], events.TaskFailed)
     assert "ended the process of a device 3 times" in results[1].error
-
-
-def test_a_device_that_never_starts_ends_the_agent() -> None:
-    with bench(no_opener, len(SIZES), [None]) as made, pytest.raises(SetupError, match="ready"):
-        made.result()
