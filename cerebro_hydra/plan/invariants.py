@@ -109,8 +109,11 @@ def _check_states(state: HopState, index: int, trial: TrialProgress) -> None:
         return
     pinned = {state.trials[fork].base for fork in state.tables.forks.get(index, ())}
     for visit in pinned:
+        if trial.makes_again(visit):
+            continue
         assert state.holders.where(index, visit), f"trial {index}: a fork waits for state {visit}"
     if trial.status == "paused":
+        assert trial.rest_at == len(trial.history), f"trial {index} rests before {trial.rest_at}"
         assert not trial.attempts, f"trial {index} is paused and runs"
         stored = all(state.holders.holds(index, v, STORE) for v in state.retention.needed(trial))
         assert stored or trial.saving, f"trial {index} is paused, and nothing is saved"

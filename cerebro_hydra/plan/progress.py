@@ -90,6 +90,7 @@ class TrialProgress:
     recutting: tuple[int, ...] | None = None  # the states of a ``CutFiner`` without an answer
     shards_before: int | None = None  # it was cut finer
     stop_reason: str | None = None  # None until the trial is stopped
+    rest_at: int | None = None  # while paused, the epochs that it has or, after a loss, makes again
     base: int = 0  # the visit of the oldest state that it may fall back to
     awaits: int | None = None  # the parent whose state ``base`` is not in the store yet
     result: int | None = None  # the visit of the trial's result; None until it has ended
@@ -173,6 +174,20 @@ class TrialProgress:
 
     def _note_void(self, kind: TaskKind, epoch: int, partitions: int) -> None:
         self.void_tasks[kind, epoch] = self.void_tasks.get((kind, epoch), 0) | partitions
+
+    def makes_again(self, visit: int) -> bool:
+        """Return whether the trial, which went back to an older state, will have this one again."""
+        return visit > self.newest and self.status in ("waiting", "running")
+
+    def follow(self, parent: TrialProgress, partitions: int) -> None:
+        """Have done what a parent did up to the state that this trial begins with."""
+        self.visits = parent.visits.first(self.base)
+        self.history = [dict(metrics) for metrics in parent.history[: self.base // partitions]]
+        begun = len(self.history) * partitions
+        self.trained = mask_of(self.visits.partitions_from(begun))
+        self.furthest = (self.base, 0)
+        if self.rest_at is not None:
+            self.rest_at = len(self.history)
 
     def visited(self) -> int:
         """Return this epoch's partitions that are trained or being trained, as a mask."""

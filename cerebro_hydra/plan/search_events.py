@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cerebro_hydra.plan.attempts import Attempts
-from cerebro_hydra.plan.bits import mask_of
 from cerebro_hydra.plan.events import (
     BudgetExtended,
     SearchClosed,
@@ -74,12 +73,11 @@ class SearchEvents:
             case BudgetExtended():
                 trial.budget = max(trial.budget, event.budget)
                 self._tables.log(event.trial, f"may train up to epoch {trial.budget}")
-            case TrialPaused() if trial.status != "paused":
-                self._attempts.abandon_all(trial)
-                self._tables.set_status(event.trial, "paused")
-                self._tables.log(event.trial, "paused")
-            case TrialResumed() if trial.status == "paused":
-                self._tables.set_status(event.trial, "waiting")
+            case TrialPaused() if trial.rest_at is None:
+                trial.rest_at = len(trial.history)
+                self._course.rest(event.trial, trial)
+            case TrialResumed() if trial.rest_at is not None:
+                self._course.wake(event.trial, trial)
                 self._tables.log(event.trial, "resumed")
         return (event.trial,)
 
@@ -110,16 +108,12 @@ class SearchEvents:
         trial = tables.add_trial(event.config, event.budget)
         tables.log(number, f"forks trial {event.parent} after visit {event.visit}")
         forked = f"state {event.visit} of trial {event.parent}"
-        if not tables.holders.where(event.parent, event.visit):
+        there = tables.holders.where(event.parent, event.visit)
+        if not there and not parent.makes_again(event.visit):
             self._course.end(number, "failed", f"{forked} can't be forked: it is not kept any more")
             return (number,)
-        partitions = tables.config.partitions
         trial.base, trial.awaits = event.visit, event.parent
-        trial.visits = parent.visits.first(event.visit)
-        trial.history = [dict(metrics) for metrics in parent.history[: event.visit // partitions]]
-        begun = len(trial.history) * partitions
-        trial.trained = mask_of(trial.visits.partitions_from(begun))
-        trial.furthest = (event.visit, 0)
+        trial.follow(parent, tables.config.partitions)
         tables.forks.setdefault(event.parent, []).append(number)
         return (event.parent, number)
 
@@ -138,10 +132,10 @@ class SearchEvents:
         self._tables.search_closed = True
         concerned = []
         for number, trial in self._tables.trials.items():
-            if trial.status == "paused":
+            if not trial.over and trial.rest_at is not None:
                 self._course.stop(number, PAUSED_AT_THE_END)
                 if trial.stop_reason is None:  # it is at its end, and made again if that is lost
-                    self._tables.set_status(number, "waiting")
+                    self._course.wake(number, trial)
                     concerned.append(number)
         return sorted({*concerned, *self._at_their_budget()})
 

@@ -87,6 +87,8 @@ class TrialCourse:
                     self._drop(index, each, place)
                 self._tables.holders.forget_state(index, each)
         trial.roll_back(visit, self._config.partitions)
+        if trial.rest_at is not None and len(trial.history) < trial.rest_at:
+            self._tables.set_status(index, "waiting")  # what was told of a paused trial is to be
         self._tables.log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
         self._tables.instructions.append(Redo(index, void, reason))
 
@@ -167,6 +169,18 @@ class TrialCourse:
             self._drop(index, visit, place)
         self._roll_back(index, trial, self._retention.fallback(index, trial), reason)
 
+    def rest(self, index: int, trial: TrialProgress) -> None:
+        """Let a paused trial do nothing."""
+        self._attempts.abandon_all(trial)
+        self._tables.set_status(index, "paused")
+        self._tables.log(index, "paused")
+
+    def wake(self, index: int, trial: TrialProgress) -> None:
+        """Let a paused trial go on."""
+        trial.rest_at = None
+        if trial.status == "paused":
+            self._tables.set_status(index, "waiting")
+
     def stop(self, number: int, reason: str) -> None:
         """Let the trial end as soon as its result is in the store."""
         trial = self._tables.trials[number]
@@ -239,6 +253,9 @@ class TrialCourse:
         for number in self._tables.forks.pop(index, ()):
             fork = self._tables.trials[number]
             if not holders.where(index, fork.base):
+                if trial.makes_again(fork.base):
+                    self._tables.forks.setdefault(index, []).append(number)
+                    continue
                 kept = max(visit for visit in holders.visits(index) if visit < fork.base)
                 self._tables.log(number, f"state {fork.base} is lost; it goes on from {kept}")
                 fork.roll_back(kept, self._config.partitions)
@@ -249,6 +266,7 @@ class TrialCourse:
                 self.end(number, "failed", f"{forked} can't be forked: {error}")
                 self._tables.refresh(number)
             elif self._checkpoints.ensure(index, trial, fork.base):
+                fork.follow(trial, self._config.partitions)
                 fork.awaits, fork.uncut = None, trial.uncut
                 if fork.config.initial_digests != trial.config.initial_digests:
                     self._cut_finer(number, fork, PARENT_WAS_RECUT)
@@ -278,6 +296,10 @@ class TrialCourse:
                 f"choose one of {sorted(metrics)}"
             )
             self.end(index, "failed", reason)
+        elif trial.status == "paused":
+            trial.rest_at = epoch + 1
+        elif trial.rest_at == epoch + 1:  # a paused trial has made again what it had
+            self.rest(index, trial)
 
     def drop_unneeded(self, index: int, trial: TrialProgress) -> None:
         """Drop every copy that the trial need not keep."""

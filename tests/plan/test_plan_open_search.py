@@ -168,11 +168,36 @@ def test_a_fork_goes_on_from_its_parents_state_which_is_named_and_not_copied() -
     assert {"cursor/0/2", "cursor/1/2"} <= segments
 
 
-def test_a_forked_state_that_is_lost_before_it_is_stored_is_made_again_by_the_fork() -> None:
+def test_a_forked_state_that_is_lost_before_it_is_stored_is_made_again_by_the_parent() -> None:
     run, checkpoint = forked()
+    lost = "ab".index(checkpoint.incarnation)
     run(ev.WorkerLost(checkpoint.incarnation, "killed"))
-    child = run.state.trials[1]
-    assert len(child.visits) < 2 and child.history == []
+    run(ev.WorkerJoined(lost, "c", (lost,)))
+    while not (again := of(ins.Checkpoint, run.train())):
+        assert not run.state.holders.visits(1), "the fork has begun"
+    told = run(ev.Checkpointed(0, 2, again[0].incarnation))
+    assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 2)]
+    assert list(run.state.trials[1].visits) == list(run.state.trials[0].visits)
+    assert run.state.trials[1].history == run.state.trials[0].history
+
+
+def test_a_fork_waits_for_a_state_that_a_paused_parent_lost_with_the_driver() -> None:
+    run = OpenDriver()
+    run(ev.TrialAdded(trial(0), 2))
+    run.train()
+    run.train()
+    run(ev.TrialPaused(0))  # a search does so for as long as the fork is built
+    run(ev.RunResumed())
+    assert run.state.trials[0].history == []
+    for worker in range(2):
+        run(ev.WorkerJoined(worker, "cd"[worker], (worker,)))
+    assert not of(ins.FinishTrial, run(ev.TrialForked(fork_of(0, 1), 0, 2, 2)))
+    run.train()
+    (checkpoint,) = of(ins.Checkpoint, run.train())
+    assert run.state.trials[0].status == "paused", "it goes no further than it was"
+    told = run(ev.Checkpointed(0, 2, checkpoint.incarnation))
+    assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 2)]
+    assert of(ins.StartSubEpoch, run(ev.TrialResumed(0)))
 
 
 def test_a_fork_of_a_state_that_is_not_kept_fails_alone_and_keeps_its_number() -> None:
@@ -204,10 +229,12 @@ def test_a_fork_takes_no_state_that_a_failed_audit_makes_void() -> None:
     run(ev.TrialForked(fork_of(0, 1), 0, 2, 4))
     run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
     run(ev.TrialForked(fork_of(0, 2), 0, 1, 3))
-    told = run(ev.Checkpointed(0, 2, "a"))
-    assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 0), ins.ForkState(2, 0, 0)]
-    assert all(run.state.trials[number].uncut for number in (0, 1, 2))
-    assert not any(drop.incarnation == "store" for drop in of(ins.Drop, told))
+    run(ev.Checkpointed(0, 2, "a"))
+    assert not any(run.state.holders.visits(number) for number in (1, 2))
+    run.train()
+    told = run(ev.Checkpointed(0, 1, "a"))
+    assert of(ins.ForkState, told) == [ins.ForkState(2, 0, 1)]
+    assert run.state.trials[0].uncut and run.state.trials[2].uncut
 
 
 def test_a_trial_that_keeps_its_best_epoch_can_be_forked() -> None:

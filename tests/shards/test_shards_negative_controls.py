@@ -51,7 +51,11 @@ def test_without_reseeds_inside_the_graph(monkeypatch):
 def test_without_the_step_in_the_key(monkeypatch):
     def break_rule(trial):
         key = microbatch_maker.RandomKey
-        monkeypatch.setattr(microbatch_maker, "RandomKey", lambda seed, step, mb: key(seed, 0, mb))
+
+        def without(seed, step, *where):
+            return key(seed, 0, *where)
+
+        monkeypatch.setattr(microbatch_maker, "RandomKey", without)
 
     assert "param:0.weight" in differing(mlp_recipe(), two_sub_epochs(), break_rule=break_rule)
 
