@@ -10,7 +10,7 @@ from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.journal_fold import comparable, fold, record
 from cerebro_hydra.plan.scheduler import Scheduler
 from tests.plan.driver import of
-from tests.plan.test_plan_open_search import OpenDriver, trial
+from tests.plan.open_driver import OpenDriver, trial
 
 
 def closed(*numbers: int) -> OpenDriver:

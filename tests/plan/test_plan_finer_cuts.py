@@ -14,8 +14,8 @@ from cerebro_hydra.plan.checkpoints import MOST_FAILED_WRITES
 from cerebro_hydra.plan.recut_events import RecutRefused, RecutState, TrialRecut
 from tests.examples import examples
 from tests.plan.driver import config, of
+from tests.plan.open_driver import OpenDriver, fork_of, trial
 from tests.plan.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
-from tests.plan.test_plan_open_search import OpenDriver, fork_of, trial
 from tests.plan.test_plan_resume import killed_at
 from tests.plan.world import World
 

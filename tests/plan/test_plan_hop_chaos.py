@@ -18,7 +18,8 @@ from cerebro_hydra.plan.journal_fold import comparable, fold
 from cerebro_hydra.plan.progress import TrialProgress, visit_order
 from cerebro_hydra.plan.seeds import seed_of
 from tests.examples import examples
-from tests.plan.world import World, score, val_loss
+from tests.plan.fake_agents import score, val_loss
+from tests.plan.world import World
 
 METRICS = ("train_loss", "val_plain", "val_score")
 FAULTS = (
@@ -166,7 +167,7 @@ def check_outcome(world: World) -> None:
                 assert log == tuple((e, p) for e, order in enumerate(orders) for p in order)
     for agent in world.agents:  # garbage collection reached everyone that lives
         while agent.alive and agent.inbox:
-            world.obey(agent, agent.inbox.popleft())
+            agent.obey(agent.inbox.popleft())
         if agent.alive and not agent.outbox and not agent.saves:
             assert not agent.held and not agent.tasks and not agent.fetches
 

@@ -17,9 +17,10 @@ from cerebro_hydra.plan.remade import RemadeStates
 from cerebro_hydra.plan.write_retries import LONGEST_WAIT, WAITS, wait_after
 from tests.examples import examples
 from tests.plan.driver import Driver, config, done, of
+from tests.plan.open_driver import OpenDriver, fork_of, trial
+from tests.plan.open_worlds import check_outcome as check_open_outcome
+from tests.plan.open_worlds import open_worlds
 from tests.plan.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
-from tests.plan.test_plan_open_search import OpenDriver, fork_of, open_worlds, trial
-from tests.plan.test_plan_open_search import check_outcome as check_open_outcome
 from tests.plan.world import World
 
 

@@ -1,7 +1,7 @@
 """A simulated cluster: agents that train by writing their visit log, and a shell that may fail.
 
-Messages between an agent and the coordinator keep their order; nothing else keeps any. A state's
-content is the visit log that made it, so a wrong state is seen as a wrong log.
+Messages between an agent and the coordinator keep their order; nothing else keeps any. A wrong
+state is seen as a wrong log.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field, replace
-from math import inf, nan
+from dataclasses import replace
 from random import Random
 
 from cerebro_hydra.plan import events as ev
@@ -20,59 +19,13 @@ from cerebro_hydra.plan.codec import from_json
 from cerebro_hydra.plan.hop_config import HopConfig
 from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import fold, record
-from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
 from cerebro_hydra.plan.recut_events import RecutRefused, RecutState, TrialRecut
 from cerebro_hydra.plan.scheduler import Scheduler
-from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.plan.view import View
-
-Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit
-
-
-class Laid(tuple):
-    """A state's visit log, as a number of shards holds it."""
-
-    shards: int
-
-
-def laid(log: Iterable[tuple[int, int]], shards: int) -> Laid:
-    content = Laid(log)
-    content.shards = shards
-    return content
-
+from tests.plan.fake_agents import Content, FakeAgent, laid, score, val_loss
+from tests.plan.faults import inject_fault
 
 Proposal = Callable[[HopState], ev.Event | None]  # what a search proposes, given the state
-
-
-SCORES = (nan, inf, 0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-def score(trial: int, epoch: int, seed: int) -> float:
-    """Return the value that decides which epoch is best, whatever the order of its visits."""
-    return Random(seed_of(seed, "score", trial, epoch)).choice(SCORES)
-
-
-def val_loss(content: Content, partition: int) -> tuple[float, int]:
-    """Return an evaluation's sum and rows, which depend on the state and on the partition."""
-    return (sum((i + 1) * (10 * e + p) for i, (e, p) in enumerate(content)) + partition / 7, 3)
-
-
-@dataclass
-class FakeAgent:
-    worker: int
-    incarnation: str
-    alive: bool = True
-    inbox: deque[ins.Instruction] = field(default_factory=deque)
-    outbox: deque[ev.Event] = field(default_factory=deque)
-    held: dict[tuple[int, int], Content] = field(default_factory=dict)
-    made_by: dict[tuple[int, int], int] = field(default_factory=dict)
-    tasks: dict[int, ins.StartSubEpoch | ins.Evaluate] = field(default_factory=dict)
-    ending: set[int] = field(default_factory=set)
-    fetches: dict[tuple[int, int], ins.StateSource] = field(default_factory=dict)
-    saves: deque[tuple[int, int]] = field(default_factory=deque)
-    began: int | None = None  # the attempt that it has begun or computed last
-    residents: int = 1
-    half_saved: set[tuple[int, int]] = field(default_factory=set)  # objects are there, no document
 
 
 class World:
@@ -252,7 +205,7 @@ class World:
             if not agent.alive:
                 continue
             if agent.inbox:
-                found.append(lambda a=agent: self.obey(a, a.inbox.popleft()))
+                found.append(lambda a=agent: a.obey(a.inbox.popleft()))
             if agent.saves:
                 saves.append(lambda a=agent: self.save(a, a.saves[0]))
             for key, source in agent.fetches.items():
@@ -262,31 +215,6 @@ class World:
                 if (task.trial, task.source.visit) in agent.held:
                     found.append(lambda a=agent, t=task: self.progress(a, t))
         return found or saves if self.slow_saves else found + saves
-
-    def obey(self, agent: FakeAgent, instruction: ins.Instruction) -> None:
-        match instruction:
-            case ins.StartSubEpoch() | ins.Evaluate():
-                doing = [t for t in agent.tasks.values()]
-                full = f"{agent.incarnation} has {doing} and gets {instruction}"
-                assert len(doing) < agent.residents, full
-                if isinstance(instruction, ins.StartSubEpoch):
-                    assert instruction.trial not in {task.trial for task in doing}, full
-                agent.tasks[instruction.attempt] = instruction
-                agent.began = instruction.attempt
-                self.want(agent, instruction.trial, instruction.source)
-            case ins.FetchShards():
-                self.want(agent, instruction.trial, instruction.source)
-            case ins.Cancel():
-                agent.tasks.pop(instruction.attempt, None)
-                for key in [k for k, a in agent.made_by.items() if a == instruction.attempt]:
-                    agent.held.pop(key, None)
-            case ins.Drop():
-                agent.held.pop((instruction.trial, instruction.visit), None)
-                agent.fetches.pop((instruction.trial, instruction.visit), None)
-            case ins.AdoptPartitions():
-                agent.outbox.append(ev.PartitionsAdopted(agent.incarnation, instruction.partitions))
-            case ins.Checkpoint():
-                agent.saves.append((instruction.trial, instruction.visit))
 
     def save(self, agent: FakeAgent, key: tuple[int, int]) -> None:
         """Write the objects of a state, or then its document, or fail."""
@@ -302,36 +230,18 @@ class World:
             self.store[key] = agent.held[key]  # a state is never dropped while it is being saved
             agent.outbox.append(ev.Checkpointed(*key, agent.incarnation))
 
-    def want(self, agent: FakeAgent, trial: int, source: ins.StateSource) -> None:
-        if (trial, source.visit) not in agent.held:
-            agent.fetches[trial, source.visit] = source
-
     def fetching(self, agent: FakeAgent, key: tuple[int, int], source: ins.StateSource):
         if source.incarnation is None:
-            return lambda: self.receive(agent, key, self.store[key])
+            return lambda: agent.receive(key, self.store[key])
         owner = next(a for a in self.agents if a.incarnation == source.incarnation)
         if owner.worker in self.unreachable:
-            return lambda: self.fail_fetch(agent, key)
+            return lambda: agent.fail_fetch(key)
         if owner.alive and key in owner.held:
-            return lambda: self.receive(agent, key, owner.held[key])
+            return lambda: agent.receive(key, owner.held[key])
         if not owner.alive and self.state.workers.get(owner.incarnation) is None:
             # Its retries are over.
-            return lambda: self.fail_fetch(agent, key)
+            return lambda: agent.fail_fetch(key)
         return None  # waits for the owner to publish
-
-    def receive(self, agent: FakeAgent, key: tuple[int, int], content: Content) -> None:
-        del agent.fetches[key]
-        agent.held[key] = content
-        agent.outbox.append(ev.StateReceived(*key, agent.incarnation))
-
-    def fail_fetch(self, agent: FakeAgent, key: tuple[int, int]) -> None:
-        del agent.fetches[key]
-        for task in list(agent.tasks.values()):
-            if (task.trial, task.source.visit) == key:
-                del agent.tasks[task.attempt]
-                agent.outbox.append(
-                    ev.TransferFailed(task.attempt, agent.incarnation, "owner is gone")
-                )
 
     def progress(self, agent: FakeAgent, task: ins.StartSubEpoch | ins.Evaluate) -> None:
         content = agent.held[task.trial, task.source.visit]
@@ -381,87 +291,6 @@ class World:
         if heard:
             self.news.append(ev.WorkerLost(agent.incarnation, "killed", "here", agent.began))
         self.join(agent.worker)
-
-    def would_fail_a_trial(self, agent: FakeAgent) -> bool:
-        """Return whether one more loss from outside could be the third in a row for a trial."""
-        attempts = self.state.attempts
-        if agent.began not in attempts:
-            return False
-        index = attempts[agent.began].trial
-        unheard = sum(
-            not other.alive and other.began in attempts and attempts[other.began].trial == index
-            for other in self.agents
-        )
-        return len(self.state.trials[index].lost_agents) + unheard + 1 >= MOST_LOST_AGENTS
-
-    def fault(self, random: Random) -> None:
-        left = sorted(kind for kind, count in self.faults.items() if count > 0)
-        if not left:
-            return
-        kind = random.choice(left)
-        self.faults[kind] -= 1
-        living = [agent for agent in self.agents if agent.alive]
-        victims = [agent for agent in living if not self.would_fail_a_trial(agent)]
-        if kind == "kill" and victims:
-            agent = random.choice(victims)
-            # Else the new incarnation fences the old one.
-            self.lose(agent, heard=random.random() < 0.8)
-            if random.random() < 0.3:
-                agent.outbox.clear()
-        elif kind == "vanish" and victims:
-            agent = random.choice(victims)
-            if len(self.gone | {agent.worker}) < len(self.workers):
-                self.gone.add(agent.worker)
-                self.lose(agent)
-        elif kind == "come back" and self.gone:
-            worker = random.choice(sorted(self.gone))
-            self.gone.discard(worker)
-            self.join(worker)
-        elif kind == "duplicate" and self.journal:
-            event = from_json(self.journal[-random.randint(1, 30) :][0]["event"])
-            # A stream keeps its order, writes have no number, and choices are not sent.
-            once = ev.StateReceived | ev.CheckpointFailed | ev.Assigned | ev.RunResumed
-            if not isinstance(event, once):
-                self.handle(event)
-        elif kind == "cut" and self.state.trials:
-            self.broken_cut = random.choice([*self.state.trials])
-        elif kind in ("task", "transfer", "reset", "memory"):
-            tasks = [
-                (a, t)
-                for a in living
-                for t in a.tasks.values()
-                if kind != "reset" or t.source.incarnation is not None  # by an agent, not the store
-            ]
-            if tasks:
-                agent, task = random.choice(tasks)
-                del agent.tasks[task.attempt]
-                key = (task.trial, task.source.visit)
-                if key not in {(t.trial, t.source.visit) for t in agent.tasks.values()}:
-                    agent.fetches.pop(key, None)
-                named = (task.attempt, agent.incarnation, "injected")
-                event = ev.TransferFailed(*named)
-                if kind in ("task", "memory"):
-                    event = ev.TaskFailed(*named, memory=kind == "memory")
-                agent.outbox.append(event)
-        elif kind == "audit":
-            audited = [
-                (a, t)
-                for a in living
-                for t in a.tasks.values()
-                if isinstance(t, ins.StartSubEpoch) and (t.trial, t.source.visit) in a.held
-            ]
-            if audited:
-                agent, task = random.choice(audited)
-                del agent.tasks[task.attempt]
-                agent.outbox.append(ev.AuditFailed(task.attempt, agent.incarnation, "injected"))
-        elif kind == "store":
-            self.broken_writes += 1
-        elif kind == "driver":
-            self.resume(random)
-        elif kind == "merge":
-            self.broken_merge = random.choice([*self.state.trials, 0])
-        elif kind == "stop" and self.state.trials:
-            self.news.append(ev.TrialStopped(random.choice([*self.state.trials]), "pruned"))
 
     def resume(self, random: Random) -> None:
         """Kill the driver with everybody, and go on from the journal on some number of workers."""
@@ -535,7 +364,7 @@ class World:
                 return
             number = next(numbers, None)
             if number is not None and number % 8 == 0:
-                self.fault(Random(number))
+                inject_fault(self, Random(number))
                 continue
             steps = self.steps()
             assert steps, f"nothing can happen: {self.stories()}"
