@@ -1,3 +1,5 @@
+"""What consoles are told of a run, as lines, in a table or in a log."""
+
 from __future__ import annotations
 
 import io
@@ -13,18 +15,13 @@ from rich.console import Console
 from cerebro_hydra.observe import (
     Decision,
     OutputLine,
-    Progress,
     Record,
     RunEnded,
-    RunView,
     SlowBatch,
-    TrialAdmitted,
     WorkersMissing,
     console_observer,
 )
-from cerebro_hydra.observe.columns import abbreviated, final_table
 from cerebro_hydra.observe.lines import LogLines, PlainLines
-from cerebro_hydra.observe.screen import NotebookScreen
 from cerebro_hydra.observe.table import LiveTable, frame
 from cerebro_hydra.observe.text import duration
 from cerebro_hydra.observe.totals import human_bytes
@@ -32,34 +29,9 @@ from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.simulate import WorkerCrash
 from tests.observe.conftest import begin
+from tests.observe.consoles import drawn, pipe, printed, terminal
 
 PRINTED = OutputLine(worker=0, trial=1, stream="stdout", line="lr is [0.1]")
-
-
-def terminal(width: int = 160) -> Console:
-    environment = {"TERM": "xterm"}  # whatever the tests run in
-    return Console(
-        file=io.StringIO(),
-        force_terminal=True,
-        width=width,
-        color_system=None,
-        _environ=environment,
-    )
-
-
-def pipe() -> Console:
-    return Console(file=io.StringIO(), force_terminal=False, width=200)
-
-
-def printed(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def drawn(renderable: Any, width: int = 160) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(renderable)
-    return printed(console)
 
 
 @pytest.mark.parametrize("median", [0.25, None])
@@ -296,112 +268,6 @@ def test_quiet_prints_nothing_and_logs_what_user_code_printed(
     assert [record.getMessage() for record in caplog.records] == ["[trial-001] lr is [0.1]"]
 
 
-def test_live_table_gives_the_cursor_back_in_the_middle_of_a_run(
-    simulate: Callable[..., Any],
-) -> None:
-    _, records = simulate(2)
-    console = terminal()
-    observer = LiveTable(console)
-    for record in records[:5]:
-        observer.on_record(record)
-    hide, show = "\x1b[?25l", "\x1b[?25h"
-    assert printed(console).count(hide) == 1
-    assert show not in printed(console)
-    observer.close()
-    assert printed(console).count(show) == 1
-
-
-def test_frame_shows_where_each_trial_is() -> None:
-    view = RunView()
-    for record in begin(2):
-        view.apply(record)
-    started = ins.StartSubEpoch(0, 1, 4, 1, 1, 0, "a", ins.StateSource(0, None), {})
-    for event, instruction in [
-        (ev.WorkerJoined(0, "a", (0,)), started),
-        (ev.TrialStopped(0, ""), ins.EndEpoch(1, 0, {"train_loss": 0.7, "val_loss": 0.61234})),
-        (ev.TrialStopped(0, ""), started),
-    ]:
-        view.apply(Decision(0, 0.0, event, (instruction,)))
-    view.apply(Progress(worker=0, trial=1, epoch=1, partition=1, step=1, steps=4, loss=0.54321))
-    text = drawn(frame(view, 160, 40))
-    row = next(line for line in text.splitlines() if "trial-001" in line)
-    assert row.split() == ["trial-001", "0.1", "training", "2/3", "1", "0", "0.5432", "0.6123"]
-    assert "0 of 2 trials so far finished" in text
-    assert "val_loss (lower is better)" in " ".join(text.split())
-
-
-def crowd(num_trials: int) -> RunView:
-    """Trials with ten parameters, of which the last two run; the first is the best so far."""
-    names = ["learning_rate", "lambda_value", "batch_size", "model", *"abcdef"]
-    view = RunView()
-    started, *admitted = begin(num_trials)
-    view.apply(started)
-    for each in admitted:
-        assert isinstance(each, TrialAdmitted)
-        params = {name: 0.123456789 + each.spec.trial for name in names}
-        view.apply(TrialAdmitted(replace(each.spec, params=params)))
-    view.apply(Decision(0, 0.0, ev.WorkerJoined(0, "a", (0,)), ()))
-    for trial in range(num_trials):
-        if trial < num_trials - 2:
-            told: Any = ins.EndEpoch(trial, 0, {"train_loss": 1.0, "val_loss": 1.0 + trial})
-        else:
-            told = ins.StartSubEpoch(trial, trial, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
-        view.apply(Decision(0, 0.0, ev.TrialStopped(0, ""), (told,)))
-    return view
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 160])
-def test_a_frame_has_a_line_per_trial_and_parameters_at_any_width(width: int) -> None:
-    lines = drawn(frame(crowd(5), width, 40), width).splitlines()
-    assert all(len(line) <= width for line in lines)
-    rows = [line for line in lines if "trial-" in line]
-    assert [row.split()[0] for row in rows] == [f"trial-{n:03d}" for n in range(5)]
-    heading = next(line for line in lines if "val_loss ↓" in line)
-    assert heading.split()[:3] == ["trial", "lr", "lv"]
-    assert rows[2].split()[1:3] == ["2.123", "2.123"]
-    assert any("no room here for" in line for line in lines)
-
-
-def test_names_are_in_full_where_there_is_room() -> None:
-    heading = drawn(frame(crowd(5), 300, 40), 300).splitlines()[1]
-    assert heading.split()[:4] == ["trial", "learning_rate", "lambda_value", "batch_size"]
-
-
-def test_short_names_stay_apart() -> None:
-    short = abbreviated(["learning_rate", "lr", "batch_size", "optimizer", "weightDecay", "layers"])
-    assert list(short.values()) == ["learning_rate", "lr", "bs", "opti", "wD", "laye"]
-
-
-def test_a_low_screen_has_the_running_trials_and_the_best() -> None:
-    text = drawn(frame(crowd(30), 80, 12), 80)
-    assert re.findall(r"trial-\d{3}", text) == ["trial-000", "trial-001", "trial-028", "trial-029"]
-    assert "and 26 more trials" in text
-
-
-def test_the_bar_tells_how_far_the_run_is(simulate: Callable[..., Any]) -> None:
-    _, records = simulate(4)
-    shares, seen = [], set[str]()
-    observer = LiveTable(terminal())
-    for record in records:
-        observer.view.apply(record)
-        shares.append(observer.view.share_done)
-        bar = drawn(frame(observer.view, 120, 40), 120).splitlines()[-2]
-        seen.update(re.findall(r"\d of 4 trials finished, about [^ ]* .* left", bar))
-    assert shares == sorted(shares)
-    assert shares[0] == 0
-    assert shares[-1] == 1
-    assert len(seen) > 5
-    assert "4 of 4 trials finished" in bar
-
-
-def test_time_left_is_never_less_than_that_of_one_trial_alone(simulate: Callable[..., Any]) -> None:
-    _, records = simulate(1)
-    view = RunView()
-    for record in records[: len(records) // 2]:
-        view.apply(record)
-    assert view.seconds_left() == view.eta(view.trials[0])
-
-
 @pytest.mark.parametrize("make", [terminal, pipe])
 def test_what_had_not_ended_is_interrupted(
     make: Callable[[], Console], simulate: Callable[..., Any]
@@ -413,62 +279,6 @@ def test_what_had_not_ended_is_interrupted(
         observer.on_record(record)
     assert "0 of 3 trials finished, 3 interrupted in 1 s" in printed(console)
     assert len(re.findall(r"trial-\d{3}.* interrupted", printed(console))) == 3
-
-
-def test_a_notebook_has_one_display_that_changes(
-    simulate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent = list[tuple[str, bool]]()
-    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
-
-    def publish(data: dict[str, str], *_: Any, update: bool = False, **__: Any) -> None:
-        sent.append((data["text/html"], update))
-
-    monkeypatch.setattr(shell.display_pub, "publish", publish)
-    screen = NotebookScreen(80)
-    _, records = simulate(2)
-    view = RunView()
-    for record in records[:9]:
-        view.apply(record)
-    screen.show(frame(view, 80, 40))
-    screen.close()
-    assert [update for _, update in sent] == [False, True, True]
-    shown, left = sent[1][0], sent[2][0]
-    assert shown.startswith("<pre")
-    assert "trial-001" in shown
-    assert "color:" in shown
-    assert left == ""
-
-
-def test_final_table_has_the_best_first_and_says_the_direction() -> None:
-    view = RunView()
-    for record in begin(3, evaluation_metric="accuracy"):
-        view.apply(record)
-    for trial, accuracy in enumerate([0.5, 0.75, float("nan")]):
-        metrics = {"train_loss": 1.0, "val_loss": 1.0, "val_accuracy": accuracy}
-        instructions = (ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "", 4))
-        view.apply(Decision(0, 0.0, ev.TrialStopped(trial, ""), instructions))
-    text = drawn(final_table(view, 160))
-    assert re.findall(r"trial-\d{3}", text) == ["trial-001", "trial-000", "trial-002"]
-    assert "best first by val_accuracy (higher is better)" in text
-    assert "★" in next(line for line in text.splitlines() if "trial-001" in line)
-    assert text.count("★") == 1
-
-
-def test_a_final_table_leaves_out_what_has_no_room_and_says_so() -> None:
-    view = crowd(3)
-    wide, narrow = drawn(final_table(view, 300), 300), drawn(final_table(view, 80), 80)
-    assert "no room" not in wide
-    assert "no room here for 8 columns; the report has all" in narrow
-    assert "lr" in narrow
-    assert all(len(line) <= 80 for line in narrow.splitlines())
-
-
-def test_parameters_with_brackets_are_shown_as_they_are() -> None:
-    view = RunView()
-    for record in begin(1, params={"cut": ["red", "0"]}):
-        view.apply(record)
-    assert "['red', '0']" in drawn(final_table(view, 160))
 
 
 @pytest.mark.parametrize(
