@@ -1,4 +1,4 @@
-"""Other processes for wire tests; all are killed when their test ends."""
+"""A driver and other processes for wire tests; all end with their test."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
+from tests.wire.control_driver import Driver
 
 HERE = Path(__file__).resolve().parent
 
@@ -21,6 +22,13 @@ HERE = Path(__file__).resolve().parent
 @pytest.fixture(scope="session", params=[False, True], ids=["plain", "tls"])
 def credentials(request: pytest.FixtureRequest) -> Credentials:
     return new_credentials(tls=request.param)
+
+
+@pytest.fixture
+def driver(credentials: Credentials) -> Iterator[Driver]:
+    made = Driver(credentials)
+    yield made
+    made.server.close()
 
 
 class Peer:

@@ -1,13 +1,10 @@
-"""Control between the driver and agents in other processes: order, ends, refusals."""
+"""Control between the driver and agents in other processes: order, sizes, callbacks, refusals."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,56 +13,9 @@ import pytest
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.wire import connection, control_connection
 from cerebro_hydra.wire.control_client import ControlClient
-from cerebro_hydra.wire.control_connection import ControlConnection
 from cerebro_hydra.wire.control_server import ControlServer
-from cerebro_hydra.wire.credentials import Credentials, new_credentials
 from cerebro_hydra.wire.messages import ControlFailed
-
-GUARD = 60  # seconds; only a hang comes near it
-PLAIN = new_credentials()
-
-
-class Driver:
-    """A ControlServer that writes down what it is told."""
-
-    def __init__(self, credentials: Credentials = PLAIN, **options: Any) -> None:
-        self.heard: SimpleQueue[tuple[str, ...] | tuple[str, str, Any]] = SimpleQueue()
-        self.refuse = False
-        self.server = ControlServer(
-            "127.0.0.1", credentials, self.greet, self.note_message, self.note_closed, **options
-        )
-        self.uri = self.server.uri
-        self.credentials = credentials
-
-    def greet(self, hello: dict[str, Any]) -> None:
-        if self.refuse:
-            raise ValueError("worker 7 is not one of 0..3")
-        self.heard.put(("hello", hello["incarnation"]))
-
-    def note_message(self, incarnation: str, message: dict[str, Any]) -> None:
-        self.heard.put(("message", incarnation, message))
-
-    def note_closed(self, incarnation: str, reason: str) -> None:
-        self.heard.put(("closed", incarnation, reason))
-
-    def next(self) -> Any:
-        return self.heard.get(timeout=GUARD)
-
-
-@pytest.fixture
-def driver(credentials: Credentials) -> Iterator[Driver]:
-    made = Driver(credentials)
-    yield made
-    made.server.close()
-
-
-def ignore(*_: Any) -> None:
-    pass
-
-
-def dial(driver: Driver, incarnation: str = "a", **options: Any) -> ControlClient:
-    hello = {"incarnation": incarnation}
-    return ControlClient(driver.uri, driver.credentials, hello, ignore, ignore, **options)
+from tests.wire.control_driver import GUARD, PLAIN, Driver, dial, ignore
 
 
 def test_an_agent_is_accepted_once_the_driver_has_taken_its_hello(driver: Driver) -> None:
@@ -104,184 +54,6 @@ def test_messages_of_several_sending_threads_are_neither_lost_nor_doubled(driver
     heard = [driver.next()[2]["n"] for _ in range(4000)]
     assert [[i for t, i in heard if t == thread] for thread in range(4)] == [list(range(1000))] * 4
     assert driver.next()[0] == "closed"
-
-
-def test_what_an_agent_sends_before_close_arrives_before_its_goodbye(
-    driver: Driver, peer: Callable[..., Any]
-) -> None:
-    agent = peer("agent", driver.credentials, driver.uri, "a")
-    agent.hear()
-    agent.tell("close")
-    assert agent.hear() == {"left": True}
-    assert agent.process.wait(GUARD) == 0
-    assert [driver.next() for _ in range(3)] == [
-        ("hello", "a"),
-        ("message", "a", {"last": "word"}),
-        ("closed", "a", "the agent closed the connection"),
-    ]
-    assert driver.server.send("a", {"too": "late"}) is False
-
-
-def test_what_the_driver_sends_before_close_arrives_before_its_goodbye(
-    driver: Driver, peer: Callable[..., Any]
-) -> None:
-    agents = [peer("agent", driver.credentials, driver.uri, name) for name in "ab"]
-    for agent in agents:
-        agent.hear()
-    for name in "ab":
-        driver.server.send(name, {"last": "word"})
-    driver.server.close()
-    for agent in agents:
-        assert agent.hear() == {"last": "word"}
-        assert agent.hear() == {"closed": "the driver closed the connection"}
-    assert {driver.next()[0], driver.next()[0]} == {"hello"}
-    assert driver.heard.empty(), "close() reports no loss to its own caller"
-
-
-def test_a_killed_agent_is_closed_at_once_and_once(
-    credentials: Credentials, peer: Callable[..., Any]
-) -> None:
-    patient = Driver(
-        credentials, silence_seconds=10 * GUARD
-    )  # so that only the broken connection can tell
-    agent = peer("agent", patient.credentials, patient.uri, "a")
-    agent.hear()
-    assert patient.next() == ("hello", "a")
-    agent.kill()
-    kind, incarnation, reason = patient.next()
-    assert (kind, incarnation) == ("closed", "a")
-    assert "connection broke" in reason
-    patient.server.close()
-    assert patient.heard.empty()
-
-
-def test_a_killed_agent_does_not_disturb_the_others(
-    driver: Driver, peer: Callable[..., Any]
-) -> None:
-    killed, other = (peer("agent", driver.credentials, driver.uri, name) for name in "ab")
-    for agent in (killed, other):
-        agent.hear()
-        driver.next()
-    killed.kill()
-    assert driver.next()[:2] == ("closed", "a")
-    driver.server.send("b", {"still": "here"})
-    assert other.hear() == {"still": "here"}
-
-
-def test_a_killed_driver_is_noticed_by_its_agent(
-    credentials: Credentials, peer: Callable[..., Any]
-) -> None:
-    process = peer("driver", credentials)
-    uri = process.hear()["uri"]
-    reasons: SimpleQueue[str] = SimpleQueue()
-    client = ControlClient(
-        uri, credentials, {"incarnation": "a"}, ignore, reasons.put, silence_seconds=10 * GUARD
-    )
-    process.kill()
-    assert "broke" in reasons.get(timeout=GUARD)
-    assert client.send({"too": "late"}) is False
-    client.close()
-    assert reasons.empty()
-
-
-def test_a_hung_agent_is_closed_for_its_silence_and_told_when_it_wakes(
-    credentials: Credentials, peer: Callable[..., Any]
-) -> None:
-    driver = Driver(credentials, heartbeat_seconds=0.1, silence_seconds=1.0)
-    agent = peer("agent", driver.credentials, driver.uri, "a")
-    agent.hear()
-    driver.next()
-    os.kill(agent.process.pid, signal.SIGSTOP)
-    assert driver.next() == ("closed", "a", "no heartbeat for 1.0 s")
-    assert driver.server.send("a", {"too": "late"}) is False
-    os.kill(agent.process.pid, signal.SIGCONT)
-    assert agent.hear() == {"closed": "no heartbeat for 1.0 s"}
-    driver.server.close()
-    assert driver.heard.empty()
-
-
-def test_a_hung_driver_is_noticed_by_its_agent(
-    credentials: Credentials, peer: Callable[..., Any]
-) -> None:
-    process = peer("driver", credentials)
-    uri = process.hear()["uri"]
-    reasons: SimpleQueue[str] = SimpleQueue()
-    client = ControlClient(
-        uri,
-        credentials,
-        {"incarnation": "a"},
-        ignore,
-        reasons.put,
-        heartbeat_seconds=0.1,
-        silence_seconds=1.0,
-    )
-    os.kill(process.process.pid, signal.SIGSTOP)
-    assert reasons.get(timeout=GUARD) == "no heartbeat for 1.0 s"
-    client.close()
-
-
-def test_heartbeats_keep_an_idle_connection_open() -> None:
-    driver = Driver(heartbeat_seconds=0.1, silence_seconds=1.0)
-    client = dial(driver, heartbeat_seconds=0.1, silence_seconds=1.0)
-    driver.next()
-    threading.Event().wait(2.0)  # idle for twice the limit
-    assert driver.heard.empty()
-    assert client.send({"still": "here"})
-    assert driver.next() == ("message", "a", {"still": "here"})
-    client.close()
-    driver.server.close()
-
-
-@pytest.mark.parametrize(("leaps", "ends"), [(10, False), (30, True)])
-def test_a_pause_of_this_process_is_not_taken_for_silence_of_the_peer(
-    leaps: int, ends: bool
-) -> None:
-    """A clock that leaps by a minute is one missed beat of twenty."""
-
-    async def converse() -> list[str]:
-        reasons: list[str] = []
-        loop, (end, silent) = asyncio.get_running_loop(), socket.socketpair()
-        _, talking = await loop.create_connection(lambda: ControlConnection(GUARD), sock=end)
-        talking.on_end = reasons.append
-        talking.open(heartbeat_seconds=0.5, silence_seconds=10.0)
-        clock, leapt = loop.time, 0.0
-        loop.time = lambda: clock() + leapt  # type: ignore[method-assign]
-        for _ in range(leaps):
-            leapt += 60.0
-            await asyncio.sleep(0.001)
-        with silent:
-            return list(reasons)
-
-    assert asyncio.run(converse()) == (["no heartbeat for 10.0 s"] if ends else [])
-
-
-def test_close_does_not_hang_on_a_hung_agent(
-    credentials: Credentials, peer: Callable[..., Any]
-) -> None:
-    driver = Driver(credentials, silence_seconds=1.5)  # close() waits as long, too
-    agent = peer("agent", driver.credentials, driver.uri, "a")
-    agent.hear()
-    os.kill(agent.process.pid, signal.SIGSTOP)
-    closing = threading.Thread(target=driver.server.close)
-    closing.start()
-    closing.join(GUARD)
-    assert not closing.is_alive()
-
-
-@pytest.mark.parametrize(("line", "code"), [("close", 0), ("crash", 3)])
-@pytest.mark.parametrize("hung", [False, True])
-def test_a_drivers_process_can_end_whatever_its_agents_do(
-    credentials: Credentials, peer: Callable[..., Any], line: str, code: int, hung: bool
-) -> None:
-    driver = peer("driver", credentials, "1.5" if hung else "60")  # close() waits as long, too
-    agent = peer("agent", credentials, driver.hear()["uri"], "a")
-    agent.hear()
-    if hung:
-        os.kill(agent.process.pid, signal.SIGSTOP)
-    driver.tell(line)
-    assert driver.process.wait(GUARD) == code
-    if not hung:
-        assert agent.hear() == {"closed": "the driver closed the connection"}
 
 
 def test_a_message_can_be_sent_from_on_hello_on() -> None:
