@@ -35,7 +35,7 @@ from cerebro_hydra.plan.instructions import FinishRun, StartSubEpoch
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.scripted_agents import ScriptedLauncher
-from tests.hopper.test_hopper_coordinator import described, no_factory
+from tests.hopper.scripted_runs import described, no_factory
 
 ROWS, FEATURES, EPOCHS = 1200, 8, 2
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -13,7 +13,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.wire.credentials import Credentials
-from tests.hopper.test_hopper_coordinator import document, manifest
+from tests.hopper.scripted_runs import document, manifest
 
 INFO = AgentInfo("abc", 1, 7, "tcp://there:2", "there", 42, ("0", "3"), {"threads": 1})
 

@@ -26,7 +26,7 @@ from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.scripted_agents import ScriptedLauncher
-from tests.hopper.test_hopper_coordinator import Tape, described, manifest, restored, run
+from tests.hopper.scripted_runs import Tape, described, manifest, restored, run
 
 
 def begun(tmp_path: Path, trials: int = 2, epochs: int = 2, **more: Any) -> tuple[RunFolder, Any]:

@@ -11,7 +11,7 @@ from cerebro_hydra.plan.events import TrialAdded
 from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.storage.run_document import TrialSpec
 from tests.hopper.scripted_agents import ScriptedLauncher
-from tests.hopper.test_hopper_coordinator import described, run
+from tests.hopper.scripted_runs import described, run
 
 
 class Listener(ScriptedLauncher):

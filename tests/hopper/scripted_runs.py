@@ -1,0 +1,123 @@
+"""Runs of a real coordinator with scripted agents, and what they leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
+from cerebro_hydra.hopper.coordinator import Coordinator
+from cerebro_hydra.hopper.trial_source import GivenTrials, MergeStates
+from cerebro_hydra.observe import (
+    Decision,
+    Record,
+)
+from cerebro_hydra.plan.codec import from_json
+from cerebro_hydra.plan.hop_config import HopConfig
+from cerebro_hydra.plan.journal_fold import comparable, fold
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from cerebro_hydra.storage.run_folder import RunFolder
+from tests.hopper.scripted_agents import ScriptedLauncher
+
+
+def manifest(partitions: int) -> Manifest:
+    infos = [
+        PartitionInfo(split, index, 5, 0, f"attempt/{partition_path(split, index)}", digests=(7,))
+        for split in ("train", "val")
+        for index in range(partitions)
+    ]
+    return Manifest("f" * 32, (ColumnSpec("x", "float32", (2,)),), tuple(infos))
+
+
+Described = tuple[RunDocument, list[TrialSpec]]
+
+
+def described(
+    trials: int, partitions: int, epochs: int, order: str = "dynamic", **of_trials: Any
+) -> Described:
+    """A run and its trials."""
+    return document(partitions, epochs, order), [
+        TrialSpec(
+            trial=t,
+            trial_id=f"trial-{t:03d}",
+            params={},
+            seed=t,
+            cut={},
+            template={},
+            nbytes=30,
+            batch_size=5,
+            accumulate=1,
+            steps=(1,) * partitions,
+            shards=((f"{t:032x}", f"{t + 256:032x}"),),
+            **of_trials,
+        )
+        for t in range(trials)
+    ]
+
+
+def document(partitions: int, epochs: int, order: str = "dynamic") -> RunDocument:
+    return RunDocument(
+        run_id="run",
+        factory=None,
+        seed=0,
+        order=order,
+        num_epochs=epochs,
+        num_partitions=partitions,
+        evaluation_metric="loss",
+        metrics={"loss": "min"},
+        feature_columns=("x",),
+        label_columns=("y",),
+        store={},
+        fingerprint="f" * 32,
+        validated=True,
+        threads=1,
+    )
+
+
+class Tape:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def on_record(self, record: Record) -> None:
+        self.records.append(record)
+
+    def instructions(self, kind: type) -> list[Any]:
+        told = (
+            each
+            for record in self.records
+            if isinstance(record, Decision)
+            for each in record.instructions
+        )
+        return [each for each in told if isinstance(each, kind)]
+
+
+def run(
+    tmp_path: Any,
+    launcher: ScriptedLauncher,
+    of: Described,
+    merge_metrics: MergeStates | None = None,
+    **options: Any,
+) -> tuple[RunFolder, Any, Tape]:
+    doc, specs = of
+    trials = GivenTrials(specs, doc.num_epochs, merge_metrics)
+    folder = RunFolder(LocalStore(str(tmp_path)), doc.run_id)
+    tape = Tape()
+    data = manifest(doc.num_partitions)
+    coordinator = Coordinator(
+        folder, doc, trials, launcher, no_factory, manifest=data, observers=[tape], **options
+    )
+    return folder, coordinator.run(), tape
+
+
+def no_factory(params: Any) -> Any:
+    """Stand for the user's factory, which scripted agents never run."""
+
+
+def journal(folder: RunFolder) -> tuple[HopConfig, list[dict[str, Any]]]:
+    """The configuration and all records of a run."""
+    first, *records = [line for segment in folder.read_segments() for line in segment]
+    return from_json(first["config"]), records
+
+
+def restored(folder: RunFolder) -> dict[str, Any]:
+    return comparable(fold(*journal(folder)))
