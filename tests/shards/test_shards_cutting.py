@@ -11,31 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission import admit
-from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.state_template import StateTemplate
 from tests.shards import plain, zoo
+from tests.shards.cut_recipes import owned, seeded
 from tests.shards.hopping import assert_equal_to_plain, start
 from tests.shards.test_shards_equivalence import mlp_recipe, two_sub_epochs
-
-
-def recipe_of(model, shards=2, loss=None, **rules):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Recipe(model, optimizer, loss or nn.CrossEntropyLoss(), shards=shards, **rules)
-
-
-def seeded(build, shards=2, **rules):
-    def make():
-        torch.manual_seed(2)
-        return recipe_of(build(), shards, **rules)
-
-    return make
-
-
-def owned(trial, shard):
-    return tuple(p.name for p in trial.cut_model.params if p.owner == shard)
 
 
 def test_cuts_are_where_the_names_say():
@@ -288,57 +270,6 @@ def test_any_model_that_cannot_be_exported_is_cut_by_modules():
     assert "torch.export failed" in trial.admission.report.fallback
 
 
-def test_a_forward_that_does_not_fit_is_the_users_error_with_shapes():
-    batch = zoo.vectors(8, features=7)
-    with pytest.raises(ConfigurationError, match=r"forward failed.*float32\[8, 7\].*int64\[8\]"):
-        start(mlp_recipe()(), [batch])
-
-
-def test_a_column_of_another_type_is_told_to_be_cast():
-    with pytest.raises(ConfigurationError, match=r"float32\[8, 6\].*BFloat16; cast the columns"):
-        start(mlp_recipe(model=lambda: zoo.mlp().bfloat16())(), two_sub_epochs()[0])
-
-
-def test_a_loss_that_fails_is_the_users_error_with_its_message():
-    def loss(outputs, labels):
-        raise KeyError("no such label")
-
-    with pytest.raises(ConfigurationError, match=r"the loss failed.*no such label'; correct it"):
-        start(seeded(zoo.mlp, loss=loss)(), two_sub_epochs()[0])
-
-
-class Restless(nn.Module):
-    calls = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 3)
-
-    def forward(self, x):
-        Restless.calls += 1
-        return self.a(x) * Restless.calls
-
-
-def test_a_model_that_can_never_be_repeated_is_refused():
-    with pytest.raises(ConfigurationError, match="can't be trained reproducibly") as refused:
-        start(seeded(Restless)(), two_sub_epochs()[0])
-    assert str(refused.value).count("; ") == 1, "it ends after its remedy"
-    assert [note.partition(":")[0] for note in refused.value.__notes__] == ["as one shard"]
-
-
-def test_optimizer_state_that_is_no_tensor_is_refused_by_name():
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step(closure)
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["steps"] = 1
-
-    model = zoo.mlp()
-    recipe = Recipe(model, Counting(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), shards=2)
-    with pytest.raises(ConfigurationError, match=r"Counting keeps 'steps' of .*'0\.weight'"):
-        start(recipe, two_sub_epochs()[0])
-
-
 def test_admission_changes_neither_model_nor_optimizer():
     recipe = mlp_recipe(lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1))()
     before = plain.everything(recipe)
@@ -355,40 +286,6 @@ def test_spec_and_template_travel_as_json():
     admission = admit(recipe, features, 1)
     for value, cls in ((admission.spec, CutSpec), (admission.template, StateTemplate)):
         assert cls.from_json(json.loads(json.dumps(value.to_json()))) == value
-
-
-def cached(*models):
-    cache = CutModelCache()
-    sample = zoo.sample(zoo.vectors(8)[0])
-    return [cache.get(m, CutSpec("export", ("3@0",)), sample) for m in models]
-
-
-def test_equal_models_share_a_cut_model_whatever_their_weights():
-    torch.manual_seed(0)
-    a, b = cached(zoo.mlp(), zoo.mlp())
-    assert a is b
-
-
-def test_models_that_differ_do_not_share():
-    frozen = zoo.mlp()
-    frozen[0].requires_grad_(False)
-    every = cached(zoo.mlp(), zoo.mlp(dropout=0.2), zoo.mlp(width=8), frozen)
-    assert len({id(s) for s in every}) == 4
-
-
-def test_models_with_equal_configuration_objects_share():
-    cache = CutModelCache()
-    sample = zoo.sample(zoo.tokens(4)[0])
-    spec = CutSpec("export", ("gpt.transformer.h.1@0",))
-    assert cache.get(zoo.Language(), spec, sample) is cache.get(zoo.Language(), spec, sample)
-
-
-def test_a_model_with_something_unknown_inside_is_not_shared():
-    models = [zoo.mlp(), zoo.mlp()]
-    for model in models:
-        model.secret = iter(())
-    a, b = cached(*models)
-    assert a is not b
 
 
 class Checkpointed(nn.Module):

@@ -18,8 +18,8 @@ from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.export_program import export_program
 from cerebro_hydra.shards.trace import CutFailed, trace
 from tests.shards import zoo
+from tests.shards.cut_recipes import owned, seeded
 from tests.shards.hopping import assert_equal_to_plain
-from tests.shards.test_shards_cutting import owned, seeded
 from tests.shards.test_shards_equivalence import two_sub_epochs
 
 MODES = ["keep", "recompute"]

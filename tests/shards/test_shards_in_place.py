@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.shards.cut_recipes import seeded
 from tests.shards.hopping import assert_equal_to_plain
-from tests.shards.test_shards_cutting import seeded
 from tests.shards.test_shards_equivalence import two_sub_epochs
 
 
