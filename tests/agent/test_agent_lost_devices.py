@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,15 @@ def restarted(made: QueueBench) -> bool:
     return any(isinstance(each, RunRestarted) for each in made.state.given)
 
 
+def result_of_a_loss(made: QueueBench, asked: threading.Event, over: threading.Event) -> Any:
+    """Let the device die while the host is in the middle of its work; return what came of it."""
+    assert asked.wait(SECONDS)
+    made.devices[-1].close()
+    made.state.wait_until(lambda: restarted(made))
+    over.set()
+    return made.result()
+
+
 def test_a_write_back_that_waits_while_its_device_dies_is_no_error() -> None:
     trials = ByteTrials(SIZES)
     with bench(trials, len(SIZES), [4500], recompute=True) as made:
@@ -71,11 +81,7 @@ def test_a_shard_that_is_published_while_its_run_begins_anew_counts_once(
     monkeypatch.setattr(ShardHome, "published", late)
     with bench(trials, len(SIZES), [None], recompute=True) as made:
         begin(made, trials, 1)
-        assert asked.wait(SECONDS)
-        made.devices[-1].close()
-        made.state.wait_until(lambda: restarted(made))
-        over.set()
-        result = made.result()
+        result = result_of_a_loss(made, asked, over)
         assert_trained(made, trials, 0, result, trials.initial(0))
         assert result.nbytes == BYTES
 
@@ -97,11 +103,7 @@ def test_a_device_that_dies_while_there_is_no_memory_for_its_changes_ends_no_age
 
         monkeypatch.setattr(SegmentStore, "allocate", lacking)
         begin(made, trials, 1)
-        assert asked.wait(SECONDS)
-        made.devices[-1].close()
-        made.state.wait_until(lambda: restarted(made))
-        over.set()
-        result = made.result()
+        result = result_of_a_loss(made, asked, over)
         assert isinstance(result, events.TaskFailed)
         assert "there is no room" in result.error
         monkeypatch.undo()

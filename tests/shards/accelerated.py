@@ -54,26 +54,15 @@ def norms() -> Recipe:
     )  # fmt: skip
 
 
-class Bert(nn.Module):
-    """BERT of `transformers` with dropout; `forward(tokens)` gives logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import BertConfig, BertForSequenceClassification
-
-        config = BertConfig(
-            vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=16, num_labels=3,
-        )  # fmt: skip
-        self.bert = BertForSequenceClassification(config)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.bert(tokens).logits
-
-
 def bert() -> Recipe:
+    from transformers import BertConfig, BertForSequenceClassification
+
     torch.manual_seed(0)
-    model = Bert()
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=16, num_labels=3,
+    )  # fmt: skip
+    model = zoo.Logits(BertForSequenceClassification(config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
 
     def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -51,27 +51,17 @@ def encoder_recipe(**rules) -> Callable[[], Recipe]:
     return make
 
 
-class LlamaLike(nn.Module):
-    """Llama of `transformers`; `forward(tokens)` gives logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
+def llama_recipe(**rules) -> Callable[[], Recipe]:
+    def make() -> Recipe:
         from transformers import LlamaConfig, LlamaForCausalLM
 
+        torch.manual_seed(9)
         config = LlamaConfig(
             vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+            use_cache=False,
         )  # fmt: skip
-        self.llama = LlamaForCausalLM(config)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.llama(tokens, use_cache=False).logits
-
-
-def llama_recipe(**rules) -> Callable[[], Recipe]:
-    def make() -> Recipe:
-        torch.manual_seed(9)
-        model = LlamaLike()
+        model = zoo.Logits(LlamaForCausalLM(config))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return Recipe(model, optimizer, zoo.language_loss, shards=3, **rules)
 

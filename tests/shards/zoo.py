@@ -67,6 +67,17 @@ class Language(nn.Module):
         return self.gpt(tokens).logits
 
 
+class Logits(nn.Module):
+    """Wraps a model of `transformers`; `forward(tokens)` gives its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens).logits
+
+
 class Decides(nn.Module):
     """Its control flow depends on values, so it can't be exported."""
 
