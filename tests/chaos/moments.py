@@ -15,7 +15,7 @@ from cerebro_hydra.plan.instructions import Checkpoint, Commit, Evaluate, FetchS
 from cerebro_hydra.storage import RunFolder
 
 LOOKS = 0.005
-"""Seconds between two looks at a folder."""
+"""Seconds between two looks at a folder, which tells nobody of its changes."""
 
 
 def run_of(store: Path) -> Path | None:
@@ -54,7 +54,7 @@ class Moment:
             if run is not None and (self.kind is None or names != before):
                 before = names
                 if self.kind is None or self._count(run) >= number:
-                    time.sleep(later)
+                    time.sleep(later)  # it is disturbed then, whatever it does
                     return
             time.sleep(LOOKS)
 

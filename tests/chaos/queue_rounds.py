@@ -6,18 +6,17 @@ import os
 import random
 import signal
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra import SparkBackend
 from cerebro_hydra.plan.instructions import Commit
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import WORKERS_FILE
 from tests.chaos.moments import LOOKS, Moment, run_of
 from tests.end_to_end.mixed_models import named
-from tests.end_to_end.test_mixed_queues import LARGEST_STATE, TEXT
+from tests.end_to_end.mixed_searches import LARGEST_STATE, dataframe, search
 from tests.processes import children_of
 
 WORKERS, ROWS = 2, 24
@@ -25,24 +24,14 @@ WORKERS, ROWS = 2, 24
 
 def train(spark: Any, store: Path, names: tuple[str, ...], devices: int, parts: int) -> Any:
     """Train a trial of each model on devices that hold this part of the largest one."""
-    tokens = TEXT[:ROWS].tolist()
-    columns = "features array<long>, label array<long>"
     backend = SparkBackend(
         spark_context=spark.sparkContext,
         num_workers=WORKERS,
         devices_per_worker=devices,
         device_memory=LARGEST_STATE // parts,
     )
-    return GridSearch(
-        backend=backend,
-        store=LocalStore(str(store)),
-        estimator_gen_fn=named,
-        search_space={"model": hp_choice(list(names))},
-        num_epochs=1,
-        evaluation_metric="loss",
-        order="seeded",
-        verbose=0,
-    ).fit(spark.createDataFrame([(row, row) for row in tokens], columns))
+    chosen = search(backend, store, names, estimator_gen_fn=named, order="seeded")
+    return chosen.fit(dataframe(spark, ROWS))
 
 
 class Killer:
@@ -76,8 +65,8 @@ class Killer:
         for victim, commits in zip(self._victims, self._commits, strict=True):
             moment = Moment("a commit", Commit, commits, commits, later=0.5)
             moment.wait(self._store, self._draw, self._over.is_set)
-            while not self._over.is_set() and not self._hit(victim):
-                time.sleep(LOOKS)
+            while not self._hit(victim) and not self._over.wait(LOOKS):
+                pass
 
     def _hit(self, victim: str) -> bool:
         """Kill a process if there is one of this kind; one that died may not be there again yet."""

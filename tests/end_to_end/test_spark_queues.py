@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
-from tests.end_to_end.mixed_models import NAMES, mixed
-from tests.end_to_end.test_mixed_queues import LARGEST_STATE, TEXT
+from cerebro_hydra import SparkBackend
+from tests.end_to_end.mixed_models import NAMES
+from tests.end_to_end.mixed_searches import LARGEST_STATE, cut_to_fit, dataframe, search
 from tests.end_to_end.test_runs import assert_replays
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
@@ -18,19 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
 def run(
     spark: Any, path: Path, names: tuple[str, ...], workers: int, rows: int, **resources: int
 ) -> Any:
-    tokens = TEXT[:rows].tolist()
-    columns = "features array<long>, label array<long>"
-    df = spark.createDataFrame([(row, row) for row in tokens], columns)
-    search = GridSearch(
-        backend=SparkBackend(spark_context=spark.sparkContext, num_workers=workers, **resources),
-        store=LocalStore(prefix_path=str(path)),
-        estimator_gen_fn=mixed,
-        search_space={"model": hp_choice(list(names)), "shards": hp_choice(["auto"])},
-        num_epochs=1,
-        evaluation_metric="loss",
-        verbose=0,
-    )
-    result = search.fit(df)
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers, **resources)
+    chosen = search(backend, path, names, search_space=cut_to_fit(names))
+    result = chosen.fit(dataframe(spark, rows))
     assert [trial.status for trial in result.trials] == ["finished"] * len(names)
     assert_replays(result)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, doctor, hp_choice
-from tests.end_to_end.mixed_models import NAMES, mixed
-from tests.end_to_end.test_mixed_queues import TEXT
+from cerebro_hydra import SparkBackend, doctor
+from tests.end_to_end.mixed_models import NAMES
+from tests.end_to_end.mixed_searches import cut_to_fit, dataframe, search
 from tests.end_to_end.test_runs import assert_replays
 from tests.gpu.gpu_spark import gpu_spark
 from tests.gpu.marks import NEEDS_GPU
@@ -41,22 +41,12 @@ def test_a_gpu_has_no_more_than_it_has(spark_of_gpus: Any) -> None:
 def test_different_trials_replay(
     spark_of_gpus: Any, tmp_path: Path, device_memory: int | None
 ) -> None:
-    tokens = TEXT[:ROWS].tolist()
-    columns = "features array<long>, label array<long>"
-    df = spark_of_gpus.createDataFrame([(row, row) for row in tokens], columns)
     backend = SparkBackend(
         spark_of_gpus, 1, devices_per_worker=1, device_memory=device_memory, verbose=0
     )
     assert backend.resources.device_kind == "cuda"
     names = NAMES if device_memory is None else ("mlp",)
-    result = GridSearch(
-        backend=backend,
-        store=LocalStore(prefix_path=str(tmp_path)),
-        estimator_gen_fn=mixed,
-        search_space={"model": hp_choice(list(names)), "shards": hp_choice(["auto"])},
-        num_epochs=1,
-        evaluation_metric="loss",
-        verbose=0,
-    ).fit(df)
+    chosen = search(backend, tmp_path, names, search_space=cut_to_fit(names))
+    result = chosen.fit(dataframe(spark_of_gpus, ROWS))
     assert [trial.status for trial in result.trials] == ["finished"] * len(names)
     assert_replays(result)
