@@ -32,7 +32,7 @@ class Slabs:
     """Makes shared memory, and finds the slab that a buffer lies in. Thread-safe.
 
     Each of `on_freed` is given the number of a slab that is there no more, at any moment. Every
-    slab takes two file descriptors, so this process is let open as many as the system allows it.
+    slab takes two file descriptors, so this process may open as many as the system allows.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,8 @@ class TrialCourse:
                 self._tables.holders.forget_state(index, each)
         trial.roll_back(visit, self._config.partitions)
         if trial.rest_at is not None and len(trial.history) < trial.rest_at:
-            self._tables.set_status(index, "waiting")  # what was told of a paused trial is to be
+            # A search was told of more epochs than are left, so they are made again.
+            self._tables.set_status(index, "waiting")
         self._tables.log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
         self._tables.instructions.append(Redo(index, void, reason))
 

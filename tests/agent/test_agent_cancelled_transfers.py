@@ -49,7 +49,7 @@ def becomes(condition: Callable[[], object]) -> bool:
     """Return whether a condition holds before long."""
     deadline = time.monotonic() + SECONDS
     while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(0.01)  # nobody tells when memory or a connection is free
     return bool(condition())
 
 

@@ -112,8 +112,8 @@ class World:
             if isinstance(instruction, ins.Collect):
                 self.deletions.append(instruction)
             if isinstance(instruction, ins.CutFiner):
-                for each in self.deletions:
-                    self.deletions[self.deletions.index(each)] = replace(each, objects=())
+                kept = (replace(each, objects=()) for each in self.deletions)
+                self.deletions = deque(kept)
                 self.recuts.append(self.recut(instruction))
             if isinstance(instruction, ins.ChangeCut):
                 self.change_cut(event, instruction)
