@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cerebro_hydra.available_memory import usable_memory
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.machine_facts import MachineFacts
 from cerebro_hydra.plan.human_units import bytes_text
 
 QUEUED_SHARE = 0.75
@@ -27,11 +27,6 @@ _FACTORS = {"": 1} | {
 }
 
 
-def host_and_memory(_: object = None) -> tuple[str, float]:
-    """Return the name of this machine, and the bytes of DRAM that a process here may have."""
-    return socket.gethostname(), usable_memory()
-
-
 @dataclass(frozen=True)
 class WorkerResources:
     """Describes what a user lets each worker have; the defaults ask for nothing.
@@ -43,6 +38,7 @@ class WorkerResources:
         scratch: a folder on a disk of the worker's machine; None takes the launcher's.
         residents: sub-epochs that a worker holds at once; None leaves it to the plan.
         device_kind: of all of them, "cpu" or "cuda".
+        disk: bytes that are free in the scratch folder; None if nobody has looked.
     """
 
     devices: int = 1
@@ -51,6 +47,7 @@ class WorkerResources:
     scratch: str | None = None
     residents: int | None = None
     device_kind: str = "cpu"
+    disk: int | None = None
 
     @classmethod
     def checked(
@@ -96,27 +93,54 @@ class WorkerResources:
 
     def measured(
         self,
-        hosts: Callable[[], Sequence[tuple[str, float]]],
+        machines: Callable[[], Sequence[MachineFacts]],
         gpus: Callable[[], Sequence[int]] = tuple,
     ) -> WorkerResources:
-        """Return these with memory that is there, where they ask for queues and don't say how much.
+        """Return these with what is there, where they ask for anything and don't say how much.
 
         Args:
-            hosts: returns the machine of each worker, and the bytes of DRAM that it may have.
+            machines: returns what the machine of each worker has.
             gpus: returns the bytes that each GPU has for shards and tasks.
 
         Raises:
-            ConfigurationError: a GPU has less than was asked for; the message has both numbers.
+            ConfigurationError: a worker has less than was asked for, or its scratch folder can't be
+                used; the message has both numbers, or the folder.
         """
         resources = self
         if self.device_kind == "cuda":
             resources = replace(self, device_memory=self._of_gpus(gpus()))
-        if not self.asks_for_queues or self.host_memory is not None:
+        if not self.asks_for_queues and self.scratch is None:
             return resources
-        found = hosts()
-        workers = Counter(host for host, _ in found)
-        shares = [int(nbytes * DRAM_SHARE) // workers[host] for host, nbytes in found]
-        return replace(resources, host_memory=min(shares))
+        found = machines()
+        workers = Counter(each.host for each in found)
+        for each in found:
+            self._check(each, workers[each.host])
+        disks = [each.disk // workers[each.host] for each in found if each.disk is not None]
+        resources = replace(resources, disk=min(disks, default=None))
+        least = min(each.memory / workers[each.host] for each in found)
+        if self.host_memory is not None or not self.asks_for_queues or least == math.inf:
+            return resources
+        return replace(resources, host_memory=int(least * DRAM_SHARE))
+
+    def _check(self, machine: MachineFacts, workers: int) -> None:
+        """Refuse what a machine with so many workers does not have."""
+        if machine.problem:
+            raise ConfigurationError(
+                f"scratch is {self.scratch!r}, and the folder {machine.problem} on {machine.host}; "
+                "give the path of a folder that every worker can write to"
+            )
+        has = f"{machine.host} has {bytes_text(machine.memory)} for {workers} worker(s)"
+        if self.host_memory is not None and self.host_memory * workers > machine.memory:
+            raise ConfigurationError(
+                f"host_memory is {bytes_text(self.host_memory)}, and {has}; lower it, or take None "
+                "for half of what there is"
+            )
+        budgets = self.devices * (self.device_memory or 0)
+        if self.device_kind == "cpu" and budgets * workers > machine.memory:
+            raise ConfigurationError(
+                f"device_memory is {bytes_text(budgets // self.devices)} for each of "
+                f"{self.devices} CPU device(s), and {has}; lower it, or take None for no limit"
+            )
 
     def _of_gpus(self, found: Sequence[int]) -> int:
         """Return the bytes that every GPU can give."""

@@ -179,8 +179,8 @@ def _refusal(trial: RunSpec, line: BillLine) -> str:
     if trial.host_need > line.host_has:
         return (
             f"DRAM needs {bytes_text(trial.host_need)} for a shard and the boundary values, and "
-            f"host_memory is {bytes_text(line.host_has)}; use more shards, smaller microbatches, "
-            "or raise host_memory"
+            f"host_memory leaves {bytes_text(line.host_has)} for them; use more shards, smaller "
+            "microbatches, or raise host_memory"
         )
     if line.disk > line.disk_has:
         return (

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.loss_limits import LossLimits
-from cerebro_hydra.hopper.worker_resources import WorkerResources, host_and_memory
+from cerebro_hydra.hopper.machine_facts import MachineFacts, machine_facts
+from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.checks import gpus_per_task
 from cerebro_hydra.spark.findings import raise_findings
 from cerebro_hydra.spark.gpu_memory import check_gpu_facts, gpu_facts
 from cerebro_hydra.spark.launcher import SparkLauncher
+from cerebro_hydra.spark.places import spark_folder
 from cerebro_hydra.spark.progress_line import no_progress_line
 from cerebro_hydra.spark.session import context_of, workers_of
 from cerebro_hydra.storage import Store, require_store
@@ -109,7 +112,7 @@ class SparkBackend:
                 self.spark_context, self.num_workers, self._report, devices_per_worker
             )
             self.resources = self.resources.measured(
-                lambda: self._mapped(host_and_memory, range(self.num_workers)),
+                lambda: self._mapped(partial(_machine_facts, scratch), range(self.num_workers)),
                 lambda: self._gpu_memory(min(1.0, gpus)),
             )
 
@@ -236,6 +239,10 @@ class SparkBackend:
             limits=self.limits,
             resources=self.resources,
         )
+
+
+def _machine_facts(scratch: str | None, _: object) -> MachineFacts:
+    return machine_facts(scratch or spark_folder())
 
 
 def _replacement_seconds(spark_context: SparkContext) -> float:

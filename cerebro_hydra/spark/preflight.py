@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import cerebro_hydra
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, SetupError
+from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.spark import checks, gpu_memory, network_check, session, worker_check
 from cerebro_hydra.spark.findings import Check, DoctorReport, Finding, raise_findings
 from cerebro_hydra.spark.slots import Slots, parse_local_master, wait_for_slots
@@ -86,6 +87,7 @@ def doctor(
     """
     if isinstance(modules, str):
         raise ConfigurationError(f"modules is {modules!r}; give a list: [{modules!r}]")
+    WorkerResources.checked(devices_per_worker, None, None, None, "auto")
     context = session.context_of(spark)
     num_workers = session.workers_of(context, num_workers)
     slots = wait_for_slots(context, num_workers, to_stderr, patience=_BUSY_SECONDS)

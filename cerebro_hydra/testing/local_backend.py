@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.existing import describe
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
-from cerebro_hydra.hopper.worker_resources import WorkerResources, host_and_memory
+from cerebro_hydra.hopper.machine_facts import machine_facts
+from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.storage import Store
 from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.testing.local_launcher import LocalLauncher
@@ -62,7 +64,7 @@ class LocalBackend:
         self._limits = limits
         self.resources = WorkerResources.checked(
             devices_per_worker, device_memory, host_memory, scratch, residents
-        ).measured(lambda: [host_and_memory()] * num_workers)
+        ).measured(lambda: [machine_facts(scratch or tempfile.gettempdir())] * num_workers)
         self.agents = self.launcher()
 
     def prepare(

@@ -72,7 +72,8 @@ class MemoryBill:
         devices = (self._resources.device_memory,) * self._resources.devices
         residents = self._resources.most_residents
         rates = MoveRates(device=_copied_per_second())
-        return WorkerMemory(devices, self._resources.queued_memory, None, residents, rates)
+        host, disk = self._resources.queued_memory, self._resources.disk
+        return WorkerMemory(devices, host, disk, residents, rates)
 
 
 def _copied_per_second() -> float:

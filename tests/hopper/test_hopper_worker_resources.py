@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.machine_facts import MachineFacts, machine_facts
 from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
 
 
@@ -59,12 +62,13 @@ def test_what_can_not_be_used_is_named_with_its_value(name: str, value: Any) -> 
 
 
 def test_dram_that_nobody_speaks_of_is_half_of_what_a_machine_has_shared_by_its_workers() -> None:
-    hosts = [("a", 64 << 30), ("a", 64 << 30), ("b", 24 << 30)]
+    hosts = [MachineFacts("a", 64 << 30), MachineFacts("a", 64 << 30), MachineFacts("b", 24 << 30)]
     asks = WorkerResources(device_memory=1 << 30)
     assert asks.measured(lambda: hosts).host_memory == 12 << 30
     assert asks.measured(lambda: hosts[:2]).host_memory == 16 << 30
-    given = WorkerResources(host_memory=5)
-    assert given.measured(lambda: hosts) is given
+    unknown = [MachineFacts("c", math.inf)]
+    assert asks.measured(lambda: unknown).host_memory is None
+    assert WorkerResources(host_memory=5).measured(lambda: hosts).host_memory == 5
     assert DEFAULT_RESOURCES.measured(lambda: hosts) is DEFAULT_RESOURCES, "no budget, no cost"
 
 
@@ -76,7 +80,7 @@ def test_who_is_given_gpus_and_asks_for_devices_has_these(gpus: float) -> None:
 
 
 def test_the_memory_of_gpus_is_that_of_the_least() -> None:
-    hosts = lambda: [("a", 8 << 30)]  # noqa: E731
+    hosts = lambda: [MachineFacts("a", 8 << 30)]  # noqa: E731
     gpus = lambda: [9 << 30, 5 << 30]  # noqa: E731
     asks = WorkerResources.checked(1, None, None, None, "auto", 1)
     measured = asks.measured(hosts, gpus)
@@ -88,3 +92,59 @@ def test_the_memory_of_gpus_is_that_of_the_least() -> None:
         large.measured(hosts, gpus)
     on_cpu = WorkerResources.checked(1, "6GiB", None, None, "auto", 0)
     assert on_cpu.measured(hosts, gpus).device_memory == 6 << 30
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"host_memory": "9GiB"},
+            "host_memory is 9.00 GiB, and a has 16.0 GiB for 2 worker(s); lower it, or take None "
+            "for half of what there is",
+        ),
+        (
+            {"devices_per_worker": 3, "device_memory": "3GiB"},
+            "device_memory is 3.00 GiB for each of 3 CPU device(s), and a has 16.0 GiB for "
+            "2 worker(s); lower it, or take None for no limit",
+        ),
+    ],
+)
+def test_more_than_a_machine_has_is_refused_with_both_numbers(
+    given: dict[str, Any], said: str
+) -> None:
+    asked = {
+        "devices_per_worker": 1, "device_memory": None, "host_memory": None, "scratch": None,
+        "residents": "auto",
+    }  # fmt: skip
+    machines = [MachineFacts("a", 16 << 30)] * 2
+    with pytest.raises(ConfigurationError) as refused:
+        WorkerResources.checked(**asked | given).measured(lambda: machines)
+    assert str(refused.value) == said
+    assert WorkerResources.checked(**asked | given).measured(lambda: machines[:1])
+
+
+def test_a_scratch_folder_is_looked_at_and_its_room_shared(tmp_path: Path) -> None:
+    asked = WorkerResources.checked(None, None, None, str(tmp_path), "auto")
+    facts = machine_facts(str(tmp_path))
+    assert facts.disk is not None and facts.disk > 0
+    assert list(tmp_path.iterdir()) == []
+    two = asked.measured(lambda: [facts._replace(disk=100), facts._replace(disk=90)])
+    assert (two.disk, two.host_memory) == (45, None), "DRAM is not measured without queues"
+
+
+@pytest.mark.parametrize(
+    ("folder", "problem"), [("nowhere", "is not there"), ("file", "is a file")]
+)
+def test_a_scratch_folder_that_is_none_is_named(tmp_path: Path, folder: str, problem: str) -> None:
+    (tmp_path / "file").touch()
+    scratch = str(tmp_path / folder)
+    asked = WorkerResources.checked(2, None, None, scratch, "auto")
+    with pytest.raises(ConfigurationError) as refused:
+        asked.measured(lambda: [machine_facts(scratch)])
+    said = str(refused.value)
+    assert said.startswith(f"scratch is {scratch!r}, and the folder {problem} on ")
+    assert said.endswith("; give the path of a folder that every worker can write to")
+
+
+def test_a_scratch_folder_that_takes_no_file_is_named() -> None:
+    assert "can't be written to (" in machine_facts("/proc").problem

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+import cerebro_hydra
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.spark import checks, session
 from cerebro_hydra.spark.checks import check_settings, check_slots
 from cerebro_hydra.spark.slots import Slots
@@ -162,3 +166,9 @@ def test_version_pairs_that_do_not_work_together_are_found(
 )
 def test_java_fits_its_spark_or_is_a_problem(java: str, pyspark: str, fits: bool) -> None:
     assert ([*checks.check_java(java, pyspark)] == []) is fits
+
+
+@pytest.mark.parametrize("devices", [0, "2", True])
+def test_the_doctor_refuses_what_is_no_number_of_devices(devices: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"devices_per_worker is {devices!r}"):
+        cerebro_hydra.doctor(devices_per_worker=devices)
