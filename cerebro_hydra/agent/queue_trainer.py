@@ -332,7 +332,7 @@ class QueueTrainer:
     def _hear(self, device: WorkerDevice, answer: Answer) -> None:
         if device not in self._devices:
             return  # it has died
-        self._devices.hear(device, answer)
+        asked = self._devices.hear(device, answer)
         match answer:
             case Ready():
                 if (number := self._devices.ready(device)) is not None:
@@ -340,8 +340,8 @@ class QueueTrainer:
             case Failed(run=int(number)):
                 if (run := self._runs.get(number)) is not None:
                     self._ends.fail(run, answer.kind, answer.error, answer.lacking)
-            case Profiled() | Failed():
-                self._entrance.hear(answer)
+            case Profiled() | Failed() if isinstance(asked, Profile):
+                self._entrance.hear(answer, asked.trial)
             case Opened(number) if number in self._runs:
                 self._runs[number].time.built()
             case Closed(number, evaluation) if number in self._runs:
@@ -395,4 +395,4 @@ class QueueTrainer:
             if device in each.closing:
                 self._ends.unclosed(each, device)
         if number == 0:
-            self._entrance.ask_again(order.trial.trial if isinstance(order, Profile) else None)
+            self._entrance.ask_again(order.trial if isinstance(order, Profile) else None)

@@ -11,6 +11,7 @@ from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.worker_devices import DEADLY, MOST_DEATHS, WorkerDevices
 from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.storage.run_document import TrialSpec
 
 
 class TaskEntrance:
@@ -54,22 +55,28 @@ class TaskEntrance:
         self._inside.discard(trial)
         self._let_in(trial)
 
-    def hear(self, answer: Profiled | Failed) -> None:
-        """Take what the first device found out about a trial."""
+    def hear(self, answer: Profiled | Failed, asked: TrialSpec) -> None:
+        """Take what the first device found out about a trial, unless it was cut finer meanwhile."""
+        if not self._planner.knows(asked.trial) or self._planner.trial(asked.trial) != asked:
+            return
         self._profiling.discard(answer.trial)
         if isinstance(answer, Failed):
             for task in self._waiting.pop(answer.trial, ()):
                 self._reports.failed(task, answer.kind, answer.error, answer.lacking)
-        elif self._planner.knows(answer.trial):
+        else:
             self._profiles[answer.trial] = answer.profile
             self._let_in(answer.trial)
 
-    def ask_again(self, died_of: int | None) -> None:
-        """Ask the first device again, which was replaced; the trial that it was building fails."""
+    def ask_again(self, died_of: TrialSpec | None) -> None:
+        """Ask the first device again, which was replaced.
+
+        Args:
+            died_of: the trial that it was building; one that too many devices died of fails.
+        """
         if died_of is not None:
-            self._deaths[died_of] += 1
-            if self._deaths[died_of] == MOST_DEATHS:
-                self.hear(Failed(None, died_of, "", DEADLY))
+            self._deaths[died_of.trial] += 1
+            if self._deaths[died_of.trial] == MOST_DEATHS:
+                self.hear(Failed(None, died_of.trial, "", DEADLY), died_of)
         for trial in self._profiling:
             self._ask(trial)
 

@@ -103,8 +103,8 @@ class WorkerDevices:
         self._unanswered[self._devices.index(device)].extend([order] * answers)
         device.give(order)
 
-    def hear(self, device: WorkerDevice, answer: Answer) -> None:
-        """Note that a device answers what it was asked first."""
+    def hear(self, device: WorkerDevice, answer: Answer) -> CodeOrder | None:
+        """Return what a device answers, which is what it was asked first; None if nothing."""
         match answer:
             case Profiled() | Failed(run=None) | Opened() | Closed():
                 answered = True
@@ -112,8 +112,7 @@ class WorkerDevices:
                 answered = answer.action.kind.computes
             case _:
                 answered = False
-        if answered:
-            self._unanswered[self._devices.index(device)].popleft()
+        return self._unanswered[self._devices.index(device)].popleft() if answered else None
 
     def replace(self, device: WorkerDevice) -> Death:
         """Start a device that died again.
