@@ -71,6 +71,7 @@ class PausedRun:
         if self._thread is not None:
             self._resumed.release()
             self._thread.join()
+            self._thread = None
         self._error = self._run = None  # they refer to the run's memory
 
     def _resume(self) -> Step | None:
@@ -98,14 +99,18 @@ class PausedRun:
             self._stopped.release()
 
     def _reach(self, kind: Literal["F", "B"], shard: int) -> None:
+        self._check_open(kind, shard)  # the trial's code may catch that, and come again
         states = [generator.get_state() for generator in self._generators]
         self._next = (kind, shard)
         self._stopped.release()
         self._resumed.acquire()
-        if self._closed:
-            raise Cancelled(f"a run was cancelled before {kind} of shard {shard}")
+        self._check_open(kind, shard)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+    def _check_open(self, kind: Literal["F", "B"], shard: int) -> None:
+        if self._closed:
+            raise Cancelled(f"a run was cancelled before {kind} of shard {shard}")
 
 
 def _closed_gate() -> threading.Lock:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 
@@ -17,7 +19,7 @@ from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.graph_tasks import GraphTasks
 from cerebro_hydra.shards.layout import TrialLayout, initial_segments, on_host
-from cerebro_hydra.shards.microbatch import Microbatch
+from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.module_tasks import ModuleTasks
 from cerebro_hydra.shards.paused_run import PausedRun
 from cerebro_hydra.shards.sample import Sample
@@ -177,3 +179,22 @@ def test_a_closed_run_ends_where_it_stands() -> None:
     paused.advance()
     paused.close()
     assert seen == [0, "a run was cancelled before F of shard 1"]
+
+
+def test_a_cancelled_run_ends_though_its_code_takes_no_error_for_an_answer() -> None:
+    paused, reached = PausedRun(), list[int]()
+
+    def stubborn(reach: Reach) -> None:
+        for shard in range(3):
+            with suppress(Exception):
+                reach("F", shard)
+                reached.append(shard)
+
+    assert paused.begin(stubborn) == ("F", 0)
+    closing = threading.Thread(target=paused.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    for _ in range(2):
+        paused.close()
+    assert reached == []
