@@ -79,7 +79,7 @@ class TaskProfiler:
         return all(run.buffered_need(buffers) <= self.budget for run in runs)
 
     def with_all_room(self, found: TrialProfile, window: int) -> TrialProfile:
-        """Return the profile of a trial that needs more than was measured, nobody knows how much.
+        """Return the profile of a trial that needs more than was measured, by an unknown amount.
 
         Its activations are computed again, and its tasks may have all that a device has beside the
         shard that they compute with; the next one is not copied meanwhile.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from cerebro_hydra.errors import SetupError
 from cerebro_hydra.spark.agent_gpus import BY_BUS, ORDER, VISIBLE, visible
 from cerebro_hydra.spark.findings import Finding
 
@@ -18,6 +19,8 @@ RESERVED_SHARE = 0.1
 
 LEAST_RESERVED = 1 << 30
 """Bytes that are left for that on any GPU."""
+
+_REMEDY = "see nvidia-smi there, and install a torch that is built for its CUDA"
 
 _SECONDS = 120.0  # in which torch is loaded and CUDA started, on a machine with much to do
 
@@ -34,6 +37,7 @@ class GpuFacts(NamedTuple):
     host: str
     memory: tuple[int, ...]
     problem: str = ""
+    remedy: str = _REMEDY
 
 
 def gpu_facts(_: object = None) -> GpuFacts:
@@ -55,7 +59,12 @@ def ask(addresses: Sequence[str], allowed: str | None) -> GpuFacts:
     host = socket.gethostname()
     if not addresses:
         return GpuFacts(host, (), "Spark gave its task no GPU")
-    environment = {**os.environ, VISIBLE: visible(addresses, allowed), ORDER: BY_BUS}
+    try:
+        shown = visible(addresses, allowed)
+    except SetupError as error:
+        problem, _, remedy = str(error).partition("; ")
+        return GpuFacts(host, (), problem, remedy)
+    environment = {**os.environ, VISIBLE: shown, ORDER: BY_BUS}
     command = [sys.executable, "-c", _ASK]
     try:
         done = subprocess.run(
@@ -66,7 +75,7 @@ def ask(addresses: Sequence[str], allowed: str | None) -> GpuFacts:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return GpuFacts(host, (), f"CUDA does not start: {said[-1]}")
-    version, memory = json.loads(done.stdout)
+    version, memory = json.loads(done.stdout.splitlines()[-1])  # others may have printed before
     if len(memory) < len(addresses):
         named, found = ", ".join(addresses), len(memory)
         why = f"it was given GPU {named}, and torch {version} finds {found} of them"
@@ -81,8 +90,8 @@ def usable(free: int, total: int) -> int:
 
 def check_gpu_facts(workers: Sequence[GpuFacts]) -> Iterator[Finding]:
     """Find, once per host, workers whose GPUs can't be used."""
-    remedy = "see nvidia-smi there, and install a torch that is built for its CUDA"
-    for host, problem in sorted({(each.host, each.problem) for each in workers if each.problem}):
+    wrong = {(each.host, each.problem, each.remedy) for each in workers if each.problem}
+    for host, problem, remedy in sorted(wrong):
         yield Finding(f"executor on {host}", problem, remedy)
     for host in sorted({each.host for each in workers if 0 in each.memory}):
         problem = f"a GPU has no memory left beside {LEAST_RESERVED >> 30} GiB that kernels need"

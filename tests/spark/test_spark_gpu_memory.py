@@ -39,6 +39,21 @@ def test_each_gpu_of_a_task_is_asked_for_its_memory() -> None:
     assert dict(os.environ) == before
 
 
+def test_a_gpu_that_the_cluster_does_not_allow_is_named_with_what_to_change() -> None:
+    found = ask(["4"], "5")
+    assert found.problem == (
+        "Spark gave this task GPU '4', but CUDA_VISIBLE_DEVICES is '5', which lacks it"
+    )
+    (finding,) = check_gpu_facts([found])
+    assert finding.remedy.startswith("let the discovery script print what that variable lists")
+
+
+@pytest.mark.usefixtures("torch_of_workers")
+def test_what_python_prints_at_its_start_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')")
+    assert ask(["40"], None).memory == (32 * GIB,)
+
+
 @pytest.mark.usefixtures("torch_of_workers")
 def test_a_gpu_on_which_cuda_does_not_start_says_why() -> None:
     assert ask(["broken"], None).problem == "CUDA does not start: CUDA error: out of memory"
