@@ -124,7 +124,7 @@ def _refusal(
     if kept:
         parts.append(f"{bytes_text(kept)} of boundary values")
     return (
-        f"unit {names[largest]!r} needs {bytes_text(need)} of a device ({', '.join(parts)}), and "
+        f"module {names[largest]!r} needs {bytes_text(need)} of a device ({', '.join(parts)}), and "
         f"device_memory is {bytes_text(budget)}; give the devices at least {bytes_text(need)}, use "
         "smaller microbatches, or make the module smaller"
     )

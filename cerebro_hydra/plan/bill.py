@@ -171,10 +171,12 @@ def _is_accepted(trial: RunSpec, memory: WorkerMemory) -> bool:
 
 def _refusal(trial: RunSpec, line: BillLine) -> str:
     if line.device_least > line.device_has:
-        finer = "recompute=True" if trial.keeps_all else "more shards, smaller microbatches"
+        what, finer = "the largest shard", "more shards, smaller microbatches"
+        if trial.keeps_all:
+            what, finer = "all shards, whose activations are kept", "recompute=True"
         return (
-            f"a device needs {bytes_text(line.device_least)} for the largest shard, and the "
-            f"largest device has {bytes_text(line.device_has)}; use {finer}, or raise device_memory"
+            f"a device needs {bytes_text(line.device_least)} for {what}, and the largest device "
+            f"has {bytes_text(line.device_has)}; use {finer}, or raise device_memory"
         )
     if trial.host_need > line.host_has:
         return (

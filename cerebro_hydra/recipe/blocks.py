@@ -63,7 +63,7 @@ def _name(block: Any, model: nn.Module) -> str:
     modules = dict(model.named_modules(remove_duplicate=False))
     if block not in modules:
         raise ConfigurationError(
-            f"shards names {block!r}, which is no module of the model; "
-            f"its modules are {[m for m in modules if m][:20]}"
+            f"shards names {block!r}, which is no module of the model; give 'auto', a number, or "
+            f"names of its modules, which are {[m for m in modules if m][:20]}"
         )
     return first_names[modules[block]]

@@ -9,7 +9,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.auto_cut import auto_cut
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut_choice import CutChoice, CutPoints, choose_groups, choose_whole
-from cerebro_hydra.shards.cut_spec import CutSpec
+from cerebro_hydra.shards.cut_spec import CutSpec, module_of
 from cerebro_hydra.shards.task_profiler import TaskProfiler
 from cerebro_hydra.shards.trial_profile import TrialProfile
 
@@ -41,7 +41,7 @@ def choose_to_fit(
         return whole, []
     units = finest.training(0, recipe.accumulate, recipe.accumulate, recompute=True).shards
     seconds = [unit.forward + unit.backward for unit in units]
-    names = [*points.units[:1], *points.allowed]
+    names = [module_of(unit) for unit in (*points.units[:1], *points.allowed)]
 
     def fitting(buffers: int) -> CutChoice:
         shards = min(least, len(units))

@@ -66,7 +66,7 @@ def test_no_cut_that_fits_has_fewer_shards_or_a_shorter_longest_one(
             assert len(cut) == shards and fits(cut)
             assert longest(cut) == min(map(longest, fitting))
             return
-    with pytest.raises(ConfigurationError, match=r"unit 'block \d' needs"):
+    with pytest.raises(ConfigurationError, match=r"module 'block \d' needs"):
         cut_of(units, budget, by_modules=by_modules, buffers=buffers)
 
 
@@ -88,7 +88,7 @@ def test_the_unit_that_can_not_fit_is_named_with_what_to_change() -> None:
     with pytest.raises(ConfigurationError) as refused:
         cut_of(units, 64 * MIB)
     assert str(refused.value) == (
-        "unit 'block 1' needs 86.0 MiB of a device (2 x 40.0 MiB of state, 6.00 MiB of "
+        "module 'block 1' needs 86.0 MiB of a device (2 x 40.0 MiB of state, 6.00 MiB of "
         "activations), and device_memory is 64.0 MiB; give the devices at least 86.0 MiB, use "
         "smaller microbatches, or make the module smaller"
     )

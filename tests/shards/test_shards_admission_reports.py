@@ -112,6 +112,7 @@ def test_shards_may_be_lists_of_blocks():
         ([["0"], []], "shard 1 of shards has no block"),
         ([["0"], "3"], "mixes names and lists"),
         ([["0"], ["nose"]], "'nose', which is no module"),
+        ("Auto", "'Auto', which is no module of the model; give 'auto', a number, or"),
         ([["0"], [nn.Linear(1, 1)]], "a Linear that is no module of the model"),
         (2.5, r"shards is 2\.5; give a number"),
     ],

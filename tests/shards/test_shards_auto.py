@@ -67,7 +67,7 @@ def test_a_device_without_room_for_two_shards_holds_one_at_a_time():
 
 
 def test_a_unit_that_no_device_can_hold_is_named():
-    with pytest.raises(ConfigurationError, match=r"^unit '\d[.@\d]*' needs .* of a device"):
+    with pytest.raises(ConfigurationError, match=r"^module '\d[.\d]*' needs .* of a device"):
         admitted(30_000)
 
 
