@@ -31,6 +31,7 @@ from cerebro_hydra.hopper.run_writer import RunWriter
 from cerebro_hydra.hopper.state_namer import StateNamer
 from cerebro_hydra.hopper.trial_source import News, NewTrial, TrialSource
 from cerebro_hydra.hopper.trial_specs import TrialSpecs
+from cerebro_hydra.hopper.worker_documents import WorkerDocuments
 from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.observe.records import (
     AgentStarted,
@@ -69,7 +70,7 @@ from cerebro_hydra.plan.instructions import (
 )
 from cerebro_hydra.plan.remade import RemadeStates
 from cerebro_hydra.plan.scheduler import Scheduler
-from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, RunDocument
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.control_server import ControlServer
 from cerebro_hydra.wire.credentials import new_credentials
@@ -151,8 +152,6 @@ class Coordinator:
         self._remade = RemadeStates({}, ())
         self._untidy = resumed is not None  # files may be left that no trial names
         self._roster = Roster(launcher.num_workers)
-        self._numeric = resumed.document(NUMERIC_FILE) if resumed else {}
-        self._workers: dict[str, Any] = {}
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._greeted: list[str] = []
@@ -177,6 +176,8 @@ class Coordinator:
             self._observers.on_record(RunStarted(self._document, self._resumed.records))
             journal = self._resumed.journal()
         self._writer = RunWriter(self._folder, journal, self._observers.on_record)
+        numeric = {} if self._resumed is None else self._resumed.document(NUMERIC_FILE)
+        self._documents = WorkerDocuments(self._writer, numeric)
         self._state_namer = StateNamer(self._folder, self._inbox.put)
         limits = self._launcher.limits
         self._control = ControlServer(
@@ -309,11 +310,7 @@ class Coordinator:
     def _admit(self, agent: AgentInfo) -> None:
         """Note where a new agent runs, and what its bits depend on."""
         self._roster.admit(agent)
-        worker = str(agent.worker)
-        self._numeric[worker] = agent.numeric
-        self._workers[worker] = {"host": agent.host, "pid": agent.pid, "gpus": list(agent.gpus)}
-        self._writer.write_document(NUMERIC_FILE, self._numeric)
-        self._writer.write_document(WORKERS_FILE, self._workers)
+        self._documents.note(agent)
         self._observers.on_record(
             AgentStarted(
                 agent.worker, agent.incarnation, agent.host, agent.pid, agent.gpus, agent.numeric
