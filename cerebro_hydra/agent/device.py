@@ -305,3 +305,4 @@ class _Lane:
     def _run(self) -> None:
         while (work := self._items.get()) is not None:
             work()
+            del work  # its slabs are given back before the next order comes

@@ -214,7 +214,11 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
                 slabs.forget(order.number)
                 continue
             if isinstance(order, Move):
-                names: Mapping[str, Any] = order.slabs
-                found = {name: slabs.find(slab) for name, slab in names.items()}
-                order = replace(order, slabs=found)
+                order = _with_slabs(order, slabs)
             device.give(order)
+            del order  # its slabs are given back before the next order comes
+
+
+def _with_slabs(order: Move, slabs: MappedSlabs) -> Move:
+    names: Mapping[str, Any] = order.slabs
+    return replace(order, slabs={name: slabs.find(slab) for name, slab in names.items()})
