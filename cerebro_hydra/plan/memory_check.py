@@ -47,7 +47,8 @@ class MemoryCheck:
         self.budgets: dict[Place, int | None] = {**budgets, HOST: host_budget}
         self.peak: dict[Place, int] = dict.fromkeys(self.budgets, 0)
         self._used: dict[Place, int] = dict.fromkeys(self.budgets, 0)
-        self._state, self._activations = state, activations or {}
+        self._state = state
+        self._activations = {} if activations is None else activations  # may be filled later
         self._shards: dict[Key, _Whereabouts] = {}
         self._abandoned: set[int] = set()  # runs whose changes may be lost
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,7 @@ class CheckedState(WorkerState):
         self._bytes: dict[tuple[int, int], int] = {}
         self._work: dict[tuple[int, int], int] = {}
         self.check = MemoryCheck(dict(enumerate(budgets)), host, self._bytes, self._work)
+        self._tasks: dict[int, deque[Action]] = {n: deque() for n, _ in enumerate(budgets)}
         self.added: list[RunSpec] = []
         self.tasks = 0  # of all runs, that were computed
         self.given: list[Answer] = []
@@ -75,22 +77,36 @@ class CheckedState(WorkerState):
                     self.check.abandon(event.run)
                 case DeviceLost():
                     self.check.lose(event.device)
+                    self._tasks[event.device].clear()
                 case ShardArrived():
                     self.check.end(Action(event.run, event.shard, ActionKind.RECV))
                 case ActionDone():
                     self.check.end(event.action)
-                    self.tasks += event.action.kind.computes
+                    if event.action.kind.computes:
+                        self.tasks += 1
+                        self._end_task(self._tasks[event.action.device or 0])
         answers = super().handle(events)
         self.given += answers
         for answer in answers:
             if isinstance(answer, RunRestarted):
                 self.check.abandon(answer.run)
+            elif isinstance(answer, Action) and answer.kind.computes:
+                tasks = self._tasks[answer.device or 0]
+                tasks.append(answer)
+                if len(tasks) == 1:
+                    self.check.begin(answer)
             elif isinstance(answer, Action):
                 self.check.begin(answer)
                 if answer.kind is ActionKind.DROP:
                     self.check.end(answer)
         self.validate()
         return answers
+
+    def _end_task(self, tasks: deque[Action]) -> None:
+        """Begin the next of the tasks that a device was given together."""
+        tasks.popleft()
+        if tasks:
+            self.check.begin(tasks[0])
 
 
 class QueueBench(QueueWorker):

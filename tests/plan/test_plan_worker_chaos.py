@@ -9,8 +9,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from cerebro_hydra.errors import InvalidSchedule
 from cerebro_hydra.plan.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.graph import TaskGraph
+from cerebro_hydra.plan.room import Room
 from cerebro_hydra.plan.run_progress import RunProgress, RunSpec, ShardSpec
 from cerebro_hydra.plan.schedules.candidate import Rule, oldest_first
 from cerebro_hydra.plan.schedules.fifo import fifo
@@ -228,6 +230,20 @@ def test_a_run_that_lost_changes_of_an_older_microbatch_begins_anew() -> None:
     timeline, tasks = one_run_with_a_loss(spec, at=6.5)
     assert RunRestarted(0) in timeline.given
     assert tasks.count("t0s0F0@0") == 2
+
+
+def test_what_a_task_has_beside_its_shard_counts() -> None:
+    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
+    simulation = WorkerSimulation([spec], [9], None, sharp, seconds_of([spec], 0.0))
+    simulation.run()
+    assert simulation.check.peak[0] == 9
+
+
+def test_a_device_that_counts_no_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
+    monkeypatch.setattr(Room, "_activations", lambda room, queue, unit: 0)
+    with pytest.raises(InvalidSchedule, match="13 bytes are resident, but the budget is 9"):
+        WorkerSimulation([spec], [9], None, sharp, seconds_of([spec], 0.0)).run()
 
 
 def test_a_change_that_is_not_done_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
