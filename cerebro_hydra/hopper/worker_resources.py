@@ -126,8 +126,8 @@ class WorkerResources:
         """Refuse what a machine with so many workers does not have."""
         if machine.problem:
             raise ConfigurationError(
-                f"scratch is {self.scratch!r}, and the folder {machine.problem} on {machine.host}; "
-                "give the path of a folder that every worker can write to"
+                f"scratch is {self.scratch!r}, which {machine.problem} on {machine.host}; give the "
+                "path of a folder that every worker can write to"
             )
         has = f"{machine.host} has {bytes_text(machine.memory)} for {workers} worker(s)"
         if self.host_memory is not None and self.host_memory * workers > machine.memory:

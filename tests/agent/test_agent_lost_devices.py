@@ -11,6 +11,7 @@ import pytest
 
 from cerebro_hydra.agent.segment_store import SegmentStore
 from cerebro_hydra.agent.shard_home import ShardHome
+from cerebro_hydra.agent.shard_store import Shard, ShardStore, State
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.worker_events import RunRestarted
@@ -54,7 +55,7 @@ def result_of_a_loss(made: QueueBench, asked: threading.Event, over: threading.E
 
 
 def test_a_write_back_that_waits_while_its_device_dies_is_no_error() -> None:
-    trials = ByteTrials(SIZES)
+    trials = ByteTrials(SIZES, seconds=0.01)
     with bench(trials, len(SIZES), [4500], recompute=True) as made:
         begin(made, trials, 1)
         made.state.wait_for_tasks(20)
@@ -71,19 +72,25 @@ def test_a_shard_that_is_published_while_its_run_begins_anew_counts_once(
 ) -> None:
     trials = ByteTrials(SIZES, seconds=0.02)
     asked, over = threading.Event(), threading.Event()
-    published = ShardHome.published
+    published, put, states = ShardHome.published, ShardStore.put, list[State]()
 
     def late(home: ShardHome) -> object:
         asked.set()
         assert over.wait(SECONDS)
         return published(home)
 
+    def noted(store: ShardStore, state: State, number: int, shard: Shard) -> None:
+        states.append(state)
+        put(store, state, number, shard)
+
     monkeypatch.setattr(ShardHome, "published", late)
+    monkeypatch.setattr(ShardStore, "put", noted)
     with bench(trials, len(SIZES), [None], recompute=True) as made:
         begin(made, trials, 1)
         result = result_of_a_loss(made, asked, over)
         assert_trained(made, trials, 0, result, trials.initial(0))
         assert result.nbytes == BYTES
+        assert len(set(map(id, states))) == 3, "the state before, one that is void, and its like"
 
 
 def test_a_device_that_dies_while_there_is_no_memory_for_its_changes_ends_no_agent(

@@ -142,7 +142,7 @@ def test_a_scratch_folder_that_is_none_is_named(tmp_path: Path, folder: str, pro
     with pytest.raises(ConfigurationError) as refused:
         asked.measured(lambda: [machine_facts(scratch)])
     said = str(refused.value)
-    assert said.startswith(f"scratch is {scratch!r}, and the folder {problem} on ")
+    assert said.startswith(f"scratch is {scratch!r}, which {problem} on ")
     assert said.endswith("; give the path of a folder that every worker can write to")
 
 
