@@ -25,6 +25,7 @@ from cerebro_hydra.agent.device_messages import (
     Close,
     Closed,
     Compute,
+    Computed,
     Done,
     Failed,
     Move,
@@ -347,9 +348,13 @@ class QueueTrainer:
             case Closed(number, evaluation) if number in self._runs:
                 self._runs[number].evaluation = evaluation
                 self._ends.closed(self._runs[number], device)
-            case Done():
-                self._note(self._runs[answer.action.trial], answer)
-                self._loop.tell(ActionDone(answer.action, answer.seconds, answer.nbytes))
+            case Computed(tasks):
+                self._computed(self._runs[tasks[0].action.trial], tasks)
+            case Done(action, seconds, nbytes):
+                self._loop.tell(ActionDone(action, seconds, nbytes))
+                run = self._runs[action.trial]
+                if action.kind is ActionKind.SPILL and not run.over and action.shard in run.homes:
+                    run.homes[action.shard].changed(answer.cursor, answer.has_gradients)
 
     def _check_times(self) -> None:
         for run in self._runs.values():
@@ -364,24 +369,22 @@ class QueueTrainer:
             if queue.running is not None and queue.running.key[0] == run.number:
                 self._devices[number].kill()
 
-    def _note(self, run: QueuedRun, done: Done) -> None:
-        """Keep what an action gave."""
-        if done.action.kind.computes:
-            run.time.stop(run.ends_batch(done.action))
-            if len(self._state.queues[done.action.device or 0].unanswered) > 1:
-                run.time.start()
+    def _computed(self, run: QueuedRun, tasks: Sequence[Done]) -> None:
+        """Keep what the tasks of a unit gave."""
+        run.time.stop(any(run.ends_batch(done.action) for done in tasks))
+        for done in tasks:
+            self._loop.tell(ActionDone(done.action, done.seconds))
+            if not run.over:
+                run.note(done)
+                self._audits.note(run, done)
         if run.over:
             return
-        if done.action.kind is ActionKind.SPILL and done.action.shard in run.homes:
-            run.homes[done.action.shard].changed(done.cursor, done.has_gradients)
-        run.note(done)
-        if done.action.kind.computes:
-            self._audits.note(run, done)
-            if self._audits.is_due(run):
-                self._audit(run)
-        if done.losses and run.audits is None and time.monotonic() >= self._next_progress:
+        if self._audits.is_due(run):
+            self._audit(run)
+        losses = [number for done in tasks for number in done.losses]
+        if losses and run.audits is None and time.monotonic() >= self._next_progress:
             self._next_progress = time.monotonic() + PROGRESS_SECONDS
-            self._send({"progress": run.progress(max(done.losses))})
+            self._send({"progress": run.progress(max(losses))})
 
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""
