@@ -38,6 +38,7 @@ from cerebro_hydra.agent.device_messages import (
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.host_moves import HostMoves
+from cerebro_hydra.agent.progress import Progress
 from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.run_ends import RunEnds
@@ -70,7 +71,6 @@ from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
 _REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
-PROGRESS_SECONDS = 0.5
 
 
 class QueueTrainer:
@@ -115,14 +115,13 @@ class QueueTrainer:
         self._fetch_manager = fetch_manager
         self._report = report
         self._reports = AttemptReports(incarnation, fetch_manager, report)
-        self._send = send
+        self._progress = Progress(send)
         self._begin = begin
         self._audits = audits
         self._make_watch = make_watch
         self._numbers = itertools.count()
         self._runs: dict[int, QueuedRun] = {}
         self._arriving: list[Action] = []
-        self._next_progress = 0.0
         through = self._loop.through
         self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._no_room))
         self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
@@ -273,7 +272,7 @@ class QueueTrainer:
         run.announce(self._shard_store)
 
     def _compute(self, run: QueuedRun, tasks: list[Action]) -> None:
-        if run.begins_last_step(tasks[0]):
+        if any(map(run.begins_last_step, tasks)):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
         run.time.start()
         self._devices.ask(self._devices[tasks[0].device or 0], Compute(tuple(tasks)))
@@ -366,7 +365,7 @@ class QueueTrainer:
         (run,) = (run for run in self._runs.values() if run.task is task)
         self._ends.fail(run, "", why)
         for number, queue in self._state.queues.items():
-            if queue.running is not None and queue.running.key[0] == run.number:
+            if queue.running is not None and queue.running.run == run.number:
                 self._devices[number].kill()
 
     def _computed(self, run: QueuedRun, tasks: Sequence[Done]) -> None:
@@ -382,9 +381,8 @@ class QueueTrainer:
         if self._audits.is_due(run):
             self._audit(run)
         losses = [number for done in tasks for number in done.losses]
-        if losses and run.audits is None and time.monotonic() >= self._next_progress:
-            self._next_progress = time.monotonic() + PROGRESS_SECONDS
-            self._send({"progress": run.progress(max(losses))})
+        if losses and run.audits is None and self._progress.is_due():
+            self._progress.send(run.progress(max(losses)))
 
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""

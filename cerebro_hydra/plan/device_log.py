@@ -52,8 +52,8 @@ class DeviceLog:
         """
         computed = [e for e in events if isinstance(e, ActionDone) and e.action.kind.computes]
         later = {event.action.device: 0.0 for event in computed}
-        for event in computed:
-            later[event.action.device] += event.seconds
+        for each in computed:
+            later[each.action.device] += each.seconds
         for event in events:
             if self._begun is None and isinstance(event, RunAdded):
                 self._begun = now
