@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from contextvars import ContextVar
 from functools import partial
 
@@ -17,7 +18,7 @@ from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.cut_spec import CutSpec
 from cerebro_hydra.shards.graph_tasks import GraphTasks
 from cerebro_hydra.shards.layout import TrialLayout, initial_segments, on_host
-from cerebro_hydra.shards.microbatch import Microbatch
+from cerebro_hydra.shards.microbatch import Microbatch, Reach
 from cerebro_hydra.shards.module_tasks import ModuleTasks
 from cerebro_hydra.shards.paused_run import PausedRun
 from cerebro_hydra.shards.sample import Sample
@@ -51,7 +52,7 @@ def interleaved(begun: list, updates: list, choice: random.Random) -> list[list[
         steps[number].append(done)
         following = runs[number].advance()
         if done[0] == "B":
-            updates[number](done[1])
+            runs[number].call(partial(updates[number], done[1]))
         if following is not None:
             waiting[number] = following
         torch.rand(3)  # what else runs in this process draws numbers, too
@@ -177,3 +178,31 @@ def test_a_closed_run_ends_where_it_stands() -> None:
     paused.advance()
     paused.close()
     assert seen == [0, "a run was cancelled before F of shard 1"]
+
+
+def test_what_comes_between_two_steps_is_done_on_the_thread_of_the_run() -> None:
+    threads: list[threading.Thread] = []
+
+    def note(*_: object) -> None:
+        threads.append(threading.current_thread())
+
+    def fail() -> None:
+        raise ValueError("the user's schedule is wrong")
+
+    def steps(reach: Reach) -> None:
+        for kind in ("F", "B"):
+            reach(kind, 0)
+            note()
+
+    run = PausedRun()
+    run.begin(steps)
+    run.call(note)
+    with pytest.raises(ValueError, match="schedule"):
+        run.call(fail)
+    assert run.advance() == ("B", 0)
+    run.call(note)
+    assert run.advance() is None
+    run.call(note)
+    run.close()
+    assert len(threads) == 5
+    assert {thread.name for thread in threads} == {"paused-run"}
