@@ -293,7 +293,8 @@ def row(f: Figure) -> str:
     cells = [
         f.model, "all" if f.budget is None else f"1/{f.variant.share}", f.variant.tier,
         "on" if f.variant.double_buffering else "off",
-        *(f"{a:.3f} | **{b:.3f}** | {c:.3f}" for a, b, c in (f.cpu, f.wall, f.spilling)), *mib, f"{f.load:.1f}",
+        *(f"{a:.3f} | **{b:.3f}** | {c:.3f}" for a, b, c in (f.cpu, f.wall, f.spilling)), *mib,
+        f"{f.load:.1f}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -322,7 +323,8 @@ def main() -> None:
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch "
         f"{torch.__version__}, transformers {transformers.__version__}\n"
         "| model | budget | tier | double buffering | quartile | CPU time | quartile | quartile "
-        "| wall time | quartile | quartile | of recomputing | quartile | budget, MiB | tracked peak | slots | load |"
+        "| wall time | quartile | quartile | of recomputing | quartile "
+        "| budget, MiB | tracked peak | slots | load |"
     )
     print("| --- " * 17 + "|", flush=True)
     figures = []
