@@ -117,7 +117,7 @@ def test_doctor_is_0_for_a_spark_without_problems(
     assert "This Spark can run agents." in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.spark
 def test_doctor_is_1_for_a_spark_that_can_not_run() -> None:
     bad = ["--master", "local[2]", "--conf", "spark.speculation=true", "--import", "no_such_one"]

@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.spark
 def test_the_quickstart_runs_and_every_trial_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = run("01_quickstart.ipynb", monkeypatch)

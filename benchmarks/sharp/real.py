@@ -23,6 +23,7 @@ from cerebro_hydra.agent.device_messages import (
     Answer,
     Close,
     Compute,
+    Computed,
     Done,
     Move,
     Open,
@@ -290,7 +291,7 @@ class FixedDevices:
                     action = actions.popleft()
                     given[action] = device
                     self._devices[device].give(Compute((action,)))
-            done.add(self._hear(Done).action)
+            done.update(task.action for task in self._hear(Computed).tasks)
         seconds = time.monotonic() - begun
         for device, actions in lists.items():
             for trial in {action.trial for action in actions}:

@@ -39,7 +39,6 @@ BATCH, TOKENS, STEPS = 8, 32, 2
 SHARES = (2, 4, 8)  # of the training state, the parts that the device's budget is one of
 TIERS = ("DRAM", "disk")
 HOST_SHARE = 2  # likewise, DRAM for the queues where disk is the third tier
-CLAIMED_SHARE, CLAIM = 4, 1.35
 ROUNDS = 3
 
 
@@ -215,6 +214,7 @@ class Figure:
     variant: Variant
     cpu: tuple[float, float, float]  # quartiles of the seconds over those of resident training
     wall: tuple[float, float, float]
+    spilling: tuple[float, float, float]  # wall seconds over those of resident recomputation
     budget: int | None
     peak: int  # bytes that the queues counted on the device
     slots: int  # bytes that slots really had
@@ -237,15 +237,15 @@ def measure(model: str, trial: MemoryTrial, share: int, rounds: int) -> list[Fig
                 taken[at].append(made[at].seconds())
         for variant, worker, seconds in zip(variants[1:], made[1:], taken[1:], strict=True):
             ratios = [
-                (cpu / resident_cpu, wall / resident_wall)
-                for (cpu, wall), (resident_cpu, resident_wall) in zip(
-                    seconds[1:], taken[0][1:], strict=True
+                (cpu / resident_cpu, wall / resident_wall, wall / recomputing_wall)
+                for (cpu, wall), (resident_cpu, resident_wall), (_, recomputing_wall) in zip(
+                    seconds[1:], taken[0][1:], taken[1][1:], strict=True
                 )
             ]
-            cpu, wall = (quartiles(each) for each in zip(*ratios, strict=True))
+            cpu, wall, spilling = (quartiles(each) for each in zip(*ratios, strict=True))
             figures.append(
                 Figure(
-                    model, variant, cpu, wall, worker.budget,
+                    model, variant, cpu, wall, spilling, worker.budget,
                     worker.state.peak, worker.device.memory.peak, os.getloadavg()[0],
                 )
             )  # fmt: skip
@@ -293,7 +293,8 @@ def row(f: Figure) -> str:
     cells = [
         f.model, "all" if f.budget is None else f"1/{f.variant.share}", f.variant.tier,
         "on" if f.variant.double_buffering else "off",
-        *(f"{a:.3f} | **{b:.3f}** | {c:.3f}" for a, b, c in (f.cpu, f.wall)), *mib, f"{f.load:.1f}",
+        *(f"{a:.3f} | **{b:.3f}** | {c:.3f}" for a, b, c in (f.cpu, f.wall, f.spilling)), *mib,
+        f"{f.load:.1f}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -322,9 +323,10 @@ def main() -> None:
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch "
         f"{torch.__version__}, transformers {transformers.__version__}\n"
         "| model | budget | tier | double buffering | quartile | CPU time | quartile | quartile "
-        "| wall time | quartile | budget, MiB | tracked peak | slots | load |"
+        "| wall time | quartile | quartile | of recomputing | quartile "
+        "| budget, MiB | tracked peak | slots | load |"
     )
-    print("| --- " * 14 + "|", flush=True)
+    print("| --- " * 17 + "|", flush=True)
     figures = []
     for model in models:
         trial = make_trial(model)

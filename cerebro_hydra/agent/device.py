@@ -29,6 +29,7 @@ from cerebro_hydra.agent.device_messages import (
     Close,
     Closed,
     Compute,
+    Computed,
     Done,
     Failed,
     Forget,
@@ -216,6 +217,7 @@ class Device:
     # ------------------------------------------------------------------ actions
 
     def _compute(self, unit: Compute) -> None:
+        dones = []
         for task in unit.tasks:
             begun, done = time.perf_counter(), Done(task)
             if task.trial not in self._over:
@@ -225,7 +227,8 @@ class Device:
                         done = self._perform(task, last=task is unit.tasks[-1])
                 except (Exception, SystemExit) as error:
                     self._fail(task.trial, asked.trial, error)
-            self._answer(replace(done, seconds=time.perf_counter() - begun))
+            dones.append(replace(done, seconds=time.perf_counter() - begun))
+        self._answer(Computed(tuple(dones)))
 
     def _perform(self, task: Action, last: bool) -> Done:
         key, run = (task.trial, task.shard), self._runs[task.trial]

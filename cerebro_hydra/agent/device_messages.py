@@ -152,6 +152,13 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """The device has done the tasks of a unit."""
+
+    tasks: tuple[Done, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The device has ended a run that was not cancelled, with what an evaluation gave."""
 
@@ -173,4 +180,4 @@ class Failed:
     lacking: str | None = None
 
 
-Answer = Ready | Profiled | Opened | Done | Closed | Failed
+Answer = Ready | Profiled | Opened | Computed | Done | Closed | Failed

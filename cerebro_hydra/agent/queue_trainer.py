@@ -25,6 +25,7 @@ from cerebro_hydra.agent.device_messages import (
     Close,
     Closed,
     Compute,
+    Computed,
     Done,
     Failed,
     Move,
@@ -37,6 +38,7 @@ from cerebro_hydra.agent.device_messages import (
 from cerebro_hydra.agent.fetch import FetchRequest
 from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.host_moves import HostMoves
+from cerebro_hydra.agent.progress import Progress
 from cerebro_hydra.agent.queue_audits import QueueAudits
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.run_ends import RunEnds
@@ -69,7 +71,6 @@ from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
 _REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
-PROGRESS_SECONDS = 0.5
 
 
 class QueueTrainer:
@@ -114,14 +115,13 @@ class QueueTrainer:
         self._fetch_manager = fetch_manager
         self._report = report
         self._reports = AttemptReports(incarnation, fetch_manager, report)
-        self._send = send
+        self._progress = Progress(send)
         self._begin = begin
         self._audits = audits
         self._make_watch = make_watch
         self._numbers = itertools.count()
         self._runs: dict[int, QueuedRun] = {}
         self._arriving: list[Action] = []
-        self._next_progress = 0.0
         through = self._loop.through
         self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._no_room))
         self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
@@ -272,7 +272,7 @@ class QueueTrainer:
         run.announce(self._shard_store)
 
     def _compute(self, run: QueuedRun, tasks: list[Action]) -> None:
-        if run.begins_last_step(tasks[0]):
+        if any(map(run.begins_last_step, tasks)):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
         run.time.start()
         self._devices.ask(self._devices[tasks[0].device or 0], Compute(tuple(tasks)))
@@ -347,9 +347,13 @@ class QueueTrainer:
             case Closed(number, evaluation) if number in self._runs:
                 self._runs[number].evaluation = evaluation
                 self._ends.closed(self._runs[number], device)
-            case Done():
-                self._note(self._runs[answer.action.trial], answer)
-                self._loop.tell(ActionDone(answer.action, answer.seconds, answer.nbytes))
+            case Computed(tasks):
+                self._computed(self._runs[tasks[0].action.trial], tasks)
+            case Done(action, seconds, nbytes):
+                self._loop.tell(ActionDone(action, seconds, nbytes))
+                run = self._runs[action.trial]
+                if action.kind is ActionKind.SPILL and not run.over and action.shard in run.homes:
+                    run.homes[action.shard].changed(answer.cursor, answer.has_gradients)
 
     def _check_times(self) -> None:
         for run in self._runs.values():
@@ -361,27 +365,24 @@ class QueueTrainer:
         (run,) = (run for run in self._runs.values() if run.task is task)
         self._ends.fail(run, "", why)
         for number, queue in self._state.queues.items():
-            if queue.running is not None and queue.running.key[0] == run.number:
+            if queue.running is not None and queue.running.run == run.number:
                 self._devices[number].kill()
 
-    def _note(self, run: QueuedRun, done: Done) -> None:
-        """Keep what an action gave."""
-        if done.action.kind.computes:
-            run.time.stop(run.ends_batch(done.action))
-            if len(self._state.queues[done.action.device or 0].unanswered) > 1:
-                run.time.start()
+    def _computed(self, run: QueuedRun, tasks: Sequence[Done]) -> None:
+        """Keep what the tasks of a unit gave."""
+        run.time.stop(any(run.ends_batch(done.action) for done in tasks))
+        for done in tasks:
+            self._loop.tell(ActionDone(done.action, done.seconds))
+            if not run.over:
+                run.note(done)
+                self._audits.note(run, done)
         if run.over:
             return
-        if done.action.kind is ActionKind.SPILL and done.action.shard in run.homes:
-            run.homes[done.action.shard].changed(done.cursor, done.has_gradients)
-        run.note(done)
-        if done.action.kind.computes:
-            self._audits.note(run, done)
-            if self._audits.is_due(run):
-                self._audit(run)
-        if done.losses and run.audits is None and time.monotonic() >= self._next_progress:
-            self._next_progress = time.monotonic() + PROGRESS_SECONDS
-            self._send({"progress": run.progress(max(done.losses))})
+        if self._audits.is_due(run):
+            self._audit(run)
+        losses = [number for done in tasks for number in done.losses]
+        if losses and run.audits is None and self._progress.is_due():
+            self._progress.send(run.progress(max(losses)))
 
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""

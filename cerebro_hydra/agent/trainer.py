@@ -19,6 +19,7 @@ from cerebro_hydra.agent.fetch_manager import FetchManager
 from cerebro_hydra.agent.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.agent.logs import current_trial
 from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
+from cerebro_hydra.agent.progress import Progress
 from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
 from cerebro_hydra.agent.task_watch import Task, TaskWatch, described
 from cerebro_hydra.agent.trial_builder import TrialBuilder
@@ -31,8 +32,6 @@ from cerebro_hydra.shards.kept_heap import kept_heap
 from cerebro_hydra.shards.layout import Bytes
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
-
-PROGRESS_SECONDS = 0.5
 
 OUT_OF_MEMORY = (
     "trial {} ran out of memory in {}: {}; use a smaller batch_size, with accumulate for steps of "
@@ -72,7 +71,7 @@ class Trainer:
         self._shard_store = shard_store
         self._fetch_manager = fetch_manager
         self._report = report
-        self._send = send
+        self._progress = Progress(send)
         self._begin = begin
         self._watch = watch
         self._auditor = Auditor(builder, shard_store.segments, watch, audit_share)
@@ -286,26 +285,21 @@ class Trainer:
         """Return what times each optimizer step, and now and then reports or audits one."""
         steps = spec.steps[task.partition]
         self._watch.batch(spec.accumulate)
-        next_time = time.monotonic() + PROGRESS_SECONDS
 
         def on_step(step: int, loss: float, cursor: Callable[[], Cursor]) -> None:
-            nonlocal next_time
             self._watch.batch(spec.accumulate)
             audit.after_step(step, loss, cursor)
-            if time.monotonic() < next_time:
+            if not self._progress.is_due():
                 return
-            next_time = time.monotonic() + PROGRESS_SECONDS
             trim_heap(freed)
-            self._send(
+            self._progress.send(
                 {
-                    "progress": {
-                        "trial": task.trial,
-                        "epoch": task.epoch,
-                        "partition": task.partition,
-                        "step": step - start_step + 1,
-                        "steps": steps,
-                        "loss": loss,
-                    }
+                    "trial": task.trial,
+                    "epoch": task.epoch,
+                    "partition": task.partition,
+                    "step": step - start_step + 1,
+                    "steps": steps,
+                    "loss": loss,
                 }
             )
 

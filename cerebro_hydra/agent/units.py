@@ -26,4 +26,4 @@ def with_units(decisions: Sequence[Answer]) -> Iterator[Answer | list[Action]]:
 def _continues(unit: list[Action], decision: Answer) -> bool:
     if not isinstance(decision, Action) or not decision.kind.computes:
         return False
-    return (decision.trial, decision.shard) == (unit[0].trial, unit[0].shard)
+    return decision.trial == unit[0].trial

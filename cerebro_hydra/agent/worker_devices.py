@@ -11,7 +11,7 @@ from cerebro_hydra.agent.device_messages import (
     Close,
     Closed,
     Compute,
-    Done,
+    Computed,
     Failed,
     Open,
     Opened,
@@ -77,7 +77,7 @@ class WorkerDevices:
         self._on_answer, self._on_gone = on_answer, on_gone
         self._devices: list[WorkerDevice] = []
         self._down = Counter[int]()  # the deaths of each number since it was ready
-        self._unanswered: list[deque[CodeOrder]] = []  # each once for each of its answers
+        self._unanswered: list[deque[CodeOrder]] = []
 
     def start(self) -> None:
         """Start them all."""
@@ -99,20 +99,16 @@ class WorkerDevices:
 
     def ask(self, device: WorkerDevice, order: CodeOrder) -> None:
         """Give a device an order that runs code of a trial; it answers all of them in turn."""
-        answers = len(order.tasks) if isinstance(order, Compute) else 1
-        self._unanswered[self._devices.index(device)].extend([order] * answers)
+        self._unanswered[self._devices.index(device)].append(order)
         device.give(order)
 
     def hear(self, device: WorkerDevice, answer: Answer) -> CodeOrder | None:
         """Return what a device answers, which is what it was asked first; None if nothing."""
-        match answer:
-            case Profiled() | Failed(run=None) | Opened() | Closed():
-                answered = True
-            case Done():
-                answered = answer.action.kind.computes
-            case _:
-                answered = False
-        return self._unanswered[self._devices.index(device)].popleft() if answered else None
+        if isinstance(answer, Profiled | Opened | Computed | Closed) or (
+            isinstance(answer, Failed) and answer.run is None
+        ):
+            return self._unanswered[self._devices.index(device)].popleft()
+        return None
 
     def replace(self, device: WorkerDevice) -> Death:
         """Start a device that died again.

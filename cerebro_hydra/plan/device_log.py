@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cerebro_hydra.plan.actions import HOST, ActionKind
@@ -45,13 +45,24 @@ class DeviceLog:
         self._begun: float | None = None
         self._places = {place: _Place() for place in (*state.queues, HOST)}
 
-    def hear(self, now: float, events: Iterable[WorkerEvent]) -> None:
-        """Note what has ended now; the time that is told of begins with the first run."""
+    def hear(self, now: float, events: Sequence[WorkerEvent]) -> None:
+        """Note what has ended now; the time that is told of begins with the first run.
+
+        Tasks of one device that end at once are those of a unit, which it did one after the other.
+        """
+        computed = [e for e in events if isinstance(e, ActionDone) and e.action.kind.computes]
+        later = {event.action.device: 0.0 for event in computed}
+        for each in computed:
+            later[each.action.device] += each.seconds
         for event in events:
             if self._begun is None and isinstance(event, RunAdded):
                 self._begun = now
-            elif isinstance(event, ActionDone) and event.action.device is not None:
-                self._note(now, event, self._places[event.action.device])
+            elif isinstance(event, ActionDone) and (device := event.action.device) is not None:
+                end = now
+                if event.action.kind.computes:
+                    later[device] -= event.seconds
+                    end -= later[device]
+                self._note(end, event, self._places[device])
 
     def look(self) -> None:
         """Note how many bytes are in use, after the queues have decided."""

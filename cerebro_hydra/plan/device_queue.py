@@ -38,7 +38,7 @@ class DeviceQueue:
     def is_ending(self, run: RunProgress) -> bool:
         """Return whether the run's microbatch ends with the running unit, and no other follows."""
         running = self.running
-        if running is None or running.key[0] != run.spec.run or not running.ends_microbatch:
+        if running is None or running.run != run.spec.run or not running.ends_microbatch:
             return False
         return not any(unit.starts_microbatch for unit in run.units[1:])
 
@@ -50,16 +50,16 @@ class DeviceQueue:
     def has_begun(self, run: RunProgress) -> bool:
         """Return whether a staying microbatch of the run has bytes beside its shards by now."""
         first, number = self.reserved, run.spec.run
-        if first is None or first.key[0] != number or not first.starts_microbatch:
+        if first is None or first.run != number or not first.starts_microbatch:
             return True
         running = self.running
-        return running is not None and running.key[0] == number and running.ends_microbatch
+        return running is not None and running.run == number and running.ends_microbatch
 
     def has(self, key: tuple[int, int]) -> bool:
         """Return whether the shard is in use or reserved."""
-        return any(unit is not None and unit.key == key for unit in (self.running, self.reserved))
+        return any(unit is not None and key in unit.keys for unit in (self.running, self.reserved))
 
     def has_unit_of(self, run: RunProgress) -> bool:
         """Return whether a unit of the run is in the queue."""
         number = run.spec.run
-        return any(unit and unit.key[0] == number for unit in (self.running, self.reserved))
+        return any(unit and unit.run == number for unit in (self.running, self.reserved))

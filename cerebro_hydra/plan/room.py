@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.plan.device_queue import DeviceQueue
 from cerebro_hydra.plan.run_progress import RunProgress, Unit
-from cerebro_hydra.plan.tiers import HeldShard, Key, Tiers
+from cerebro_hydra.plan.tiers import HeldShard, Tiers
 
 
 class Room:
@@ -36,22 +36,22 @@ class Room:
 
     def work(self, queue: DeviceQueue, unit: Unit) -> int:
         """Return the bytes that the reserved unit adds to its shard when it starts."""
-        run = self._runs[unit.key[0]]
+        run = self._runs[unit.run]
         begins = run in queue.staying and not queue.has_begun(run)
         return self._activations(queue, unit) + (run.spec.held_bytes if begins else 0)
 
     def _activations(self, queue: DeviceQueue, unit: Unit) -> int:
         """Return the bytes that only the unit itself has; a staying microbatch may hold them."""
-        run = self._runs[unit.key[0]]
+        run = self._runs[unit.run]
         joined = unit is queue.reserved or queue.has_begun(run)
         kept = run.spec.keeps_all and run in queue.staying and joined
-        return 0 if kept else run.spec.shards[unit.key[1]].activations
+        return 0 if kept else max(run.spec.shards[k].activations for k in unit.shards)
 
     def free(self, queue: DeviceQueue) -> float:
         """Return the bytes of a device that nobody has."""
         return queue.budget - self.used(queue)
 
-    def on_device(self, queue: DeviceQueue, nbytes: int, keep: Key) -> list[Action]:
+    def on_device(self, queue: DeviceQueue, nbytes: int) -> list[Action]:
         """Move shards off a device until ``nbytes`` are free, or will be when moves have ended."""
         coming = sum(
             held.nbytes for held in self._tiers.on(queue.number) if held.move == "spilling"
@@ -61,9 +61,8 @@ class Room:
         for held in self._by_next_use(self._evictable(queue)):
             if free >= nbytes:
                 break
-            if held.key != keep:
-                free += held.nbytes
-                actions.append(self._tiers.leave_device(held))
+            free += held.nbytes
+            actions.append(self._tiers.leave_device(held))
         return actions
 
     def in_dram(self, nbytes: int, beyond: float) -> list[Action]:

@@ -14,6 +14,9 @@ from cerebro_hydra.plan.graph import TaskGraph
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 
+UNIT_SECONDS = 0.05
+"""Tasks that take less together are one unit if they can be, because each unit costs messages."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
@@ -136,16 +139,29 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tasks of one shard that a device runs one after the other."""
+    """Tasks of one run that a device runs one after the other.
+
+    They are of one shard, unless all shards of the run stay on the device.
+    """
 
     tasks: tuple[Action, ...]
     starts_microbatch: bool
     ends_microbatch: bool
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Return the run and the shard."""
-        return self.tasks[0].trial, self.tasks[0].shard
+    def run(self) -> int:
+        """Return the number of the run."""
+        return self.tasks[0].trial
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Return its shards, in the order of their first tasks."""
+        return tuple(dict.fromkeys(task.shard for task in self.tasks))
+
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """Return the run with each of its shards."""
+        return [(self.run, shard) for shard in self.shards]
 
 
 Status = Literal["waiting", "open", "restarting", "cancelled", "finished", "released"]
@@ -222,7 +238,29 @@ class RunProgress:
             if task.shard != before.shard or not fuses:
                 break
             unit.append(task)
+        if self.spec.fused and self.microbatch is not None:
+            self._lengthen(unit)
         return self._unit(unit, next(islice(tasks, len(unit), None), None))
+
+    def _lengthen(self, unit: list[Action]) -> None:
+        """Add the tasks that follow, while all of them take less than `UNIT_SECONDS`.
+
+        Where it can, a unit ends with a microbatch, after which other runs may stay on the device.
+        The shards of the last window are published one by one, so each has units of its own there.
+        """
+        last = self.spec.graph.window_of(self.spec.graph.microbatches - 1)
+        seconds = sum(self._seconds[task.kind, task.shard] for task in unit)
+        end = 0
+        while len(unit) < len(self._left) or self._take_window():
+            task = self._left[len(unit)]
+            if not self._goes_on(unit[-1], task):
+                end = len(unit)
+            seconds += self._seconds[task.kind, task.shard]
+            whole = self.spec.keeps_all and task.microbatch not in last
+            if seconds > UNIT_SECONDS or not (whole or task.shard == unit[0].shard):
+                del unit[end or len(unit) :]
+                return
+            unit.append(task)
 
     def take(self, unit: Unit) -> None:
         """Take the next unit off the tasks that are left."""
@@ -257,27 +295,39 @@ class RunProgress:
         return len(self._left) + shard if more else math.inf
 
     def _tasks(self) -> deque[Action]:
-        while not self._left and self._windows < self.spec.graph.windows:
-            self._left.extend(self.spec.graph.tasks(self.spec.run, self._windows))
-            self._windows += 1
-            self._remaining = None
+        while not self._left and self._take_window():
+            pass
         return self._left
 
+    def _take_window(self) -> bool:
+        """Take the tasks of the next window from the graph; return whether there is one."""
+        if self._windows == self.spec.graph.windows:
+            return False
+        self._left.extend(self.spec.graph.tasks(self.spec.run, self._windows))
+        self._windows += 1
+        self._remaining = None
+        return True
+
     def _unit(self, tasks: list[Action], following: Action | None) -> Unit:
-        """Return a unit; ``following`` is the task after it, None at the end of a window.
+        """Return a unit; ``following`` is the task after it, None at the end of a window."""
+        return Unit(
+            tuple(tasks),
+            starts_microbatch=tasks[0].kind is F and tasks[0].shard == 0,
+            ends_microbatch=not self._goes_on(tasks[-1], following),
+        )
+
+    def _goes_on(self, task: Action, following: Action | None) -> bool:
+        """Return whether a microbatch that stays on a device goes on after a task.
 
         Gradients of a tied parameter are summed where all microbatches of its window run, and an
         evaluation is summed where all of its batches do.
         """
-        if following is None:
-            goes_on = not self.spec.graph.training and not self.is_in_last_window
-        else:
-            goes_on = following.microbatch == tasks[-1].microbatch or bool(self.spec.graph.tied)
-        return Unit(
-            tuple(tasks),
-            starts_microbatch=tasks[0].kind is F and tasks[0].shard == 0,
-            ends_microbatch=not goes_on,
-        )
+        graph = self.spec.graph
+        if not graph.training:
+            return following is not None or not self.is_in_last_window
+        if following is None or not graph.tied:
+            return following is not None and following.microbatch == task.microbatch
+        return following.microbatch in graph.window_of(task.microbatch or 0)
 
 
 def placed(unit: Unit, device: int) -> list[Action]:

@@ -72,7 +72,7 @@ class WorkerQueues:
             self._advance(queue)
         for queue in queues:
             if self._double_buffering and queue.running is not None and queue.reserved is None:
-                self._assign(queue, self.runs[queue.running.key[0]])
+                self._assign(queue, self.runs[queue.running.run])
         for queue in queues:
             self._advance(queue)
             self._answers += self._room.demote(queue)
@@ -140,10 +140,14 @@ class WorkerQueues:
 
     def _can_take(self, queue: DeviceQueue, run: RunProgress, unit: Unit) -> bool:
         """Return whether the unit can come to the device and end there, whatever else goes on."""
-        held, spec = self.tiers.get(unit.key), run.spec
-        if held is None or held.home == "receiving" or run.device not in (None, queue.number):
+        spec = run.spec
+        if run.device not in (None, queue.number):
             return False
-        shard = spec.shards[unit.key[1]]
+        for key in unit.keys:
+            held = self.tiers.get(key)
+            if held is None or held.home == "receiving":
+                return False
+        shard = spec.shards[unit.shards[0]]
         nbytes, host_nbytes = shard.state + shard.activations, shard.state
         if spec.stays and (unit.starts_microbatch or run in queue.staying):
             nbytes, host_nbytes = spec.device_need, spec.host_state_bytes
@@ -158,11 +162,18 @@ class WorkerQueues:
         return sum(run.spec.state_bytes for run in staying if run.spec.keeps_all and run is not but)
 
     def _advance(self, queue: DeviceQueue) -> None:
-        """Bring the reserved unit's shard a step closer, and start the unit when it can run."""
+        """Bring the reserved unit's shards closer, and start the unit when it can run."""
         unit = queue.reserved
         if unit is None:
             return
-        held = self._held(*unit.key)
+        shards = [self._held(*key) for key in unit.keys]
+        if all(held.at_rest and held.device == queue.number for held in shards):
+            self._begin(queue, unit)
+        for held in shards:
+            self._bring(queue, held)
+
+    def _bring(self, queue: DeviceQueue, held: HeldShard) -> None:
+        """Bring a shard a step closer to a device."""
         if not held.at_rest:
             return
         if held.device not in (None, queue.number):
@@ -170,23 +181,25 @@ class WorkerQueues:
             if not held.at_rest:
                 return
         if held.device == queue.number:
-            if queue.running is not None:
-                return
-            if self._device(queue, self._room.work(queue, unit), held):
-                queue.running, queue.reserved = unit, None
-                self.runs[unit.key[0]].microbatch = unit.tasks[0].microbatch
-                queue.unanswered.extend(placed(unit, queue.number))
-                self._answers += queue.unanswered
-        elif held.home == "disk":
+            return
+        if held.home == "disk":
             if self._dram(held.nbytes, -1):
                 self._answers.append(self.tiers.load_from_disk(held))
-        elif self._device(queue, held.nbytes, held):
+        elif self._device(queue, held.nbytes):
             self._answers.append(self.tiers.load(held, queue.number))
 
-    def _device(self, queue: DeviceQueue, nbytes: int, keep: HeldShard) -> bool:
+    def _begin(self, queue: DeviceQueue, unit: Unit) -> None:
+        """Start the reserved unit, whose shards are there, if the device is free and has room."""
+        if queue.running is None and self._device(queue, self._room.work(queue, unit)):
+            queue.running, queue.reserved = unit, None
+            self.runs[unit.run].microbatch = unit.tasks[-1].microbatch
+            queue.unanswered.extend(placed(unit, queue.number))
+            self._answers += queue.unanswered
+
+    def _device(self, queue: DeviceQueue, nbytes: int) -> bool:
         """Return whether the device has room; begin to make it otherwise."""
         if self._room.free(queue) < nbytes:
-            self._answers += self._room.on_device(queue, nbytes, keep.key)
+            self._answers += self._room.on_device(queue, nbytes)
         return self._room.free(queue) >= nbytes
 
     def _finish_runs(self) -> None:
@@ -212,7 +225,7 @@ class WorkerQueues:
 
     def _publish(self, run: RunProgress, held: HeldShard) -> None:
         shard = held.key[1]
-        busy = any(unit.key == held.key for unit in run.units)
+        busy = any(held.key in unit.keys for unit in run.units)
         if busy or shard in run.sent or run.next_use(shard) < math.inf:
             return
         if held.at_rest and held.device is not None:
@@ -229,7 +242,7 @@ class WorkerQueues:
         """Take back the run's reserved unit and return its tasks."""
         for queue in self.queues.values():
             unit = queue.reserved
-            if unit is not None and unit.key[0] == run.spec.run:
+            if unit is not None and unit.run == run.spec.run:
                 queue.reserved = None
                 run.units.remove(unit)
                 return list(unit.tasks)

@@ -163,7 +163,7 @@ class WorkerState(WorkerQueues):
         """Go on to forget a run that is cancelled or begins anew, as its actions end."""
         if run.status not in ("cancelled", "restarting", "released"):
             return
-        running = {queue.running.key for queue in self.queues.values() if queue.running}
+        running = {key for q in self.queues.values() if q.running for key in q.running.keys}
         for held in self.tiers.of_run(run.spec.run):
             if held.at_rest and held.key not in running:
                 self._answers += self.tiers.discard(held)
@@ -188,7 +188,7 @@ class WorkerState(WorkerQueues):
         torn: set[int] = {run.spec.run for run in queue.staying}
         for unit in (queue.running, queue.reserved):
             if unit is not None:
-                run = self.runs[unit.key[0]]
+                run = self.runs[unit.run]
                 run.units.remove(unit)
                 undone = queue.unanswered if unit is queue.running else unit.tasks
                 redo.setdefault(run.spec.run, []).extend(

@@ -37,6 +37,7 @@ class PausedRun:
         self._threads = torch.get_num_threads()
         self._thread: threading.Thread | None = None
         self._run: Callable[[Reach], object] | None = None
+        self._between: Callable[[], object] | None = None
         self._resumed, self._stopped = _closed_gate(), _closed_gate()
         self._next: Step | None = None
         self._error: BaseException | None = None
@@ -65,6 +66,17 @@ class PausedRun:
         """
         return None if self._next is None else self._resume()
 
+    def call(self, work: Callable[[], object]) -> None:
+        """Do work on the run's thread, before its next step; whatever it raises is raised here.
+
+        What a step has left in the cache of its core is still there.
+        """
+        if self._thread is None:
+            work()
+        else:
+            self._between = work
+            self._resume()
+
     def close(self) -> None:
         """End the run where it stands, and its thread."""
         self._closed = True
@@ -88,7 +100,7 @@ class PausedRun:
         if self._stream is not None:  # a thread begins in the default stream of the first device
             torch.get_device_module(self._stream.device).set_stream(self._stream)
         while not self._closed:
-            self._resumed.acquire()
+            self._wait()
             if self._run is None:
                 return
             try:
@@ -98,12 +110,24 @@ class PausedRun:
             self._next = self._run = None
             self._stopped.release()
 
+    def _wait(self) -> None:
+        """Wait for the next step, and do what comes between."""
+        self._resumed.acquire()
+        while self._between is not None:
+            try:
+                self._between()
+            except BaseException as error:
+                self._error = error
+            self._between = None
+            self._stopped.release()
+            self._resumed.acquire()
+
     def _reach(self, kind: Literal["F", "B"], shard: int) -> None:
         self._check_open(kind, shard)  # the trial's code may catch that, and come again
         states = [generator.get_state() for generator in self._generators]
         self._next = (kind, shard)
         self._stopped.release()
-        self._resumed.acquire()
+        self._wait()
         self._check_open(kind, shard)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)

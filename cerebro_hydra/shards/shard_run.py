@@ -152,7 +152,7 @@ class ShardRun:
         self._sub_epoch.check_step(k)
         if task.kind is ActionKind.U:
             self._sub_epoch.add_norms(norms or {})
-            self._sub_epoch.update(k)
+            self._paused.call(partial(self._sub_epoch.update, k))
             if self._at is not None and self._at[0] == window and self._at[1][1]:
                 self._updated_last.add(k)
             return

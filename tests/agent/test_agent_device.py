@@ -17,6 +17,7 @@ from cerebro_hydra.agent.device_memory import DeviceMemory
 from cerebro_hydra.agent.device_messages import (
     Close,
     Compute,
+    Computed,
     Done,
     Move,
     Open,
@@ -143,8 +144,11 @@ def test_no_shard_is_brought_before_the_one_whose_place_it_takes_is_given_up(
 
 
 def wait_for(answers: queue.SimpleQueue[Any], action: Action) -> None:
-    while getattr(answers.get(timeout=SECONDS), "action", None) != action:
-        pass
+    found = None
+    while found != action:
+        answer = answers.get(timeout=SECONDS)
+        (done,) = answer.tasks if isinstance(answer, Computed) else (answer,)
+        found = getattr(done, "action", None)
 
 
 def test_it_names_the_attempt_whose_code_runs_not_the_one_that_came_last() -> None:

@@ -55,6 +55,7 @@ def trimmed(batch: Batch, training: bool) -> Batch:
     return {k: v[:, :longest] if v.dim() > 1 else v for k, v in batch.items()}
 
 
+@pytest.mark.long
 class TestBERTOfDynamicLength(TestBERT):
     """Batches differ in length too, because `collate` trims what every row pads."""
 
@@ -74,6 +75,7 @@ class TestBERTOfDynamicLength(TestBERT):
         assert len(lengths) > 1
 
 
+@pytest.mark.long
 class TestGPT2(ModelCase):
     """Its embeddings are the weights of its head; trained as it comes, with its own loss."""
 
@@ -94,6 +96,7 @@ class TestGPT2(ModelCase):
         assert trial.cut_model.tied == {"transformer.wte.weight": (0, 2)}
 
 
+@pytest.mark.long
 class TestT5(ModelCase):
     """The encoder's output crosses every later cut; encoder, decoder and head share one table."""
 

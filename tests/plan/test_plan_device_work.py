@@ -128,3 +128,17 @@ def test_a_report_begins_where_the_one_before_ended() -> None:
 def test_what_devices_tell_decides_nothing() -> None:
     state = HopState(HopConfig(1))
     assert state.handle(DevicesWorked("a", 1.0, ())) == []
+
+
+def test_the_tasks_of_a_unit_that_ends_were_done_one_after_the_other() -> None:
+    state = WorkerState([20], None, sharp)
+    log = DeviceLog(state, lambda run: run)
+    log.hear(10.0, [RunAdded(RunSpec(0, TaskGraph(1, 1), (ShardSpec(8),)))])
+    tasks = [Action(0, 0, kind, 0, device=0) for kind in (ActionKind.F, ActionKind.B, ActionKind.U)]
+    log.hear(
+        16.0,
+        [ActionDone(task, seconds) for task, seconds in zip(tasks, (1.0, 3.0, 1.0), strict=True)],
+    )
+    (work, _) = log.report("a", 20.0).devices
+    assert work.computing == 5.0
+    assert [span[:2] for span in work.tasks] == [(1.0, 2.0), (2.0, 5.0), (5.0, 6.0)]

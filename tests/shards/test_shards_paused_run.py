@@ -53,7 +53,7 @@ def interleaved(begun: list, updates: list, choice: random.Random) -> list[list[
         steps[number].append(done)
         following = runs[number].advance()
         if done[0] == "B":
-            updates[number](done[1])
+            runs[number].call(partial(updates[number], done[1]))
         if following is not None:
             waiting[number] = following
         torch.rand(3)  # what else runs in this process draws numbers, too
@@ -198,3 +198,31 @@ def test_a_cancelled_run_ends_though_its_code_takes_no_error_for_an_answer() -> 
     for _ in range(2):
         paused.close()
     assert reached == []
+
+
+def test_what_comes_between_two_steps_is_done_on_the_thread_of_the_run() -> None:
+    threads: list[threading.Thread] = []
+
+    def note(*_: object) -> None:
+        threads.append(threading.current_thread())
+
+    def fail() -> None:
+        raise ValueError("the user's schedule is wrong")
+
+    def steps(reach: Reach) -> None:
+        for kind in ("F", "B"):
+            reach(kind, 0)
+            note()
+
+    run = PausedRun()
+    run.begin(steps)
+    run.call(note)
+    with pytest.raises(ValueError, match="schedule"):
+        run.call(fail)
+    assert run.advance() == ("B", 0)
+    run.call(note)
+    assert run.advance() is None
+    run.call(note)
+    run.close()
+    assert len(threads) == 5
+    assert {thread.name for thread in threads} == {"paused-run"}

