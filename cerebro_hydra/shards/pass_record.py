@@ -79,7 +79,7 @@ class PassRecord:
         rows: of the batch.
         weight: of its loss; see `Microbatch`.
         loss: of the batch, once it is known.
-        norms: the norms of the gradients of shards that this microbatch came back to.
+        norms: the norms of the gradients of shards, where a backward has been.
     """
 
     nbytes: int = 0

@@ -64,3 +64,10 @@ def test_microbatches_that_move_have_the_bits_of_plain_training(name: str) -> No
     loops = train([name], seed=1)
     devices = [len(each) for loop in loops for each in loop.movers[0].places.values()]
     assert max(devices) > 1
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(seed=st.integers(0, 10_000), deaths=st.integers(0, 6))
+def test_devices_that_die_change_no_bit(seed: int, deaths: int) -> None:
+    names = ["frozen, clipping", "norms of batches, clipping", "tied, accumulation, clipping"]
+    train(names, seed, deaths)
