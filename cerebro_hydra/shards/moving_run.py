@@ -32,7 +32,7 @@ class MovingRun(ShardRun):
         super().__init__(*args, **options)
         assert self._recompute, "autograd's graphs stay on their device"
         assert isinstance(self._tasks, GraphTasks) and self._cut_model.graphs is not None
-        self._graphs = self._cut_model.graphs
+        self._passes, self._graphs = self._tasks, self._cut_model.graphs
         self._tied = self._cut_model.tied
         self._shared = self._cut_model.read_elsewhere
         self._memory: Memory
@@ -84,7 +84,7 @@ class MovingRun(ShardRun):
         k, clips = task.shard, self._recipe.clip_grad_norm is not None
         if clips and task.kind is ActionKind.U and k not in self._norms:
             self._norms[k] = self._sub_epoch.norms_of(k)  # the unit has its last backward
-        super().perform(task, self._norms | (norms or {}))
+        super().perform(task, self._norms)
         self._last = task.kind
 
     def cancel(self) -> None:
@@ -102,7 +102,7 @@ class MovingRun(ShardRun):
         going = self._going
         if going is None:
             raise ValueError(f"{task} can't come now; take its microbatch up before")
-        run = self._tasks.forward if kind is ActionKind.F else self._tasks.backward
+        run = self._passes.forward if kind is ActionKind.F else self._passes.backward
         with torch.autograd.set_multithreading_enabled(False), self._within_limit(k, going):
             run(k, going)
         if kind is ActionKind.B and k == 0:
@@ -127,11 +127,11 @@ class MovingRun(ShardRun):
         k, record, recipe = task.shard, self._record, self._recipe
         window, place = divmod(task.microbatch or 0, self._accumulate)
         key = RandomKey(self._trial_seed, self._start_step + window, place, recipe.device)
-        of_batch = [
+        features, targets = (
             tuple(self._stored(each) for each in record.tensors if each[0] == kind)
             for kind in ("feature", "target")
-        ]
-        batch = Microbatch(recipe, *of_batch, record.weight, key, record.loss)
+        )
+        batch = Microbatch(recipe, features, targets, record.weight, key, record.loss)
         graph = self._graphs.of(batch.inputs).train[k]
         before = self._named("before", graph.mutates)
         self._copies |= self._named("held", (*graph.params, *graph.buffers))

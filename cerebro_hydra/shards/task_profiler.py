@@ -82,8 +82,8 @@ class TaskProfiler:
         """Return the profile of a trial that needs more than was measured, nobody knows how much.
 
         Its activations are computed again, and its tasks may have all that a device has beside the
-        shard that they compute with; the next one is not copied meanwhile. A microbatch stays on one
-        device, because nobody knows what it would leave for another one.
+        shard that they compute with; the next one is not copied meanwhile. A microbatch stays on
+        one device, because nobody knows what it would leave for another one.
         """
         assert self.budget is not None and found.tasks is not None
         budget = self.budget

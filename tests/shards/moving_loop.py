@@ -1,4 +1,4 @@
-"""Devices in this process among which microbatches move: real queues, runs, and records of passes."""
+"""Devices in this process among which microbatches move: real queues and runs, over records."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cerebro_hydra.shards.pass_record import check_room
 from tests.examples import examples
 from tests.shards import plain
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
@@ -52,7 +51,9 @@ def train(names: list[str], seed: int, deaths: int = 0) -> list[MovingLoop]:
         loops[-1].run()
         for mover, of_trial in zip(movers, sums, strict=True):
             mover.trial.step += len(mover.windows)
-            of_trial.append(sum(loss * rows for loss, rows in map(mover.losses.get, sorted(mover.losses))))
+            of_trial.append(
+                sum(loss * rows for loss, rows in map(mover.losses.get, sorted(mover.losses)))
+            )
     for (trial, _, _, expected), of_trial in zip(trials, sums, strict=True):
         averages = {n: plain.bits(t) for n, t in trial.tensors().items() if n[:4] == "ema:"}
         assert (of_trial, plain.everything(trial.loaded()), averages) == expected
