@@ -16,6 +16,7 @@ from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.plan.instructions import StartSubEpoch, StateSource
+from cerebro_hydra.plan.schedules.fifo import fifo
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.task_profile import profile
 from cerebro_hydra.shards.trial_profile import TrialProfile
@@ -84,27 +85,37 @@ def moved(made: QueueBench) -> int:
     return sum(len(devices) > 1 for devices in places.values())
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_microbatches_move_among_processes_and_no_bit_is_other(
-    tmp_path: Path, everything: bool
-) -> None:
-    copies = Copies(everything, str(tmp_path))
-    shards = len(copies.spec.shards)
+def trained(copies: Copies, kill: bool) -> None:
+    """Train the copies, whose runs take turns on the devices, and compare every digest."""
     budgets = [copies.budget] * DEVICES
-    with bench(copies.opener, shards, budgets, rows=ROWS) as made:
+    with bench(copies.opener, len(copies.spec.shards), budgets, rows=ROWS) as made:
+        made.state._rule = fifo  # so that no run stays where it is
         copies.begin(made)
-        made.state.wait_for_tasks(60)
-        made.devices[0].kill()
+        if kill:
+            made.state.wait_for_tasks(100)
+            made.devices[0].kill()
         results = [made.result() for _ in range(TRIALS)]
         assert moved(made)
+        assert (len(made.devices) > DEVICES) is kill
     for result in results:
         assert isinstance(result, events.SubEpochDone), result
         assert result.digests == copies.agent.known(1)
 
 
-def test_a_batch_that_leaves_more_than_was_measured_fails_its_trial_with_the_numbers(
-    tmp_path: Path,
+def test_microbatches_move_among_processes_and_no_bit_is_other(tmp_path: Path) -> None:
+    trained(Copies(True, str(tmp_path)), kill=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_process_that_is_killed_while_microbatches_move_changes_no_bit(
+    tmp_path: Path, everything: bool
 ) -> None:
+    trained(Copies(everything, str(tmp_path)), kill=True)
+
+
+@pytest.mark.long
+def test_a_batch_that_leaves_too_much_fails_its_trial_with_the_numbers(tmp_path: Path) -> None:
     copies = Copies(False, str(tmp_path), room=0.5)
     with bench(copies.opener, len(copies.spec.shards), [None] * DEVICES, rows=ROWS) as made:
         copies.begin(made)
