@@ -28,6 +28,7 @@ from cerebro_hydra.plan.worker_events import (
 from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.recipe import Recipe, Window
 from cerebro_hydra.shards.layout import aligned, memory_of, on_host
+from cerebro_hydra.shards.memory_watch import MemoryLimit
 from cerebro_hydra.shards.moving_run import MovingRun
 from cerebro_hydra.shards.task_profile import profile
 from cerebro_hydra.shards.trial_profile import TrialProfile
@@ -75,6 +76,7 @@ class Mover:
             self.runs[device] = MovingRun(
                 self.trial.cut_model, self.trial.layout, self.make(), plain.TRIAL_SEED,
                 STEPS_PER_EPOCH, True, self.trial.step, self.windows, shared=shared,
+                limit=MemoryLimit(0, self.spec.task_bytes),
             )  # fmt: skip
         return self.runs[device]
 
