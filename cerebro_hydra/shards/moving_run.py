@@ -69,6 +69,7 @@ class MovingRun(ShardRun):
         if going is not None:
             record = self._write(going)
         self._going = None
+        del self._memory
         self._sub_epoch.end_microbatch()
         return replace(record, norms=self._norms)
 

@@ -85,11 +85,13 @@ def moved(made: QueueBench) -> int:
     return sum(len(devices) > 1 for devices in places.values())
 
 
-def trained(copies: Copies, kill: bool) -> None:
+def trained(copies: Copies, kill: bool = False, audits: bool = False) -> None:
     """Train the copies, whose runs take turns on the devices, and compare every digest."""
     budgets = [copies.budget] * DEVICES
-    with bench(copies.opener, len(copies.spec.shards), budgets, rows=ROWS) as made:
+    shards, audited = len(copies.spec.shards), 0.01 if audits else 0.0
+    with bench(copies.opener, shards, budgets, rows=ROWS, audit_share=audited) as made:
         made.state._rule = fifo  # so that no run stays where it is
+        made.trainer._audits.budget.trained = 1e6
         copies.begin(made)
         if kill:
             made.state.wait_for_tasks(100)
@@ -100,10 +102,11 @@ def trained(copies: Copies, kill: bool) -> None:
     for result in results:
         assert isinstance(result, events.SubEpochDone), result
         assert result.digests == copies.agent.known(1)
+        assert (result.audit_seconds > 0) is audits
 
 
 def test_microbatches_move_among_processes_and_no_bit_is_other(tmp_path: Path) -> None:
-    trained(Copies(True, str(tmp_path)), kill=False)
+    trained(Copies(True, str(tmp_path)))
 
 
 @pytest.mark.long
@@ -112,6 +115,11 @@ def test_a_process_that_is_killed_while_microbatches_move_changes_no_bit(
     tmp_path: Path, everything: bool
 ) -> None:
     trained(Copies(everything, str(tmp_path)), kill=True)
+
+
+@pytest.mark.long
+def test_audits_agree_where_microbatches_move(tmp_path: Path) -> None:
+    trained(Copies(True, str(tmp_path)), audits=True)
 
 
 @pytest.mark.long

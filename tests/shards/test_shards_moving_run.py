@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.task_profiler import TaskProfiler
 from tests.examples import examples
 from tests.shards import plain, zoo
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
@@ -114,6 +115,13 @@ def test_every_graph_cut_may_move(name: str) -> None:
 def test_devices_that_die_change_no_bit(seed: int, deaths: int) -> None:
     loops = train(["tied", "frozen"], seed, deaths)
     event(f"restarts: {sum(loop.restarts for loop in loops)}")
+
+
+def test_a_trial_that_ran_out_of_memory_keeps_its_microbatches_on_one_device() -> None:
+    _, _, profile, _ = prepared("tied")
+    assert not profile.training(0, 2, 2, True, DEVICES).stays
+    assert profile.training(0, 2, 2, True).stays
+    assert TaskProfiler(1 << 30).with_all_room(profile, 2).training(0, 2, 2, True, DEVICES).stays
 
 
 def test_a_microbatch_leaves_what_was_measured_and_one_that_leaves_more_is_an_error() -> None:
