@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from cerebro_hydra.data.prepared import find_prepared
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.plan.instructions import StartSubEpoch, StateSource
-from cerebro_hydra.plan.schedules.fifo import fifo
+from cerebro_hydra.plan.schedules.candidate import Candidate
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.task_profile import profile
 from cerebro_hydra.shards.trial_profile import TrialProfile
@@ -85,12 +85,18 @@ def moved(made: QueueBench) -> int:
     return sum(len(devices) > 1 for devices in places.values())
 
 
+def longest_waiting(candidates: Sequence[Candidate]) -> Candidate:
+    """Pick the run whose last unit ended first, so that no run stays on its device."""
+    return min(candidates, key=lambda each: each.waiting_since)
+
+
 def trained(copies: Copies, kill: bool = False, audits: bool = False) -> None:
     """Train the copies, whose runs take turns on the devices, and compare every digest."""
     budgets = [copies.budget] * DEVICES
     shards, audited = len(copies.spec.shards), 0.01 if audits else 0.0
-    with bench(copies.opener, shards, budgets, rows=ROWS, audit_share=audited) as made:
-        made.state._rule = fifo  # so that no run stays where it is
+    options = {"rows": ROWS, "audit_share": audited, "double_buffering": False}
+    with bench(copies.opener, shards, budgets, **options) as made:
+        made.state._rule = longest_waiting
         made.trainer._audits.budget.trained = 1e6
         copies.begin(made)
         if kill:
