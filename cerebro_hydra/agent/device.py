@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from cerebro_hydra.agent.device_memory import DeviceMemory
 from cerebro_hydra.agent.device_messages import (
@@ -41,7 +41,7 @@ from cerebro_hydra.agent.device_messages import (
     Profiled,
     RunOrder,
 )
-from cerebro_hydra.agent.device_run import DeviceRun, RunOpener
+from cerebro_hydra.agent.device_run import DeviceRun, MovingDeviceRun, RunOpener
 from cerebro_hydra.agent.logs import current_trial
 from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.task_watch import Task
@@ -224,22 +224,26 @@ class Device:
                 asked = self._tasks[task.trial]
                 try:
                     with self._code_of(asked.trial, asked.attempt):
-                        done = self._perform(task, last=task is unit.tasks[-1])
+                        done = self._perform(task, unit)
                 except (Exception, SystemExit) as error:
                     self._fail(task.trial, asked.trial, error)
             dones.append(replace(done, seconds=time.perf_counter() - begun))
         self._answer(Computed(tuple(dones)))
 
-    def _perform(self, task: Action, last: bool) -> Done:
+    def _perform(self, task: Action, unit: Compute) -> Done:
         key, run = (task.trial, task.shard), self._runs[task.trial]
-        unbound = None
+        first, last, unbound = task is unit.tasks[0], task is unit.tasks[-1], None
         try:
+            if first and unit.record is not None:
+                cast(MovingDeviceRun, run).take_up(task, unit.slabs["boundary"], unit.record)
             if key in self._unbound:
                 cursor, _ = self._unbound.pop(key)
                 run.load(task.shard, self._slots[key], cursor)
             done = run.perform(task)
             if last and not run.stays:
                 unbound = run.unload(task.shard)
+            if last and unit.record is not None:
+                done = replace(done, record=cast(MovingDeviceRun, run).put_down())
         finally:  # whoever takes these slots next need not ask who uses them
             self._memory.finish()
         if unbound is not None:

@@ -10,6 +10,7 @@ from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.plan.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.layout import Bytes
+from cerebro_hydra.shards.pass_record import PassRecord
 from cerebro_hydra.shards.step_result import TensorDigests
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -30,6 +31,7 @@ class RunOrder:
         watched: whether the first step may be audited.
         audits: whether the uncut model takes the first step alone, to audit another run.
         task_bytes: what tasks of each shard may have beside their shards; None for any amount.
+        moves: whether microbatches go from device to device between two units.
     """
 
     run: int
@@ -40,6 +42,7 @@ class RunOrder:
     watched: bool = False
     audits: bool = False
     task_bytes: tuple[int, ...] | None = None
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,17 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device is to do the tasks of a unit, one after the other."""
+    """The device is to do the tasks of a unit, one after the other.
+
+    Args:
+        slabs: host memory by the name "boundary", in which the unit finds its microbatch and leaves
+            it; none where microbatches stay on one device.
+        record: says what lies there.
+    """
 
     tasks: tuple[Action, ...]
+    slabs: Mapping[str, Bytes] = field(default_factory=dict)
+    record: PassRecord | None = None
 
     @property
     def run(self) -> int:
@@ -140,6 +151,7 @@ class Done:
         has_gradients: whether its gradients were written back too.
         losses: the mean loss and the rows of microbatches that have ended, by their numbers.
         digests: those of a shard's tensors, after an update that may be audited.
+        record: says what a unit has left of its microbatch in the memory that it was given.
     """
 
     action: Action
@@ -149,6 +161,7 @@ class Done:
     has_gradients: bool = False
     losses: Mapping[int, tuple[float, int]] = field(default_factory=dict)
     digests: TensorDigests | None = None
+    record: PassRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

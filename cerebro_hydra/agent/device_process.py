@@ -16,7 +16,7 @@ from typing import Any
 from cerebro_hydra.agent import watchdog
 from cerebro_hydra.agent.device import Device
 from cerebro_hydra.agent.device_memory import DeviceMemory
-from cerebro_hydra.agent.device_messages import Answer, Move, Order, Ready
+from cerebro_hydra.agent.device_messages import Answer, Compute, Move, Order, Ready
 from cerebro_hydra.agent.device_run import RunOpener
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.slabs import MappedSlabs, Slabs
@@ -126,7 +126,7 @@ class DeviceProcess:
             try:
                 while self._freed:
                     self._forget(self._freed.pop())
-                if isinstance(order, Move) and order.slabs:
+                if isinstance(order, Move | Compute) and order.slabs:
                     named = {name: self._named(slab) for name, slab in order.slabs.items()}
                     order = replace(order, slabs=named)
                 self._connection.send(order)
@@ -213,12 +213,12 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
             if isinstance(order, _Forget):
                 slabs.forget(order.number)
                 continue
-            if isinstance(order, Move):
+            if isinstance(order, Move | Compute):
                 order = _with_slabs(order, slabs)
             device.give(order)
             del order  # its slabs are given back before the next order comes
 
 
-def _with_slabs(order: Move, slabs: MappedSlabs) -> Move:
+def _with_slabs(order: Move | Compute, slabs: MappedSlabs) -> Move | Compute:
     names: Mapping[str, Any] = order.slabs
     return replace(order, slabs={name: slabs.find(slab) for name, slab in names.items()})

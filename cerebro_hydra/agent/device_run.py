@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from cerebro_hydra.agent.device_messages import Done, RunOrder
 from cerebro_hydra.plan.actions import Action
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.layout import Segments
+from cerebro_hydra.shards.layout import Bytes, Segments
+from cerebro_hydra.shards.pass_record import PassRecord
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -40,6 +41,18 @@ class DeviceRun(Protocol):
 
     def cancel(self) -> None:
         """End the run where it stands."""
+        ...
+
+
+class MovingDeviceRun(DeviceRun, Protocol):
+    """One sub-epoch, of which the device does some units and other devices do others."""
+
+    def take_up(self, task: Action, slab: Bytes, record: PassRecord) -> None:
+        """Begin a unit, by its first task, where the record says what the slab has for it."""
+        ...
+
+    def put_down(self) -> PassRecord:
+        """End a unit, whose shard is unloaded; return what the slab has after it."""
         ...
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from cerebro_hydra.agent.device_messages import Move
 from cerebro_hydra.agent.queued_run import QueuedRun
+from cerebro_hydra.agent.run_boundary import RunBoundary
 from cerebro_hydra.agent.shard_home import ShardHome
 from cerebro_hydra.agent.shard_store import HeldShard, ShardStore, State
 from cerebro_hydra.agent.worker_devices import WorkerDevice
@@ -42,11 +43,14 @@ class HostMoves:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def receive(self, run: QueuedRun, action: Action, held: HeldShard) -> None:
-        """Make a shard of the state before one of a run."""
+        """Make a shard of the state before one of a run, and room for its microbatches."""
 
         def work() -> None:
             segments = self._shard_store.segments
             run.homes[action.shard] = ShardHome(held, segments, self._scratch)
+            if action.shard == 0 and not run.spec.stays:
+                slab = segments.allocate(run.spec.host_boundary_bytes)
+                run.boundary = RunBoundary(slab, run.spec.graph.shards)
 
         self._submit(run, action, work)
 

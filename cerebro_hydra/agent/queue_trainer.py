@@ -254,6 +254,7 @@ class QueueTrainer:
                 self._move(self._runs[decision.trial], decision)
 
     def _end(self, run: QueuedRun, ended: RunEnded) -> None:
+        run.boundary = None
         if ended.outcome == "refused":
             self._ends.fail(run, "", f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
@@ -275,7 +276,7 @@ class QueueTrainer:
         if any(map(run.begins_last_step, tasks)):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
         run.time.start()
-        self._devices.ask(self._devices[tasks[0].device or 0], Compute(tuple(tasks)))
+        self._devices.ask(self._devices[tasks[0].device or 0], run.unit(tasks))
 
     def _move(self, run: QueuedRun, action: Action) -> None:
         assert action.device is not None

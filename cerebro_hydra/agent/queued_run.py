@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cerebro_hydra.agent.device_messages import Close, Done, RunOrder
+from cerebro_hydra.agent.device_messages import Close, Compute, Done, RunOrder
+from cerebro_hydra.agent.run_boundary import RunBoundary
 from cerebro_hydra.agent.run_time import RunTime
 from cerebro_hydra.agent.shard_home import ShardHome
 from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
@@ -33,6 +34,7 @@ class QueuedRun:
         look: finds a shard of the state before, or says that it will never come.
         time: of its own computing.
         limited: whether its devices have a budget.
+        boundary: what a microbatch leaves between two units, if it goes from device to device.
         opened: the devices that have opened the run.
         over: whether it has been reported how the run ended.
         closing: the devices that have yet to say that its results can be used.
@@ -57,6 +59,7 @@ class QueuedRun:
     state: State | None = None
     start_step: int | None = None
     homes: dict[int, ShardHome] = field(default_factory=dict)
+    boundary: RunBoundary | None = None
     opened: set[WorkerDevice] = field(default_factory=set)
     over: bool = False
     closing: set[WorkerDevice] = field(default_factory=set)
@@ -92,6 +95,7 @@ class QueuedRun:
     def begin_anew(self) -> None:
         """Forget what the run gave."""
         self.homes.clear()
+        self.boundary = None
         self.opened.clear()
         self.losses.clear()
         self.digests.clear()
@@ -113,7 +117,12 @@ class QueuedRun:
             self.watched,
             self.audits is not None,
             self.spec.task_bytes if self.limited else None,
+            not self.spec.stays,
         )
+
+    def unit(self, tasks: Sequence[Action]) -> Compute:
+        """Return the order to do a unit."""
+        return Compute(tuple(tasks)) if self.boundary is None else self.boundary.order(tasks)
 
     def cancel(self) -> None:
         """Let every device end the run where it stands."""
@@ -147,6 +156,8 @@ class QueuedRun:
     def note(self, done: Done) -> None:
         """Keep what a task gave."""
         self.losses |= done.losses
+        if done.record is not None and self.boundary is not None:
+            self.boundary.note(done.record)
         first = self.spec.graph.window_of(0)
         if done.action.kind.computes and done.action.microbatch in first:
             self.first_seconds += done.seconds

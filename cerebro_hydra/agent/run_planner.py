@@ -29,21 +29,25 @@ class RunPlanner:
     Args:
         rows: returns how many rows a partition of a split has.
         budget: the bytes of the smallest device; None if that has no limit.
+        devices: how many there are.
     """
 
-    def __init__(self, rows: Callable[[Split, int], int], budget: int | None) -> None:
+    def __init__(
+        self, rows: Callable[[Split, int], int], budget: int | None, devices: int = 1
+    ) -> None:
         self._trials: dict[int, TrialSpec] = {}
         self._rows = rows
         self._budget = budget
+        self._devices = devices
         self._sparing: set[int] = set()  # trials that have run out of memory
         self._rule: Callable[[Sequence[Candidate]], Candidate] = oldest_first
         self._audits: set[int] = set()  # the runs that audit another one
 
     @classmethod
-    def of(cls, manifest: Manifest, budget: int | None) -> RunPlanner:
+    def of(cls, manifest: Manifest, budget: int | None, devices: int) -> RunPlanner:
         """Return the planner of a run."""
         rows = {(info.split, info.index): info.rows for info in manifest.partitions}
-        return cls(lambda split, partition: rows[split, partition], budget)
+        return cls(lambda split, partition: rows[split, partition], budget, devices)
 
     def learn(self, spec: TrialSpec) -> bool:
         """Take in what a trial is, before anything else is asked of it; called from any thread.
@@ -93,7 +97,7 @@ class RunPlanner:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
         recompute = profile.recomputes(trial.recompute, self._budget, trial.accumulate)
         recompute |= task.trial in self._sparing
-        return profile.training(number, len(sizes), trial.accumulate, recompute)
+        return profile.training(number, len(sizes), trial.accumulate, recompute, self._devices)
 
     def audit_spec(self, number: int, audited: RunSpec, profile: TrialProfile) -> RunSpec:
         """Describe the run that takes the first step of another one again."""

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from cerebro_hydra.agent.device_messages import Done, RunOrder
-from cerebro_hydra.agent.device_run import DeviceRun
+from cerebro_hydra.agent.device_run import DeviceRun, MovingDeviceRun
 from cerebro_hydra.agent.partitions import Partitions, decode_partitions
 from cerebro_hydra.agent.plain_run import PlainRun
 from cerebro_hydra.agent.trial_builder import TrialBuilder
@@ -22,8 +22,10 @@ from cerebro_hydra.recipe import Evaluation, Recipe
 from cerebro_hydra.recipe.determinism import compute_deterministically
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.gradient_layout import GradientLayout
-from cerebro_hydra.shards.layout import Segments, TrialLayout
+from cerebro_hydra.shards.layout import Bytes, Segments, TrialLayout, memory_of
 from cerebro_hydra.shards.memory_watch import MemoryLimit
+from cerebro_hydra.shards.moving_run import MovingRun
+from cerebro_hydra.shards.pass_record import PassRecord
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
 from cerebro_hydra.shards.step_result import tensor_digests
@@ -111,7 +113,8 @@ class TrialRuns:
         if (order.audits or task.uncut) and not order.recompute:
             run = PlainRun(recipe, layout, seed, steps, order.start_step, windows, metrics)
         else:
-            sub_epoch = ShardRun(
+            kind = MovingRun if order.moves else ShardRun
+            sub_epoch = kind(
                 *cut, steps, order.recompute, order.start_step, windows, metrics, shared, limit
             )
             run = TrainingRun(sub_epoch, layout, order.recompute)
@@ -169,6 +172,16 @@ class TrainingRun:
             return Done(task, losses={number: self._run.losses[number]})
         return Done(task)
 
+    def take_up(self, task: Action, slab: Bytes, record: PassRecord) -> None:
+        """Begin a unit of a microbatch that moves."""
+        assert isinstance(self._run, MovingRun)
+        self._run.take_up(task, memory_of(slab), record)
+
+    def put_down(self) -> PassRecord:
+        """End such a unit."""
+        assert isinstance(self._run, MovingRun)
+        return self._run.put_down()
+
     def close(self) -> None:
         """End the run after its last task."""
         self._run.close()
@@ -205,6 +218,14 @@ class WatchedRun:
             return done
         digests = tensor_digests(self._layout.shards[k], self._slots[k]["trainable"])
         return replace(done, digests=digests)
+
+    def take_up(self, task: Action, slab: Bytes, record: PassRecord) -> None:
+        """Begin a unit of a microbatch that moves."""
+        cast(MovingDeviceRun, self._run).take_up(task, slab, record)
+
+    def put_down(self) -> PassRecord:
+        """End such a unit."""
+        return cast(MovingDeviceRun, self._run).put_down()
 
     def close(self) -> Evaluation | None:
         """End the run after its last task."""

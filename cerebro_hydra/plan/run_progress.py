@@ -26,7 +26,8 @@ class ShardSpec:
         state: bytes of parameters, buffers, gradients and optimizer state; with slots of fixed
             size, those of a slot.
         activations: bytes that a task of one microbatch has beside the state, at its peak.
-        boundary: bytes of one microbatch's input and of its gradient.
+        boundary: bytes of one microbatch's input and of its gradient, or of all that its tasks
+            leave in DRAM where a microbatch may go to other devices.
         forward, backward, update: seconds of a task, until they have been measured.
         forward_writes: whether a forward changes the state, as BatchNorm's statistics do.
     """
@@ -51,8 +52,9 @@ class RunSpec:
     Args:
         run: the number that its actions carry as their trial. It is not the trial's own number,
             because a worker may evaluate a trial on two partitions at once.
-        by_modules: the model is cut by modules, so a microbatch stays on one device, which also
-            holds its boundary values.
+        by_modules: a microbatch stays on one device, which also holds its boundary values, as it
+            must where the model is cut by modules. Else any device may take its next unit, and
+            the boundary values are in DRAM from unit to unit.
         recompute: a backward computes its forward again. Otherwise a microbatch stays on one
             device, with all shards and activations.
         fused: forward and backward of the last shard are one unit, with its activations kept.
@@ -187,6 +189,7 @@ class RunProgress:
     def begin(self) -> None:
         """Begin at the first task."""
         self.units: list[Unit] = []  # under way and reserved
+        self.boundary = 0  # bytes of DRAM that it has for boundary values
         self.microbatch: int | None = None  # the newest that has begun
         self.device: int | None = None  # where the microbatch stays
         self.waiting_since = 0  # the event at which its last unit ended
@@ -238,7 +241,7 @@ class RunProgress:
             if task.shard != before.shard or not fuses:
                 break
             unit.append(task)
-        if self.spec.fused and self.microbatch is not None:
+        if self.spec.fused and self.spec.stays and self.microbatch is not None:
             self._lengthen(unit)
         return self._unit(unit, next(islice(tasks, len(unit), None), None))
 

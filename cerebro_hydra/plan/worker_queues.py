@@ -91,6 +91,7 @@ class WorkerQueues:
             if need > self.tiers.host_budget or not self._dram(nbytes, -1):
                 return
             self.tiers.boundaries += nbytes
+            run.boundary = nbytes
             run.status = "open"
 
     def _receive(self) -> None:
@@ -235,8 +236,14 @@ class WorkerQueues:
 
     def _close(self, run: RunProgress) -> None:
         """Take the run's units off the queues, but for the one that runs."""
-        self.tiers.boundaries -= run.spec.host_boundary_bytes
         self._take_back(run)
+        if not run.units:
+            self._give_back_boundary(run)
+
+    def _give_back_boundary(self, run: RunProgress) -> None:
+        """Give back the run's room for boundary values, to which no unit writes any more."""
+        self.tiers.boundaries -= run.boundary
+        run.boundary = 0
 
     def _take_back(self, run: RunProgress) -> list[Action]:
         """Take back the run's reserved unit and return its tasks."""

@@ -66,6 +66,8 @@ class WorkerState(WorkerQueues):
             AssertionError: an invariant is broken; the message names it and the object.
         """
         self.tiers.validate()
+        boundaries = sum(run.boundary for run in self.runs.values())
+        assert self.tiers.boundaries == boundaries, "bytes of boundary values in DRAM"
         for queue in self.queues.values():
             used = self.used(queue.number)
             assert used <= queue.budget, f"device {queue.number} has {used} of {queue.budget} bytes"
@@ -167,7 +169,10 @@ class WorkerState(WorkerQueues):
         for held in self.tiers.of_run(run.spec.run):
             if held.at_rest and held.key not in running:
                 self._answers += self.tiers.discard(held)
-        if run.units or self.tiers.of_run(run.spec.run):
+        if run.units:
+            return
+        self._give_back_boundary(run)
+        if self.tiers.of_run(run.spec.run):
             return
         for queue in self.queues.values():
             if run in queue.staying:

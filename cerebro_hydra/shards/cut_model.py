@@ -112,6 +112,20 @@ class CutModel:
         """Return the shard of each unit, by the module's name."""
         return {module_of(unit): k for k, units in enumerate(self.units) for unit in units}
 
+    @property
+    def read_elsewhere(self) -> frozenset[str]:
+        """Return the parameters and buffers that training graphs of other shards read."""
+        if self.graphs is None:
+            return self.shared
+        owner = {t.name: t.owner for t in (*self.params, *self.buffers)}
+        return frozenset(
+            name
+            for graphs in (self.graphs, *self.graphs.of_rows.values())
+            for k, graph in enumerate(graphs.train)
+            for name in (*graph.params, *graph.buffers)
+            if owner[name] != k
+        )
+
     def on(self, device: torch.device) -> CutModel:
         """Return the cut model for a device; it was cut on the CPU."""
         if device == CPU or self.graphs is None:

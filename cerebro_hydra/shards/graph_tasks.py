@@ -70,7 +70,10 @@ class GraphTasks:
 
     def run(self, batch: Microbatch, reach: Reach) -> None:
         """Run F and B of every shard, after `reach` has allowed each of them."""
-        going = GraphPass(batch)
+        self.carry(GraphPass(batch), reach)
+
+    def carry(self, going: GraphPass, reach: Reach) -> None:
+        """Run F and B of every shard for a pass; see `run`."""
         for k in range(self._last + 1):
             reach("F", k)
             self.forward(k, going)
@@ -99,11 +102,14 @@ class GraphTasks:
             going.batch.finish_forward(graph.loss)
 
     def backward(self, k: int, going: GraphPass) -> None:
-        """Run B of shard k, after its F."""
+        """Run B of shard k, after its F; where F's graph is gone, F is computed again."""
         graph = going.graphs.pop(k, None)
         if graph is None:
-            buffers = self._buffers(self._graph(k, going)) | going.buffers_before.pop(k)
-            graph = self._run(k, going, buffers)
+            shard_graph, before = self._graph(k, going), going.buffers_before.pop(k, {})
+            assert before.keys() == shard_graph.mutates, "F comes again where it writes to buffers"
+            graph = self._run(k, going, self._buffers(shard_graph) | before)
+            if graph.loss is not None:
+                going.batch.finish_forward(graph.loss)
         roots: list[Tensor] = []
         seeds: list[Tensor | None] = []
         if graph.loss is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -20,10 +19,11 @@ Reach = Callable[[Literal["F", "B"], int], object]
 
 @dataclass
 class Microbatch:
-    """Carries the inputs of one batch, the way to its loss, and the loss when it is known."""
+    """Carries one batch, and its loss when it is known."""
 
-    inputs: Sequence[Tensor]
-    loss_of: Callable[[Any], Tensor]
+    recipe: Recipe
+    features: Sequence[Tensor]
+    targets: Sequence[Tensor]
     weight: float | None  # of its loss in a window of several microbatches, else None
     key: RandomKey
     loss: float = float("nan")
@@ -34,8 +34,16 @@ class Microbatch:
     ) -> Microbatch:
         """Return a batch before shard 0, as `collate` leaves it."""
         features, targets = recipe.collated(*example, key)
-        loss_of = partial(recipe.compute_loss, targets=targets)
-        return cls(recipe.inputs(features, targets), loss_of, weight, key)
+        return cls(recipe, features, targets, weight, key)
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """Return what the model takes."""
+        return self.recipe.inputs(self.features, self.targets)
+
+    def loss_of(self, outputs: Any) -> Tensor:
+        """Return the mean loss of the model's outputs."""
+        return self.recipe.compute_loss(outputs, self.targets)
 
     def finish_forward(self, loss: Tensor) -> None:
         """Note the loss.

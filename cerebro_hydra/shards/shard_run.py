@@ -55,6 +55,7 @@ class ShardRun:
         limit: MemoryLimit | None = None,
     ) -> None:
         self.losses: dict[int, tuple[float, int]] = {}
+        self._cut_model, self._recipe, self._trial_seed = cut_model, recipe, trial_seed
         self._accumulate = recipe.accumulate
         self._recompute = recompute
         self._start_step = start_step
@@ -147,7 +148,7 @@ class ShardRun:
         k, number = task.shard, task.microbatch
         if number is None or k not in self._sub_epoch:
             raise ValueError(f"{task} can't be done; load its shard before")
-        window, place = divmod(number, self._accumulate)
+        window = number // self._accumulate
         self._go_to_step(self._start_step + window)
         self._sub_epoch.check_step(k)
         if task.kind is ActionKind.U:
@@ -156,8 +157,16 @@ class ShardRun:
             if self._at is not None and self._at[0] == window and self._at[1][1]:
                 self._updated_last.add(k)
             return
+        self._pass_through(task, number)
+
+    def _pass_through(self, task: Action, number: int) -> None:
+        """Do F or B of a microbatch."""
+        k = task.shard
         if task.kind is ActionKind.F and k == 0:
-            self._begin(number, window, place)
+            batch, rows = self._made(number)
+            self._sub_epoch.begin_microbatch()
+            self._number = number
+            self._next = self._paused.begin(partial(self._run, batch, number, rows))
         if self._next != (task.kind, k) or number != self._number:
             raise ValueError(f"{task} can't come now; the microbatch is before {self._next}")
         self._next = self._paused.advance()
@@ -170,16 +179,15 @@ class ShardRun:
             self._sub_epoch.end_window()
             self._sub_epoch.begin_window(step)
 
-    def _begin(self, number: int, window: int, place: int) -> None:
+    def _made(self, number: int) -> tuple[Microbatch, int]:
+        """Return a microbatch, and its rows."""
+        window, place = divmod(number, self._accumulate)
         while self._at is None or self._at[0] < window:
             self._at = next(self._windows, None)
             if self._at is None:
                 raise ValueError(f"the sub-epoch has no microbatch {number}")
         batches, _ = self._at[1]
-        batch = self._maker.make(batches, place, self._sub_epoch.step)
-        self._sub_epoch.begin_microbatch()
-        self._number = number
-        self._next = self._paused.begin(partial(self._run, batch, number, batches[place].rows))
+        return self._maker.make(batches, place, self._sub_epoch.step), batches[place].rows
 
     def _run(self, batch: Microbatch, number: int, rows: int, reach: Reach) -> None:
         if self._limit is None:

@@ -248,6 +248,10 @@ class SubEpoch:
                 for name, norm in each.items()
             }
 
+    def norms_of(self, k: int) -> Norms:
+        """Return the norms of the gradients of a shard that is here."""
+        return floats(grad_norms(self._states[k].params))
+
     def update(self, k: int) -> None:
         """Take the optimizer step of a shard.
 

@@ -18,6 +18,7 @@ from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.cut_model import CutModel
 from cerebro_hydra.shards.evaluated_shards import EvaluatedShards
 from cerebro_hydra.shards.gradient_layout import GradientLayout
+from cerebro_hydra.shards.graph_tasks import GraphPass, GraphTasks
 from cerebro_hydra.shards.held_tensors import HeldTensors
 from cerebro_hydra.shards.layout import (
     TrialLayout,
@@ -29,6 +30,7 @@ from cerebro_hydra.shards.layout import (
 from cerebro_hydra.shards.memory_watch import LiveBytes, ReadsElsewhere
 from cerebro_hydra.shards.microbatch import Microbatch
 from cerebro_hydra.shards.microbatch_maker import MicrobatchMaker
+from cerebro_hydra.shards.pass_record import TensorLog, tensors_of
 from cerebro_hydra.shards.sample import Example, copy_example
 from cerebro_hydra.shards.sub_epoch import SubEpoch
 
@@ -50,6 +52,8 @@ class TaskProfile:
             model can't be run so.
         shared: the parameters that are read while another shard than theirs runs.
         batch: the bytes of that batch, as the model takes it.
+        moving: the bytes that tasks of each shard leave for others in a microbatch that computes
+            activations again; None where it can't go to another device.
     """
 
     evaluation: Needs
@@ -57,6 +61,7 @@ class TaskProfile:
     recompute: Needs | None
     shared: tuple[str, ...]
     batch: int
+    moving: tuple[int, ...] | None = None
 
     def training(self, recompute: bool) -> Needs:
         """Return the needs of training; those of the other way where this one was not measured."""
@@ -110,13 +115,13 @@ def profile(
     try:
         shared = cut_model.shared | _read_elsewhere(recipe, cut_model, layout, example)
         trial = _Measured(recipe, cut_model, layout, example, shared)
-        again = _recomputed(trial, or_not=keep) if recompute else None
+        again, moving = _recomputed(trial, or_not=keep) if recompute else (None, None)
         kept = _kept(trial) if keep else None
         evaluation = _evaluated(trial)
         batch = sum(each.nbytes for each in _microbatch(recipe, example).inputs)
     finally:
         torch.default_generator.set_state(random_state)
-    return TaskProfile(evaluation, kept, again, tuple(sorted(shared)), batch)
+    return TaskProfile(evaluation, kept, again, tuple(sorted(shared)), batch, moving)
 
 
 class _Measured(NamedTuple):
@@ -129,13 +134,17 @@ class _Measured(NamedTuple):
     shared: frozenset[str]
 
 
-def _recomputed(trial: _Measured, or_not: bool) -> Needs | None:
+def _recomputed(
+    trial: _Measured, or_not: bool
+) -> tuple[Needs, tuple[int, ...] | None] | tuple[None, None]:
+    """Return the needs of training, and what a microbatch leaves where it can move."""
     try:
         step = _ProfiledStep(trial, recompute=True)
-        return _timed(step, _recomputing(_measure_memory(step), step.gradients_outlive))
+        memory = _recomputing(_measure_memory(step), step.gradients_outlive)
+        return _timed(step, memory), step.left
     except ConfigurationError:
         if or_not:
-            return None
+            return None, None
         raise
 
 
@@ -312,24 +321,33 @@ class _ProfiledStep:
         self._sub_epoch: SubEpoch
         self._task: ExitStack
         self._at: Task | None = None
+        self._going: GraphPass | None = None
+        self._left: list[int] = []
 
     def take(self, measured: Callable[[Task], AbstractContextManager[None]]) -> None:
         """Take the step; each task runs within what `measured` returns for it."""
-        self._measured, self._at = measured, None
+        self._measured, self._at, self._going = measured, None, None
+        self._held = HeldTensors(self._shared)
         self._segments = list(map(on_host, initial_segments(self._recipe, self._layout)))
         self._gradients = [
             memory_of(aligned(GradientLayout.of(shard).nbytes, zeroed=True))
             for shard in self._layout.shards
         ]
         self._sub_epoch = SubEpoch(
-            self._cut_model, self._layout, self._recipe, 1, 0, None, HeldTensors(self._shared)
+            self._cut_model, self._layout, self._recipe, 1, 0, None, self._held
         )
         with self._sub_epoch.tasks(keep=not self._recompute) as tasks, ExitStack() as self._task:
             batch = _microbatch(self._recipe, self._example)
             self._sub_epoch.begin_window(0)
             self._sub_epoch.begin_microbatch()
-            tasks.run(batch, self._reach)
+            if isinstance(tasks, GraphTasks):
+                self._log, self._left = TensorLog({}, 0), [0] * self._cut_model.num_shards
+                self._going = GraphPass(batch)
+                tasks.carry(self._going, self._reach)
+            else:
+                tasks.run(batch, self._reach)
             self._end()
+            self._going = None
             self._sub_epoch.end_microbatch()
             if self.gradients_outlive:
                 for k in range(self._cut_model.num_shards):
@@ -345,8 +363,24 @@ class _ProfiledStep:
     def _end(self) -> None:
         """End the task under way, with the update that follows."""
         self._task.close()
-        if self._at is not None and self._at[0] == "B" and not self.gradients_outlive:
-            self._update(self._at[1])
+        if self._at is None:
+            return
+        kind, k = self._at
+        if self._going is not None:
+            before = self._log.nbytes
+            self._log.lay_out(tensors_of(self._going, self._moving_copies()))
+            self._left[k] += self._log.nbytes - before
+        if kind == "B" and not self.gradients_outlive:
+            self._update(k)
+
+    @property
+    def left(self) -> tuple[int, ...] | None:
+        """Return the bytes that tasks of each shard left for others, if those were graphs."""
+        return tuple(self._left) if self._left else None
+
+    def _moving_copies(self) -> dict[str, Tensor]:
+        copies, names = self._held.copies, self._cut_model.read_elsewhere
+        return {name: copies[name] for name in names & copies.keys()}
 
     def _update(self, k: int) -> None:
         with self._measured(("U", k)):

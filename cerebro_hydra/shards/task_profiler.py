@@ -82,7 +82,8 @@ class TaskProfiler:
         """Return the profile of a trial that needs more than was measured, by an unknown amount.
 
         Its activations are computed again, and its tasks may have all that a device has beside the
-        shard that they compute with; the next one is not copied meanwhile.
+        shard that they compute with; the next one is not copied meanwhile. A microbatch stays on
+        one device, because nobody knows what it would leave for another one.
         """
         assert self.budget is not None and found.tasks is not None
         budget = self.budget
@@ -96,7 +97,9 @@ class TaskProfiler:
 
         training = enlarged(found.training(0, window, window, recompute=True))
         evaluation = enlarged(found.evaluation(0, 1))
-        tasks = replace(found.tasks, keep=None, recompute=training, evaluation=evaluation)
+        tasks = replace(
+            found.tasks, keep=None, recompute=training, evaluation=evaluation, moving=None
+        )
         return replace(found, tasks=tasks)
 
 

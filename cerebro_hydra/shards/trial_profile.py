@@ -78,8 +78,10 @@ class TrialProfile:
         kept = graph.training and (graph.window > 1 or graph.barrier or bool(graph.tied))
         return self.shards[shard].gradients if kept else 0
 
-    def training(self, run: int, microbatches: int, window: int, recompute: bool) -> RunSpec:
-        """Return the run of a sub-epoch."""
+    def training(
+        self, run: int, microbatches: int, window: int, recompute: bool, devices: int = 1
+    ) -> RunSpec:
+        """Return the run of a sub-epoch, whose microbatches may move among so many devices."""
         graph = TaskGraph(len(self.shards), microbatches, window, self.barrier, self.tied)
         kept = [self.kept_gradients(number, graph) for number in range(graph.shards)]
         if self.tasks is None:  # the least that tasks need are gradients that nobody keeps
@@ -95,7 +97,15 @@ class TrialProfile:
             )
             for shard, need, own in zip(self.shards, needs, kept, strict=True)
         )
-        return RunSpec(run, graph, shards, by_modules=True, recompute=recompute)
+        moving = None if self.tasks is None else self.tasks.moving
+        if 1 in (devices, graph.shards) or moving is None or not recompute:
+            return RunSpec(run, graph, shards, by_modules=True, recompute=recompute)
+        held = sum(shard.boundary for shard in shards)  # a task has no more of it on its device
+        shards = tuple(
+            replace(shard, activations=held + shard.activations, boundary=left)
+            for shard, left in zip(shards, moving, strict=True)
+        )
+        return RunSpec(run, graph, shards, recompute=True)
 
     def evaluation(self, run: int, microbatches: int) -> RunSpec:
         """Return the run of an evaluation."""

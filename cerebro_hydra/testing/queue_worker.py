@@ -77,7 +77,7 @@ class QueueWorker:
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.worked: list[events.DevicesWorked] = []
         self.state = state
-        self.planner = RunPlanner(lambda split, partition: rows, smallest)
+        self.planner = RunPlanner(lambda split, partition: rows, smallest, len(state.queues))
         nobody: Any = None
         self.trainer = QueueTrainer(
             ME,

@@ -56,7 +56,9 @@ class MemoryBill:
         budget = self._resources.device_memory
         recompute = profile.recomputes(spec.recompute, budget, spec.accumulate)
         microbatches = max(spec.steps) * spec.accumulate
-        run = profile.training(spec.trial, microbatches, spec.accumulate, recompute)
+        run = profile.training(
+            spec.trial, microbatches, spec.accumulate, recompute, self._resources.devices
+        )
         workers = [self._memory] * self._num_workers
         found = bill([run], workers)
         found.check()
