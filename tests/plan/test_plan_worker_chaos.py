@@ -21,11 +21,14 @@ from cerebro_hydra.plan.schedules.sharp import sharp
 from cerebro_hydra.plan.simulate_worker import WorkerSimulation, WorkerTimeline
 from cerebro_hydra.plan.validate import validate_order
 from cerebro_hydra.plan.worker_events import (
+    ActionDone,
     DeviceJoined,
     DeviceLost,
+    RunAdded,
     RunCancelled,
     RunReleased,
     RunRestarted,
+    ShardArrived,
     WorkerEvent,
 )
 from cerebro_hydra.plan.worker_state import WorkerState
@@ -256,3 +259,16 @@ def test_a_change_that_is_not_done_again_is_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RunProgress, "put_back", forgetful)
     with pytest.raises(AssertionError):
         one_run_with_a_loss(RunSpec(0, TaskGraph(2, 1), SHARDS), at=4.5)
+
+
+def test_a_cancelled_run_has_its_boundary_values_until_its_task_ends() -> None:
+    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(1, boundary=3), ShardSpec(1, boundary=3)))
+    state = WorkerState([None], 20, sharp)
+    state.handle([RunAdded(spec)])
+    (load,) = state.handle([ShardArrived(0, 0)])
+    (task,) = state.handle([ActionDone(load, 1.0)])
+    state.handle([RunCancelled(0)])
+    assert state.tiers.boundaries == 6, "the task writes there"
+    state.handle([ActionDone(task, 1.0)])
+    assert state.tiers.boundaries == 0
+    state.validate()
