@@ -260,6 +260,8 @@ class QueueTrainer:
             run.closing = set(run.opened)
             for device in run.closing:
                 self._devices.ask(device, Close(run.number))
+        elif ended.outcome == "cancelled":
+            run.homes.clear()  # with their files
 
     def _report_devices(self) -> None:
         self._report(self._log.report(self._incarnation, time.monotonic()))
