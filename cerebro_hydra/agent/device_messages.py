@@ -115,6 +115,11 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """The device's process is not frozen, whatever it computes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Profiled:
     """The device has built a trial."""
 
@@ -173,4 +178,4 @@ class Failed:
     lacking: str | None = None
 
 
-Answer = Ready | Profiled | Opened | Done | Closed | Failed
+Answer = Ready | Alive | Profiled | Opened | Done | Closed | Failed

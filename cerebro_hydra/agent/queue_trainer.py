@@ -46,7 +46,7 @@ from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_entrance import TaskEntrance
 from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
-from cerebro_hydra.agent.worker_loop import WorkerLoop
+from cerebro_hydra.agent.worker_loop import TICK_SECONDS, WorkerLoop
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
@@ -339,10 +339,9 @@ class QueueTrainer:
             case Ready():
                 if (number := self._devices.ready(device)) is not None:
                     self._loop.tell(DeviceJoined(number))
-            case Failed(run=int(number)):
-                if (run := self._runs.get(number)) is not None:
-                    self._ends.fail(run, answer.kind, answer.error, answer.lacking)
-            case Profiled() | Failed():
+            case Failed(run=int(number)) if number in self._runs:
+                self._ends.fail(self._runs[number], answer.kind, answer.error, answer.lacking)
+            case Profiled() | Failed(run=None):
                 self._entrance.hear(answer)
             case Opened(number) if number in self._runs:
                 self._runs[number].time.built()
@@ -354,6 +353,7 @@ class QueueTrainer:
                 self._loop.tell(ActionDone(answer.action, answer.seconds, answer.nbytes))
 
     def _check_times(self) -> None:
+        self._devices.age(TICK_SECONDS)
         for run in self._runs.values():
             if not run.over:
                 run.time.check()
