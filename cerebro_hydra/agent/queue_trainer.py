@@ -175,12 +175,13 @@ class QueueTrainer:
         self._loop.put(self._look)
 
     def stop(self) -> None:
-        """Take every attempt back, because the run is over; returns at once."""
+        """End the devices, because the run is over, whatever the loop does; returns at once."""
         self._loop.stop()
+        self._devices.close()
 
     def close(self) -> None:
-        """End the devices, whatever they are doing."""
-        self._loop.stop()
+        """End the loop, and the devices that it has started meanwhile."""
+        self.stop()
         self._loop.join()
         self._devices.close()
         self._host.close()
@@ -206,8 +207,7 @@ class QueueTrainer:
         look = self._shard_store.follow(task.trial, task.source.visit)
         timed = RunTime(task, self._make_watch, self._end_overdue)
         run = QueuedRun(trial, task, profile, spec, look, timed, self._planner.has_budget)
-        known = self._state.runs.keys()
-        self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}
+        self._runs = {n: r for n, r in self._runs.items() if n in self._state.runs or not r.over}
         self._runs[spec.run] = run
         self._loop.tell(RunAdded(spec))
         return run
