@@ -33,6 +33,10 @@ class JournalError(CerebroHydraError):
     """The journal of a run is incomplete or contradicts itself."""
 
 
+class ScratchFull(CerebroHydraError, OSError):
+    """A worker's scratch disk has no room for a shard."""
+
+
 class TransferError(CerebroHydraError):
     """Shards could not be fetched from their owner; never the trial's own fault."""
 

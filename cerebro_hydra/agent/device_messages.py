@@ -126,6 +126,11 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """The device's process is not frozen, whatever it computes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Profiled:
     """The device has built a trial."""
 
@@ -193,4 +198,4 @@ class Failed:
     lacking: str | None = None
 
 
-Answer = Ready | Profiled | Opened | Computed | Done | Closed | Failed
+Answer = Ready | Alive | Profiled | Opened | Computed | Done | Closed | Failed

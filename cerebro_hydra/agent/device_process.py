@@ -6,7 +6,10 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,10 +19,11 @@ from typing import Any
 from cerebro_hydra.agent import watchdog
 from cerebro_hydra.agent.device import Device
 from cerebro_hydra.agent.device_memory import DeviceMemory
-from cerebro_hydra.agent.device_messages import Answer, Compute, Move, Order, Ready
+from cerebro_hydra.agent.device_messages import Alive, Answer, Compute, Move, Order, Ready
 from cerebro_hydra.agent.device_run import RunOpener
 from cerebro_hydra.agent.logs import forwarded
 from cerebro_hydra.agent.slabs import MappedSlabs, Slabs
+from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ class DeviceSettings:
         double_buffering: whether shards are moved beside the computing.
         make_memory: makes the memory that has its slots.
         prepare: is called before anything else there.
+        limits: how often its process shows life, and for how long it may show none.
     """
 
     context: Any
@@ -55,6 +60,7 @@ class DeviceSettings:
     double_buffering: bool = True
     make_memory: Callable[[], DeviceMemory] = DeviceMemory
     prepare: Callable[[], object] | None = None
+    limits: LossLimits = DEFAULT_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ class DeviceProcess:
         on_answer: Callable[[DeviceProcess, Answer], object],
         on_gone: Callable[[DeviceProcess], object],
     ) -> None:
-        self._settings = settings
+        self.limits = settings.limits
         self._slabs = slabs
         self._on_answer, self._on_gone, self._on_said = on_answer, on_gone, on_said
         self._lock = threading.Lock()
@@ -107,6 +113,7 @@ class DeviceProcess:
         context = settings.context
         pipe: tuple[Any, Any] = context.Pipe()  # of Connections, which send what they are given
         self._connection, theirs = pipe
+        _limit_sends(self._connection, settings.limits.silence_seconds)
         given = replace(settings, context=None)
         self._process = context.Process(
             target=run_device, args=(theirs, given), daemon=True, name="cerebro-hydra-device"
@@ -121,7 +128,7 @@ class DeviceProcess:
         return int(self._process.pid)
 
     def give(self, order: Order) -> None:
-        """Send an order; it is lost if the process has died."""
+        """Send an order; it is lost if the process has died, or reads none for too long."""
         with self._lock:
             try:
                 while self._freed:
@@ -130,6 +137,8 @@ class DeviceProcess:
                     named = {name: self._named(slab) for name, slab in order.slabs.items()}
                     order = replace(order, slabs=named)
                 self._connection.send(order)
+            except BlockingIOError:
+                self.kill()
             except OSError:
                 pass  # on_gone tells of it
 
@@ -170,6 +179,14 @@ class DeviceProcess:
         self._on_gone(self)
 
 
+def _limit_sends(connection: Any, seconds: float) -> None:
+    """Let what is sent through a pipe wait for its reader no longer than this."""
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))  # C's timeval
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 def run_device(connection: Any, settings: DeviceSettings) -> None:
     """Be the process of a device until the agent closes its end, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
@@ -192,6 +209,7 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
         except Exception:
             _log.exception("a device can't be started")
             raise
+        _repeat(settings.limits.heartbeat_interval, lambda: tell(Alive()))
         slabs = MappedSlabs(memory.runtime.mapped)
         device = Device(
             opener,
@@ -222,3 +240,14 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
 def _with_slabs(order: Move | Compute, slabs: MappedSlabs) -> Move | Compute:
     names: Mapping[str, Any] = order.slabs
     return replace(order, slabs={name: slabs.find(slab) for name, slab in names.items()})
+
+
+def _repeat(seconds: float, work: Callable[[], object]) -> None:
+    """Do something again and again, as long as threads of this process run."""
+
+    def repeat() -> None:
+        while True:
+            work()
+            time.sleep(seconds)
+
+    threading.Thread(target=repeat, name="device-lives", daemon=True).start()

@@ -18,12 +18,15 @@ from cerebro_hydra.agent.device_run import RunOpener
 from cerebro_hydra.agent.slabs import Slabs
 from cerebro_hydra.agent.visible_gpus import THE_GPU, show_gpu
 from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice
+from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.determinism import compute_deterministically
 
 
 class OwnDevice:
     """Is a device in the agent's own process."""
+
+    limits = None
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ def device_starts(
     end_process: Callable[[], object],
     begin: Callable[[int], object],
     double_buffering: bool = True,
+    limits: LossLimits = DEFAULT_LIMITS,
 ) -> Sequence[DeviceStart]:
     """Return what starts each CPU device.
 
@@ -76,10 +80,11 @@ def device_starts(
         on_said: takes what code in another process prints and logs.
         end_process: ends this process once all is sent that was reported.
         begin: is told of each attempt before code of its trial runs in this process.
+        limits: for how long another process may be silent.
     """
     if devices == 1:
         return [partial(OwnDevice, opener, double_buffering, end_process, begin)]
-    settings = DeviceSettings(fork_server(), make_opener, double_buffering)
+    settings = DeviceSettings(fork_server(), make_opener, double_buffering, limits=limits)
     return [partial(DeviceProcess, settings, slabs, on_said)] * devices
 
 
@@ -88,6 +93,7 @@ def gpu_starts(
     make_opener: Callable[[], RunOpener],
     slabs: Slabs,
     on_said: Callable[[Mapping[str, Any]], object],
+    limits: LossLimits = DEFAULT_LIMITS,
 ) -> Sequence[DeviceStart]:
     """Return what starts each GPU in a process of its own, whose end gives all its memory back.
 
@@ -96,11 +102,12 @@ def gpu_starts(
     Args:
         gpus: their addresses.
         make_opener: makes what opens runs on `THE_GPU` of a process.
+        limits: for how long a process may be silent.
         on_said: takes what code in another process prints and logs.
     """
     context = fork_server()
     settings = [
-        DeviceSettings(context, make_opener, True, gpu_memory, partial(show_gpu, gpu))
+        DeviceSettings(context, make_opener, True, gpu_memory, partial(show_gpu, gpu), limits)
         for gpu in gpus
     ]
     return [partial(DeviceProcess, each, slabs, on_said) for each in settings]

@@ -89,7 +89,7 @@ class HostMoves:
         run.published(number, shard)
         if state is not None:
             self._shard_store.put(state, number, shard)
-        home.leave_dram()
+        home.leave()
 
     def _submit(self, run: QueuedRun, action: Action, work: Callable[[], None]) -> None:
         def carry_out() -> None:

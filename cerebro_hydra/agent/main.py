@@ -209,6 +209,7 @@ class _Agent:
                 partial(open_trials, *trials, device=THE_GPU),
                 slabs,
                 self._control.send,
+                limits=spec.limits,
             )
         else:
             starts = device_starts(
@@ -219,6 +220,7 @@ class _Agent:
                 self._control.send,
                 self._end_process,
                 self._begin,
+                limits=spec.limits,
             )
         trainer = QueueTrainer(
             self._incarnation,

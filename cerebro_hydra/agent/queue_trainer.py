@@ -48,7 +48,7 @@ from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_entrance import TaskEntrance
 from cerebro_hydra.agent.task_watch import Task
 from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
-from cerebro_hydra.agent.worker_loop import WorkerLoop
+from cerebro_hydra.agent.worker_loop import TICK_SECONDS, WorkerLoop
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import Action, ActionKind
@@ -69,8 +69,6 @@ from cerebro_hydra.plan.worker_events import Answer as Decision
 from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.shards.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
-
-_REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
 
 
 class QueueTrainer:
@@ -175,12 +173,13 @@ class QueueTrainer:
         self._loop.put(self._look)
 
     def stop(self) -> None:
-        """Take every attempt back, because the run is over; returns at once."""
+        """End the devices, because the run is over, whatever the loop does; returns at once."""
         self._loop.stop()
+        self._devices.close()
 
     def close(self) -> None:
-        """End the devices, whatever they are doing."""
-        self._loop.stop()
+        """End the loop, and the devices that it has started meanwhile."""
+        self.stop()
         self._loop.join()
         self._devices.close()
         self._host.close()
@@ -206,8 +205,7 @@ class QueueTrainer:
         look = self._shard_store.follow(task.trial, task.source.visit)
         timed = RunTime(task, self._make_watch, self._end_overdue)
         run = QueuedRun(trial, task, profile, spec, look, timed, self._planner.has_budget)
-        known = self._state.runs.keys()
-        self._runs = {n: r for n, r in self._runs.items() if n in known or not r.over}
+        self._runs = {n: r for n, r in self._runs.items() if n in self._state.runs or not r.over}
         self._runs[spec.run] = run
         self._loop.tell(RunAdded(spec))
         return run
@@ -256,11 +254,13 @@ class QueueTrainer:
     def _end(self, run: QueuedRun, ended: RunEnded) -> None:
         run.boundary = None
         if ended.outcome == "refused":
-            self._ends.fail(run, "", f"{ended.reason}; {_REMEDY}")
+            self._ends.refused(run, ended.reason)
         elif ended.outcome == "finished" and not run.over:
             run.closing = set(run.opened)
             for device in run.closing:
                 self._devices.ask(device, Close(run.number))
+        elif ended.outcome == "cancelled":
+            run.homes.clear()  # with their files
 
     def _report_devices(self) -> None:
         self._report(self._log.report(self._incarnation, time.monotonic()))
@@ -338,9 +338,8 @@ class QueueTrainer:
             case Ready():
                 if (number := self._devices.ready(device)) is not None:
                     self._loop.tell(DeviceJoined(number))
-            case Failed(run=int(number)):
-                if (run := self._runs.get(number)) is not None:
-                    self._ends.fail(run, answer.kind, answer.error, answer.lacking)
+            case Failed(run=int(number)) if number in self._runs:
+                self._ends.fail(self._runs[number], answer.kind, answer.error, answer.lacking)
             case Profiled() | Failed() if isinstance(asked, Profile):
                 self._entrance.hear(answer, asked.trial)
             case Opened(number) if number in self._runs:
@@ -357,6 +356,7 @@ class QueueTrainer:
                     run.homes[action.shard].changed(answer.cursor, answer.has_gradients)
 
     def _check_times(self) -> None:
+        self._devices.age(TICK_SECONDS)
         for run in self._runs.values():
             if not run.over:
                 run.time.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -14,10 +15,16 @@ from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.agent.run_planner import RunPlanner
 from cerebro_hydra.agent.shard_store import ShardStore
 from cerebro_hydra.agent.task_entrance import TaskEntrance
+from cerebro_hydra.agent.task_watch import described
 from cerebro_hydra.agent.worker_devices import DEADLY, MOST_DEATHS, WorkerDevice
 from cerebro_hydra.agent.worker_loop import WorkerLoop
-from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.errors import ScratchFull, StepDiffers
 from cerebro_hydra.plan.worker_events import RunCancelled, RunReleased
+from cerebro_hydra.storage.names import trial_name
+
+_log = logging.getLogger(__name__)
+
+_REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
 
 
 class RunEnds:
@@ -77,22 +84,35 @@ class RunEnds:
     def fail(self, run: QueuedRun, kind: str, why: str, lacking: str | None = None) -> None:
         """End a run with an error; see `AttemptReports.failed`.
 
-        A run that lacks memory is done once more if it may need less then.
+        A run that lacks memory is done once more if it may need less then, and one that lacks disk
+        is done once more alone.
         """
         if run.over:
             return
+        was_alone = self._entrance.is_alone(run.task.trial)
         self.early(run)
         if run.audits is not None:
             self._go_on(run.audits, self._audits.failed(run, kind, why))
         elif lacking is not None and self._planner.can_spare(run.spec, run.trial, run.profile):
             self._entrance.enter(run.task)  # once more, from the state before it
+        elif kind == ScratchFull.__name__ and not was_alone:
+            name = trial_name(run.task.trial)
+            _log.warning("%s begins again when nothing else trains here: %s", name, why)
+            self._entrance.enter_alone(run.task)
         else:
             finer = lacking is not None and self._planner.helps_finer(run.task, run.spec)
             self._reports.failed(run.task, kind, why, lacking, finer)
 
+    def refused(self, run: QueuedRun, reason: str) -> None:
+        """End a run that the worker has no room for."""
+        self.fail(run, "", f"{reason}; {_REMEDY}")
+
     def raised(self, run: QueuedRun, error: Exception) -> None:
         """End a run because of an error of this process."""
-        why = "".join(traceback.format_exception(error))
+        if isinstance(error, ScratchFull):
+            why = f"{described(run.task)}: {error}"
+        else:
+            why = "".join(traceback.format_exception(error))
         self.fail(run, type(error).__name__, why, memory_that_ran_out(error))
 
     def closed(self, run: QueuedRun, device: WorkerDevice) -> None:

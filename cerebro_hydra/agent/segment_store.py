@@ -64,7 +64,7 @@ class SegmentStore:
         self._moving = threading.RLock()  # of what is moved between memory and disk; taken first
         self._segments: dict[str, _Segment] = {}  # the longest unused first
         self._reserved = 0
-        self._can_spill = True
+        self._disk_is_full = False
 
     def raise_budget(self, budget: int) -> None:
         """Allow this many bytes, unless more are allowed already."""
@@ -152,10 +152,10 @@ class SegmentStore:
         self.pool.trim(self._budget - self._reserved)
 
     def _make_room(self, nbytes: int) -> None:
-        while self.pool.leased + self._reserved + nbytes > self._budget and self._can_spill:
-            if (segment := self._longest_unused()) is None:
+        while self.pool.leased + self._reserved + nbytes > self._budget:
+            segment = self._longest_unused()
+            if segment is None or not self._spill(segment):
                 return
-            self._spill(segment)
 
     def _longest_unused(self) -> _Segment | None:
         with self._lock:
@@ -166,15 +166,19 @@ class SegmentStore:
                     return segment
             return None
 
-    def _spill(self, segment: _Segment) -> None:
+    def _spill(self, segment: _Segment) -> bool:
+        """Let a segment go to disk; return whether the disk has taken it."""
         if segment.file is None and segment.buffer is not None:
             try:
                 segment.file = ScratchFile(self._scratch, segment.buffer)
             except OSError as error:
-                self._can_spill = False
-                _log.warning("trials stay in memory, because scratch takes no more: %s", error)
-                return
+                if not self._disk_is_full:
+                    _log.warning("states stay in memory while scratch takes no more: %s", error)
+                self._disk_is_full = True
+                return False
+            self._disk_is_full = False
         segment.buffer = None
+        return True
 
     def _read_back(self, segment: _Segment) -> Bytes:
         if segment.buffer is not None:  # another thread was first

@@ -60,7 +60,11 @@ class ShardHome:
             self._own.pop("gradients", None)
 
     def to_disk(self) -> None:
-        """Move what is in slabs of its own to files; the state before has its own place."""
+        """Move what is in slabs of its own to files; the state before has its own place.
+
+        Raises:
+            ScratchFull: the disk has no room for it.
+        """
         for name, slab in self._own.items():
             self._files[name] = ScratchFile(self._scratch, slab)
             self._sizes[name] = slab.nbytes
@@ -81,6 +85,11 @@ class ShardHome:
         """Let go of all memory; what is not on disk is lost."""
         self._own.clear()
         self._stored.clear()
+
+    def leave(self) -> None:
+        """Let go of all memory and files."""
+        self.leave_dram()
+        self._files.clear()
 
     def published(self) -> Shard:
         """Return the shard as the newest state has it."""

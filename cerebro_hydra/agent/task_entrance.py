@@ -1,4 +1,7 @@
-"""Lets tasks into the queues of a worker: each once its trial is profiled and has no other run."""
+"""Lets tasks into the queues of a worker: each once its trial is profiled and has no other run.
+
+A task for which the disk had no room beside others enters alone.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,14 @@ class TaskEntrance:
         self._deaths: Counter[int] = Counter()  # of devices that profiled a trial
         self._inside: set[int] = set()  # trials that have a run
         self._waiting: dict[int, deque[Task]] = defaultdict(deque)
+        self._to_be_alone: deque[Task] = deque()
+        self._alone: int | None = None  # the trial that has entered alone, until it leaves
 
     def enter(self, task: Task) -> None:
         """Let a task in as soon as it may enter."""
         self._waiting[task.trial].append(task)
         if task.trial in self._profiles:
-            self._let_in(task.trial)
+            self._go_on()
         elif task.trial not in self._profiling:
             self._profiling.add(task.trial)
             self._ask(task.trial)
@@ -53,7 +58,18 @@ class TaskEntrance:
     def leave(self, trial: int) -> None:
         """Note that the run of a trial is over."""
         self._inside.discard(trial)
-        self._let_in(trial)
+        if trial == self._alone:
+            self._alone = None
+        self._go_on()
+
+    def enter_alone(self, task: Task) -> None:
+        """Let a task of a profiled trial in when no run is left, and no other one beside it."""
+        self._to_be_alone.append(task)
+        self._go_on()
+
+    def is_alone(self, trial: int) -> bool:
+        """Return whether a trial has entered alone."""
+        return trial == self._alone
 
     def hear(self, answer: Profiled | Failed, asked: TrialSpec) -> None:
         """Take what the first device found out about a trial, unless it was cut finer meanwhile."""
@@ -65,7 +81,7 @@ class TaskEntrance:
                 self._reports.failed(task, answer.kind, answer.error, answer.lacking)
         else:
             self._profiles[answer.trial] = answer.profile
-            self._let_in(answer.trial)
+            self._go_on()
 
     def ask_again(self, died_of: TrialSpec | None) -> None:
         """Ask the first device again, which was replaced.
@@ -86,15 +102,26 @@ class TaskEntrance:
         self._deaths.pop(trial, None)
         self._profiles.pop(trial, None)
         self._waiting.pop(trial, None)
+        self._to_be_alone = deque(task for task in self._to_be_alone if task.trial != trial)
         self._devices.tell(Forget(trial))
 
-    def _let_in(self, trial: int) -> None:
-        waiting = self._waiting.get(trial)
-        while waiting and trial not in self._inside:
-            task = waiting.popleft()
-            if task.attempt in self._reports:
-                self._inside.add(trial)
-                self._enter(task, self._profiles[trial])
+    def _go_on(self) -> None:
+        """Let in who may enter now."""
+        while self._to_be_alone and not self._inside:
+            task = self._to_be_alone.popleft()
+            self._let_in(task)
+            self._alone = task.trial if self._inside else None
+        if self._to_be_alone or self._alone is not None:
+            return
+        for trial, waiting in tuple(self._waiting.items()):
+            while waiting and trial in self._profiles and trial not in self._inside:
+                self._let_in(waiting.popleft())
+
+    def _let_in(self, task: Task) -> None:
+        """Let a task in, unless it was taken back."""
+        if task.attempt in self._reports:
+            self._inside.add(task.trial)
+            self._enter(task, self._profiles[task.trial])
 
     def _ask(self, trial: int) -> None:
         attempt = self._waiting[trial][0].attempt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -20,10 +22,16 @@ from cerebro_hydra.agent.device_messages import (
     Profiled,
 )
 from cerebro_hydra.errors import SetupError
+from cerebro_hydra.hopper.loss_limits import LossLimits
 
 MOST_STARTS = 10  # of a device that dies each time before it is ready
 MOST_DEATHS = 3  # of devices that run the same code, until that is the cause
-DEADLY = f"its code ended the process of a device {MOST_DEATHS} times"
+DEADLY = (
+    f"its code ended the process of a device {MOST_DEATHS} times, or held Python's lock until that "
+    "was killed"
+)
+
+_log = logging.getLogger(__name__)
 
 CodeOrder = Profile | Open | Compute | Close
 """An order that runs code of a trial."""
@@ -31,6 +39,11 @@ CodeOrder = Profile | Open | Compute | Close
 
 class WorkerDevice(Protocol):
     """Takes orders for a device, here or in another process. Thread-safe."""
+
+    @property
+    def limits(self) -> LossLimits | None:
+        """Return for how long its process may be silent; None if that is this one."""
+        ...
 
     def give(self, order: Order) -> None:
         """Take an order and return at once."""
@@ -78,11 +91,13 @@ class WorkerDevices:
         self._devices: list[WorkerDevice] = []
         self._down = Counter[int]()  # the deaths of each number since it was ready
         self._unanswered: list[deque[CodeOrder]] = []
+        self._patience: list[float] = []  # the seconds in which each has to show life
 
     def start(self) -> None:
         """Start them all."""
         self._devices = [start(self._on_answer, self._on_gone) for start in self._starts]
         self._unanswered = [deque() for _ in self._starts]
+        self._patience = [_patience_with_start(device) for device in self._devices]
 
     def __getitem__(self, number: int) -> WorkerDevice:
         """Return a device."""
@@ -103,12 +118,24 @@ class WorkerDevices:
         device.give(order)
 
     def hear(self, device: WorkerDevice, answer: Answer) -> CodeOrder | None:
-        """Return what a device answers, which is what it was asked first; None if nothing."""
+        """Note that a device lives; return what it answers: what it was asked first, or nothing."""
+        number = self._devices.index(device)
+        if device.limits is not None:
+            self._patience[number] = device.limits.silence_seconds
         if isinstance(answer, Profiled | Opened | Computed | Closed) or (
             isinstance(answer, Failed) and answer.run is None
         ):
-            return self._unanswered[self._devices.index(device)].popleft()
+            return self._unanswered[number].popleft()
         return None
+
+    def age(self, seconds: float) -> None:
+        """Let time pass, and end the devices whose processes have been silent for too long."""
+        for number, device in enumerate(self._devices):
+            self._patience[number] -= seconds
+            if self._patience[number] < 0:
+                self._patience[number] = math.inf
+                _log.warning("device %d shows no life; it is killed and started again", number)
+                device.kill()
 
     def replace(self, device: WorkerDevice) -> Death:
         """Start a device that died again.
@@ -128,6 +155,7 @@ class WorkerDevices:
         death = Death(number, was_up, asked[0] if asked else None)
         asked.clear()
         self._devices[number] = self._starts[number](self._on_answer, self._on_gone)
+        self._patience[number] = _patience_with_start(self._devices[number])
         return death
 
     def ready(self, device: WorkerDevice) -> int | None:
@@ -142,3 +170,7 @@ class WorkerDevices:
         """End them all."""
         for device in self._devices:
             device.close()
+
+
+def _patience_with_start(device: WorkerDevice) -> float:
+    return math.inf if device.limits is None else device.limits.join_timeout

@@ -82,9 +82,10 @@ def failed_audit(uncut: TrainUncut) -> str:
 
 def cut_finer(change: ChangeCut) -> str:
     """Return why a trial was cut finer, and from where it goes on."""
+    why = "forks a trial that was cut finer" if change.inherited else "ran out of memory"
     return (
-        f"{trial_name(change.trial)} ran out of memory; it goes on after visit {change.visit}, cut "
-        f"into {change.shards} shards instead of {change.shards_before}"
+        f"{trial_name(change.trial)} {why}; it goes on after visit {change.visit}, cut into "
+        f"{change.shards} shards instead of {change.shards_before}"
     )
 
 

@@ -8,7 +8,8 @@
 
 No training is lost: the states that the trial needs, its newest and its best one, are in the store
 before it is cut, and are laid out anew from there. So is state 0, or what a fork began with; every
-other state is deleted. Forks that wait for a state get it before that.
+other state is deleted. Forks that wait for a state get it before that. A fork that was admitted
+before its parent was cut finer, and comes after, is laid out like it, and may be cut finer itself.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class FinerCuts:
         ):
             trial.recutting = visits
             self._tables.recutting.add(index)
-            self._tables.instructions.append(CutFiner(index, visits, trial.lacking))
+            self._tables.instructions.append(
+                CutFiner(index, visits, trial.lacking, trial.lacking == PARENT_WAS_RECUT)
+            )
         return None
 
     def take(self, event: TrialRecut) -> None:
@@ -69,10 +72,12 @@ class FinerCuts:
         for state in event.states:
             holders.recut(index, state.visit, state.digests)
         before, shards = (len(each.initial_digests) for each in (trial.config, event.config))
-        trial.config, trial.lacking, trial.shards_before = event.config, None, before
+        inherited = trial.lacking == PARENT_WAS_RECUT
+        trial.config, trial.lacking = event.config, None
+        trial.shards_before = None if inherited else before
         trial.failed_transfers.clear()
         self._tables.log(index, f"goes on from state {trial.newest} in {shards} shards")
-        self._tables.instructions.append(ChangeCut(index, trial.newest, before, shards))
+        self._tables.instructions.append(ChangeCut(index, trial.newest, before, shards, inherited))
 
     def forget(self, index: int, trial: TrialProgress) -> None:
         """Forget what was asked, because it has an answer or needs none."""

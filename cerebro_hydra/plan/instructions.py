@@ -173,12 +173,14 @@ class TrainUncut:
 class CutFiner:
     """Cut the trial finer, and lay out these states of the store so, because it lacks memory.
 
-    ``TrialRecut`` or ``RecutRefused`` answers. Until then it does not train.
+    ``TrialRecut`` or ``RecutRefused`` answers. Until then it does not train. A fork whose cut is
+    ``inherited``, because its parent was cut finer meanwhile, may still be cut finer itself.
     """
 
     trial: int
     visits: tuple[int, ...]
     error: str
+    inherited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ class ChangeCut:
     visit: int
     shards_before: int
     shards: int
+    inherited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

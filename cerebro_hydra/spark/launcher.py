@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Agent = Callable[[AgentSpec, AgentStart, Factory], None]
 
-# Spark ends a cancelled task's Python two seconds later; nobody waits longer than this for it.
-_CANCEL_SECONDS = 10.0
+CANCEL_SECONDS = 2.5
+"""How long a cancelled job is waited for; Spark ends its tasks' Python two seconds later."""
 
 # What Spark says of a job that it ends by itself, because a task has failed too often.
 _FAILED = "most recent failure"
@@ -148,7 +148,7 @@ class SparkLauncher:
             self._cancelled.set()
             if self._spark_context._jsc is not None:
                 self._spark_context.cancelJobGroup(self._group)
-            thread.join(_CANCEL_SECONDS)
+            thread.join(CANCEL_SECONDS)
 
     def _run(self, task: Callable[..., Iterable[int]], on_exit: OnExit) -> None:
         context = self._spark_context

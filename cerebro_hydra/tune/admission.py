@@ -38,6 +38,7 @@ from cerebro_hydra.shards.cut_model import CutModelCache
 from cerebro_hydra.shards.cut_report import CutReport, ShardReport
 from cerebro_hydra.shards.layout import initial_segments
 from cerebro_hydra.shards.sample import Example
+from cerebro_hydra.shards.task_profile import TaskProfile
 from cerebro_hydra.shards.task_profiler import asked_recompute
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
@@ -153,9 +154,9 @@ class Admission:
                 spec = self._folder.read_trial(asked.trial, self._folder.run_id)
                 recipe = build_recipe(self._factory, spec.params, self._seed, self._columns)
             with self._within_memory(spec.trial, recipe):
-                return self._recut(spec, recipe, asked.visits)
+                return self._recut(spec, recipe, asked)
 
-    def _recut(self, spec: TrialSpec, recipe: Recipe, visits: Sequence[int]) -> TrialRecut:
+    def _recut(self, spec: TrialSpec, recipe: Recipe, asked: CutFiner) -> TrialRecut:
         recipe.shards, recipe.recompute = AUTO, True
         before, examples = len(spec.shards), self._example_batches(recipe)
         with _refusing():
@@ -170,14 +171,14 @@ class Admission:
                     "batch_size, with accumulate"
                 )
             profile = self._profiler.with_all_room(cut.profile, recipe.accumulate)
-            states = [relaid_state(self._folder, spec.trial, v, cut.layout) for v in visits]
+            states = [relaid_state(self._folder, spec.trial, v, cut.layout) for v in asked.visits]
         finer = replace(
             spec,
             **_structure(cut),
             shards=states[0].digests,
             recompute=True,
             tasks=profile.tasks.to_json() if profile.tasks is not None else None,
-            finer=False,
+            finer=asked.inherited and spec.finer,
         )
         with _refusing():
             self._memory_bill.check(finer, profile)
@@ -221,6 +222,9 @@ class Admission:
         finer = self._may_be_cut_finer(recipe)
         if parent is not None and (recipe.shards == AUTO or finer):
             recipe.shards = list(parent.cut["at"])
+        room = _room_of(parent, recipe) if finer else None
+        if room is not None:
+            recipe.recompute = True
         seed = trial_seed(self._seed, trial)
         examples = self._example_batches(recipe)
         with _refusing():
@@ -238,6 +242,8 @@ class Admission:
             entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
             self._folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": entries})
         profile = admission.profile
+        if room is not None and profile is not None:
+            profile = replace(profile, tasks=room)
         spec = TrialSpec(
             trial=trial,
             trial_id=trial_name(trial),
@@ -333,3 +339,12 @@ def _structure(cut: AdmittedCut) -> dict[str, Any]:
         "template": cut.template.to_json(),
         "nbytes": cut.layout.nbytes,
     }
+
+
+def _room_of(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None:
+    """Return what a fork's tasks need if that is as for its parent, which was cut finer."""
+    if parent is None or parent.tasks is None or not parent.recompute:
+        return None
+    steps = parent.batch_size, parent.accumulate
+    alike = asked_recompute(recipe) is None and steps == (recipe.batch_size, recipe.accumulate)
+    return TaskProfile.from_json(parent.tasks) if alike else None

@@ -16,6 +16,9 @@ from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.heartbeat import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from cerebro_hydra.wire.listener import Listener
 
+CLOSE_SECONDS = 1.0
+"""Seconds that agents have to hang up when the driver closes; they were told to stop before."""
+
 
 class ControlServer:
     """Speaks with every agent of a run, on one thread.
@@ -65,15 +68,20 @@ class ControlServer:
         return connection is not None and connection.send(message)
 
     def close(self) -> None:
-        """Deliver what was sent, say goodbye to every agent, and stop; a few seconds at most."""
+        """Deliver what was sent, say goodbye to every agent, and stop, whoever does not answer."""
         atexit.unregister(self.close)
         self._closing = True
         self._listener.close()
 
     async def _leave(self) -> None:
-        for connection in list(self._listener.connections):
+        connections = list(self._listener.connections)
+        for connection in connections:
             connection.hang_up("the driver closed the connection")
-        await asyncio.gather(*(connection.gone for connection in self._listener.connections))
+        if connections:
+            await asyncio.wait([each.gone for each in connections], timeout=CLOSE_SECONDS)
+        for connection in connections:
+            connection.transport.abort()
+        await asyncio.gather(*(connection.gone for connection in connections))
 
     def _admit(self) -> ControlConnection:
         connection = ControlConnection(listener.GREETING_SECONDS)

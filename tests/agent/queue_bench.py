@@ -13,6 +13,7 @@ from typing import Any
 from cerebro_hydra.agent.device_memory import DeviceMemory
 from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.slabs import Slabs
+from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.memory_check import MemoryCheck
 from cerebro_hydra.plan.run_progress import RunSpec
@@ -109,6 +110,24 @@ class CheckedState(WorkerState):
             self.check.begin(tasks[0])
 
 
+def spec_of(
+    num_shards: int,
+    batch_size: int,
+    window: int,
+    recompute: bool | None,
+    trial: int,
+) -> Any:
+    """Describe a trial to a worker, as far as its queues ask."""
+    return SimpleNamespace(
+        trial=trial,
+        shards=[None] * num_shards,
+        batch_size=batch_size,
+        accumulate=window,
+        recompute=recompute,
+        schedule="sharp",
+    )
+
+
 class QueueBench(QueueWorker):
     """One worker with devices in processes of their own, and memory that shows stale reads.
 
@@ -135,25 +154,21 @@ class QueueBench(QueueWorker):
         audit_share: float = 0.0,
         make_memory: Any = POISONED,
         prepare: Any = None,
+        limits: LossLimits = DEFAULT_LIMITS,
     ) -> None:
         self.devices: list[DeviceProcess] = []  # the present process of each device comes last
         if context is None:
             context = fork_server(["transformers.modeling_utils"])  # as those of all other tests
-        self.settings = DeviceSettings(context, opener, double_buffering, make_memory, prepare)
+        self.settings = DeviceSettings(
+            context, opener, double_buffering, make_memory, prepare, limits
+        )
         known = [budget for budget in budgets if budget is not None]
         super().__init__(
             self._start,
             CheckedState(budgets, host_budget, double_buffering=double_buffering),
             min(known, default=None),
             rows,
-            lambda trial: SimpleNamespace(
-                trial=trial,
-                shards=[None] * num_shards,
-                batch_size=batch_size,
-                accumulate=window,
-                recompute=recompute,
-                schedule="sharp",
-            ),
+            partial(spec_of, num_shards, batch_size, window, recompute),
             poison=True,
             batch_seconds=batch_seconds,
             audit_share=audit_share,

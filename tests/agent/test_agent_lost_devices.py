@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +33,10 @@ def busy_host(made: QueueBench) -> Iterator[None]:
     over = threading.Event()
     for _ in range(HOST_THREADS):
         made.trainer._host._threads.submit(over.wait)
-    yield
-    over.set()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def given(made: QueueBench, kind: ActionKind, device: int | None) -> int:
@@ -117,6 +121,22 @@ def test_a_device_that_dies_while_there_is_no_memory_for_its_changes_ends_no_age
         begin(made, trials, 2)
         results = [made.result() for _ in range(2)]
         assert all(isinstance(each, events.SubEpochDone) for each in results), results
+
+
+def test_a_run_that_is_over_ends_its_devices_whatever_its_loop_does() -> None:
+    trials = ByteTrials(SIZES, hanging=frozenset({0}))
+    with bench(trials, len(SIZES), [4500, 4500]) as made:
+        begin(made, trials, 1)
+        made.state.wait_for_tasks(1)
+        busy = threading.Event()
+        made.trainer._loop.put(lambda: busy.wait(SECONDS))
+        pids = [os.pidfd_open(device.pid) for device in made.devices]
+        made.trainer.stop()
+        ended = [select.select([pid], [], [], SECONDS / 2)[0] == [pid] for pid in pids]
+        busy.set()
+        assert ended == [True, True]
+        for pid in pids:
+            os.close(pid)
 
 
 def test_code_that_ends_the_process_at_the_end_of_an_evaluation_ends_its_trial_alone() -> None:

@@ -20,7 +20,7 @@ from cerebro_hydra.plan import events
 from cerebro_hydra.plan.actions import HOST
 from cerebro_hydra.plan.device_log import MOST_SPANS
 from cerebro_hydra.shards.layout import HostSegments
-from cerebro_hydra.testing.queue_worker import evaluate, train
+from cerebro_hydra.testing.queue_worker import QueueWorker, evaluate, train
 from tests.agent.byte_runs import ByteTrials, trained
 from tests.agent.queue_bench import QueueBench, bench
 from tests.agent.standins import SECONDS
@@ -30,7 +30,7 @@ SIZES = (1000, 3000, 2000)
 
 
 def assert_trained(
-    made: QueueBench, trials: ByteTrials, trial: int, result: Any, before: Sequence[HostSegments]
+    made: QueueWorker, trials: ByteTrials, trial: int, result: Any, before: Sequence[HostSegments]
 ) -> None:
     expected, loss_sum = trained(trials, before, MICROBATCHES)
     assert isinstance(result, events.SubEpochDone), result

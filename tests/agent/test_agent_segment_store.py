@@ -147,7 +147,7 @@ def test_without_room_on_disk_segments_stay_in_memory(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert [content(segment_store, name) for name in names] == [1, 2, 3, 4]
-    assert "scratch takes no more" in caplog.text
+    assert "while scratch takes no more" in caplog.text
     assert len(caplog.records) == 1
 
 

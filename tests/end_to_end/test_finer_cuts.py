@@ -130,7 +130,7 @@ class ForksAtTheEnd:
 
 
 @pytest.mark.long
-def test_a_fork_of_a_trial_that_was_cut_finer_has_its_cut(tmp_path: Path) -> None:
+def test_a_fork_of_a_trial_that_was_cut_finer_has_its_cut_and_its_room(tmp_path: Path) -> None:
     result = CustomSearch(
         make_searcher=ForksAtTheEnd,
         backend=LocalBackend(1, device_memory=BUDGET),
@@ -142,5 +142,6 @@ def test_a_fork_of_a_trial_that_was_cut_finer_has_its_cut(tmp_path: Path) -> Non
     assert [each.status for each in result.trials] == ["finished"] * 2
     parent, fork = specs(result)
     assert (len(parent.cut["at"]), parent.finer) == (5, False)
-    assert len(fork.cut["at"]) == (5 if fork.finer else 7), "it may be cut finer itself"
+    assert (len(fork.cut["at"]), fork.finer) == (5, True), "it lacked nothing"
+    assert (fork.recompute, fork.tasks) == (parent.recompute, parent.tasks)
     check(result)

@@ -33,11 +33,12 @@ def run(
     batch: int = 3,
     pause: float = 0.0,
     residents: int = 1,
+    devices: int | None = None,
     **options: Any,
 ) -> Any:
     space = {"fault": faults, "driver": [os.getpid()], "batch": [batch], "pause": [pause]}
     return GridSearch(
-        backend=LocalBackend(workers, residents=residents),
+        backend=LocalBackend(workers, residents=residents, devices_per_worker=devices),
         store=LocalStore(str(path)),
         estimator_gen_fn=lethal,
         search_space={name: hp_choice(values) for name, values in space.items()},
@@ -185,19 +186,20 @@ def test_a_batch_that_takes_long_is_told_of_once(
 
 
 @pytest.mark.parametrize(
-    ("fault", "number"),
+    ("fault", "number", "devices"),
     [
-        ("hangs", signal.SIGTERM),
-        pytest.param("hangs", signal.SIGINT, marks=pytest.mark.long),
-        pytest.param("locks Python", signal.SIGINT, marks=pytest.mark.long),
+        ("hangs", signal.SIGTERM, None),
+        pytest.param("hangs", signal.SIGINT, None, marks=pytest.mark.long),
+        pytest.param("locks Python", signal.SIGINT, None, marks=pytest.mark.long),
+        pytest.param("locks Python", signal.SIGTERM, 2, marks=pytest.mark.long),
     ],
 )
 def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most(
-    tmp_path: Path, fault: str, number: int
+    tmp_path: Path, fault: str, number: int, devices: int | None
 ) -> None:
     watcher = Interrupter(number)
     with pytest.raises(Interrupted, match=r"SearchResult.* is in search\.result") as caught:
-        run(tmp_path, ["none", fault], pause=1.0, observers=[watcher])
+        run(tmp_path, ["none", fault], pause=1.0, devices=devices, observers=[watcher])
     assert watcher.interrupted is not None
     assert time.monotonic() - watcher.interrupted < 10.0
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -8,9 +8,12 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cerebro_hydra.observe import Decision
+from cerebro_hydra.observe.text import troubles
 from cerebro_hydra.plan import events as ev
 from cerebro_hydra.plan import instructions as ins
 from cerebro_hydra.plan.checkpoints import MOST_FAILED_WRITES
+from cerebro_hydra.plan.finer_cuts import PARENT_WAS_RECUT
 from cerebro_hydra.plan.recut_events import RecutRefused, RecutState, TrialRecut
 from tests.examples import examples
 from tests.plan.driver import config, of
@@ -40,7 +43,8 @@ class LackingDriver(OpenDriver):
         config = self.state.trials[number].config
         shards = tuple((f"finer f{n}", f"finer t{n}") for n in range(4))
         states = tuple(RecutState(visit, shards) for visit in visits)
-        return TrialRecut(replace(config, initial_digests=shards, finer=False), states, {})
+        finer = config.finer and number != 0  # a fork is only laid out like its parent
+        return TrialRecut(replace(config, initial_digests=shards, finer=finer), states, {})
 
 
 def test_a_trial_waits_until_its_newest_state_is_stored_and_goes_on_from_it_in_more_shards() -> (
@@ -143,13 +147,27 @@ def forked_while_cut(visit: int = 1) -> LackingDriver:
     return run
 
 
-def test_a_fork_that_was_admitted_before_its_parent_was_cut_finer_is_laid_out_for_itself() -> None:
+def test_a_fork_that_was_admitted_before_its_parent_was_cut_finer_is_laid_out_like_it() -> None:
     run = forked_while_cut()
     assert of(ins.ForkState, run.told) == [ins.ForkState(1, 0, 1)]
-    ((number, visits),) = [(each.trial, each.visits) for each in of(ins.CutFiner, run.told)]
-    assert (number, visits) == (1, (1,))
+    (asked,) = of(ins.CutFiner, run.told)
+    assert asked == ins.CutFiner(1, (1,), PARENT_WAS_RECUT, inherited=True)
     told = run(run.recut(1, number=1))
-    assert of(ins.ChangeCut, told) == [ins.ChangeCut(1, 1, 2, 4)]
+    assert of(ins.ChangeCut, told) == [ins.ChangeCut(1, 1, 2, 4, inherited=True)]
+    (line,) = troubles(Decision(0, 0.0, ev.SearchClosed(), tuple(of(ins.ChangeCut, told))))
+    assert line.startswith("trial-001 forks a trial that was cut finer; it goes on after visit 1")
+
+
+def test_a_fork_that_was_laid_out_like_its_parent_may_be_cut_finer_itself_once() -> None:
+    run = forked_while_cut()
+    run(ev.TrialStopped(0, "its fork goes on"))
+    run(run.recut(1, number=1))
+    assert of(ins.CutFiner, run.lack_memory()) == [ins.CutFiner(1, (1,), WHY)]
+    shards = tuple((f"finest f{n}", f"finest t{n}") for n in range(8))
+    config = replace(run.state.trials[1].config, initial_digests=shards, finer=False)
+    run(TrialRecut(config, (RecutState(1, shards),), {}))
+    (finish,) = of(ins.FinishTrial, run.lack_memory())
+    assert finish.reason.endswith("It ran out of memory cut into 4 shards, and again cut into 8")
 
 
 def test_a_fork_that_comes_while_its_parent_is_cut_finer_gets_its_state_before() -> None:

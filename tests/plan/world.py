@@ -140,7 +140,8 @@ class World:
             digests = [(f"frozen/{asked.trial}", f"{n} of {hash(content) % 7}") for n in range(2)]
             states.append(RecutState(visit, tuple(digests) * (shards // 2)))
             self.objects.update(each for pair in digests for each in pair)
-        config = replace(config, initial_digests=states[0].digests, finer=False)
+        finer = asked.inherited and config.finer
+        config = replace(config, initial_digests=states[0].digests, finer=finer)
         return TrialRecut(config, tuple(states), {})
 
     def change_cut(self, event: TrialRecut, change: ins.ChangeCut) -> None:

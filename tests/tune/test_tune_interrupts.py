@@ -8,7 +8,12 @@ from types import FrameType
 
 import pytest
 
+from cerebro_hydra.agent.watchdog import LEAVE_SECONDS
+from cerebro_hydra.hopper.coordinator import INTERRUPT_SECONDS
+from cerebro_hydra.spark.launcher import CANCEL_SECONDS
 from cerebro_hydra.tune.interrupts import interruptible
+from cerebro_hydra.tune.timed_call import GRACE_SECONDS
+from cerebro_hydra.wire.control_server import CLOSE_SECONDS
 
 told = []
 
@@ -70,3 +75,9 @@ def test_another_thread_sets_no_handler() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_all_waits_at_the_end_of_an_interrupted_run_leave_time_of_ten_seconds() -> None:
+    """They come one after the other where an admission, agents and Spark all hang."""
+    assert GRACE_SECONDS + INTERRUPT_SECONDS + CANCEL_SECONDS + CLOSE_SECONDS < 10
+    assert LEAVE_SECONDS < INTERRUPT_SECONDS, "agents end themselves before they are ended"

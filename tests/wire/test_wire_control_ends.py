@@ -16,6 +16,7 @@ import pytest
 from cerebro_hydra.wire.control_client import ControlClient
 from cerebro_hydra.wire.control_connection import ControlConnection
 from cerebro_hydra.wire.credentials import Credentials
+from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS
 from tests.wire.control_driver import GUARD, Driver, dial, ignore
 
 
@@ -171,13 +172,13 @@ def test_a_pause_of_this_process_is_not_taken_for_silence_of_the_peer(
 def test_close_does_not_hang_on_a_hung_agent(
     credentials: Credentials, peer: Callable[..., Any]
 ) -> None:
-    driver = Driver(credentials, silence_seconds=1.5)  # close() waits as long, too
+    driver = Driver(credentials)
     agent = peer("agent", driver.credentials, driver.uri, "a")
     agent.hear()
     os.kill(agent.process.pid, signal.SIGSTOP)
     closing = threading.Thread(target=driver.server.close)
     closing.start()
-    closing.join(GUARD)
+    closing.join(0.8 * GOODBYE_SECONDS)
     assert not closing.is_alive()
 
 
