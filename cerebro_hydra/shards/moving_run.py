@@ -135,6 +135,8 @@ class MovingRun(ShardRun):
         batch = Microbatch(recipe, features, targets, record.weight, key, record.loss)
         graph = self._graphs.of(batch.inputs).train[k]
         before = self._named("before", graph.mutates)
+        redone = task.kind is ActionKind.F or before.keys() == graph.mutates
+        assert redone, "an F that wrote to buffers comes again with its B"
         self._copies |= self._named("held", (*graph.params, *graph.buffers))
         return GraphPass(
             batch,

@@ -17,11 +17,10 @@ from torch import Tensor
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.shards.graph_tasks import GraphPass
 from cerebro_hydra.shards.layout import ALIGNMENT, Memory
+from cerebro_hydra.shards.sub_epoch import Norms
 
 Key = tuple[str, int | str]
 """Names a tensor of a pass: its kind, and its name or number."""
-
-Norms = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
