@@ -209,7 +209,6 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
         except Exception:
             _log.exception("a device can't be started")
             raise
-        _repeat(settings.limits.heartbeat_interval, lambda: tell(Alive()))
         slabs = MappedSlabs(memory.runtime.mapped)
         device = Device(
             opener,
@@ -220,6 +219,7 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
         )
         device.start()
         tell(Ready())
+        _repeat(settings.limits.heartbeat_interval, lambda: tell(Alive()))
         while True:
             try:
                 order = connection.recv()

@@ -13,14 +13,14 @@ from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from tests.end_to_end import growing_batches
 from tests.end_to_end.odd_trials import LAST_WORDS, odd
 
-pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
+pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1), pytest.mark.long]
 
 
 @pytest.mark.parametrize(
     "resources",
     [
         {"residents": 3},
-        pytest.param({"devices_per_worker": 2, "device_memory": 700_000}, marks=pytest.mark.long),
+        {"devices_per_worker": 2, "device_memory": 700_000},
     ],
 )
 def test_trials_that_end_early_or_raise_leave_others_alone(
