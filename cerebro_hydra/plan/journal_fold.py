@@ -59,6 +59,7 @@ def comparable(state: HopState) -> dict[str, Any]:
         "trials": {number: _comparable(_trial(trial)) for number, trial in state.trials.items()},
         "agents": {agent.worker: asdict(agent) for agent in state.workers},
         "candidates": {n: asdict(each) for n, each in state.tables.candidates.items()},
+        "refused": sorted(state.tables.refused),
         "attempts": sorted(state.attempts),
         "next attempt": state.tables.next_attempt,
         "holders": [asdict(holder) for holder in state.holders],

@@ -59,7 +59,8 @@ class SearchEvents:
             return ()
         match event:
             case TrialProposed():
-                if event.trial not in self._tables.trials:
+                known = event.trial in self._tables.trials or event.trial in self._tables.refused
+                if not known:
                     self._tables.candidates[event.trial] = event
                 return ()
             case SearchClosed():
@@ -89,6 +90,7 @@ class SearchEvents:
 
     def _refuse(self, event: TrialRefused) -> Iterable[int]:
         if self._tables.candidates.pop(event.trial, None) is not None:
+            self._tables.refused.add(event.trial)
             refused = FinishTrial(event.trial, "failed", event.error, 0)
             self._tables.instructions.append(refused)
         return ()

@@ -39,6 +39,7 @@ class RunTables:
         self.open_tasks = OpenTasks(config.partitions)
         self.forks: dict[int, list[int]] = {}  # by parent, those whose states are not stored yet
         self.candidates: dict[int, TrialProposed] = {}  # neither admitted nor refused yet
+        self.refused: set[int] = set()  # the candidates that can't be trials
         self.recutting: set[int] = set()  # the trials of a ``CutFiner`` without an answer
         self.search_closed = False  # whether nothing is proposed and no budget extended any more
         self.events = 0

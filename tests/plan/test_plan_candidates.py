@@ -42,6 +42,14 @@ def test_a_refused_candidate_fails_with_its_traceback_and_may_be_the_last_to_end
     assert not run.state.trials
 
 
+def test_a_refused_candidate_that_is_proposed_once_more_keeps_no_run_from_its_end() -> None:
+    run = OpenDriver(partitions=1)
+    run(ev.TrialProposed(0, {"lr": 0}, 1))
+    run(ev.TrialRefused(0, "ValueError: no layer"))
+    run(ev.TrialProposed(0, {"lr": 0}, 1))
+    assert run(ev.SearchClosed()) == [ins.FinishRun()]
+
+
 def test_nothing_is_added_after_the_end_of_the_search_that_was_not_proposed_before() -> None:
     run = closed(0)
     run(ev.TrialProposed(1, {}, 1))
