@@ -169,7 +169,7 @@ def test_replay_asks_for_a_word_before_it_imports_what_a_run_names(
     assert not (tmp_path / "it-ran").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replay_of_one_trial_with_a_factory_from_the_current_folder(
     trained: SearchResult, tmp_path: Path
 ) -> None:

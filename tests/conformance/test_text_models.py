@@ -173,6 +173,7 @@ class TestLSTMOfDynamicLength(TestLSTM):
             super().test_export_loads_without_its_source(tmp_path)
 
 
+@pytest.mark.long
 class TestLoRA(ModelCase):
     """Adapters written by hand on a frozen BERT."""
 

@@ -224,6 +224,7 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     ]
 
 
+@pytest.mark.long
 def test_instances_under_a_validator_regress(
     prepared: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

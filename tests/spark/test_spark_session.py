@@ -170,7 +170,7 @@ def test_no_session_at_all_is_explained() -> None:
     assert told.startswith("SetupError no Spark session is active") and "local_spark" in told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_executors_without_the_package_are_named() -> None:
     bare = getattr(sys, "_base_executable", sys.executable)
     told = run_python(
