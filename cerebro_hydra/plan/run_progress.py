@@ -249,7 +249,8 @@ class RunProgress:
         """Add the tasks that follow, while all of them take less than `UNIT_SECONDS`.
 
         Where it can, a unit ends with a microbatch, after which other runs may stay on the device.
-        The shards of the last window are published one by one, so each has units of its own there.
+        The shards of the last window are published one by one, so each has units of its own there,
+        and so has each while one has no room in DRAM yet, which is made for the next task alone.
         """
         last = self.spec.graph.window_of(self.spec.graph.microbatches - 1)
         seconds = sum(self._seconds[task.kind, task.shard] for task in unit)
@@ -259,7 +260,7 @@ class RunProgress:
             if not self._goes_on(unit[-1], task):
                 end = len(unit)
             seconds += self._seconds[task.kind, task.shard]
-            whole = self.spec.keeps_all and task.microbatch not in last
+            whole = self.spec.keeps_all and not self.absent and task.microbatch not in last
             if seconds > UNIT_SECONDS or not (whole or task.shard == unit[0].shard):
                 del unit[end or len(unit) :]
                 return

@@ -15,6 +15,7 @@ def units_of(shards: int, *, microbatches: int = 40, **spec: bool) -> list[Unit]
     shard = ShardSpec(8, forward=SECONDS, backward=SECONDS, update=SECONDS)
     graph = TaskGraph(shards, microbatches, training=spec.pop("training", True))
     run = RunProgress(RunSpec(0, graph, (shard,) * shards, by_modules=True, **spec), 0)
+    run.absent.clear()
     units = []
     while (unit := run.next_unit()) is not None:
         run.take(unit)
