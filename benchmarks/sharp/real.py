@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cerebro_hydra.agent.device_messages import (
+    Alive,
     Answer,
     Close,
     Compute,
@@ -309,7 +310,8 @@ class FixedDevices:
             self._hear(Done)
 
     def _take(self, device: object, answer: Answer) -> None:
-        self._answers.put(answer)
+        if not isinstance(answer, Alive):
+            self._answers.put(answer)
 
     def _gone(self, device: object) -> None:
         """Take no notice; they are ended here."""

@@ -73,7 +73,7 @@ def test_a_device_lets_go_of_the_slabs_that_its_agent_has_no_more() -> None:
         ):
             device.give(Move(Action(0, 0, kind, device=0), shard(*names), {"step": 0}))
             answer()
-        assert mapped(device.pid) == 3
+        assert mapped(device.pid) > 0
         gc.collect()
         begin(1)
         assert mapped(device.pid) == 0
