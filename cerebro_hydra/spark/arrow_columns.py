@@ -28,7 +28,7 @@ def feature(df: DataFrame, spec: ColumnSpec) -> Column:
     Raises:
         DataError: the column is missing or there twice, or its type can't become that without loss.
     """
-    from cerebro_hydra.data.prepare import as_numbers, number_type
+    from cerebro_hydra.data.frame_columns import as_numbers, number_type
 
     problem = column_problem(df, spec.name, "feature column")
     if problem:

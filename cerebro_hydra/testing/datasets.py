@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from cerebro_hydra.data.assignment import AffinePermutation, Assignment
 from cerebro_hydra.data.content_digest import ContentDigest
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
+from cerebro_hydra.data.partition_writer import to_arrow
 from cerebro_hydra.data.prepared import fingerprint_of, prepare_once
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.storage import Store
@@ -83,15 +83,6 @@ def _row_hashes(arrays: list[NDArray[Any]]) -> NDArray[np.uint64]:
     together = np.concatenate([a.reshape(rows, -1).view(np.uint8) for a in arrays], axis=1)
     digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in together]
     return np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(rows, 2)
-
-
-def to_arrow(values: NDArray[Any]) -> pa.Array:
-    """Return an array of shape (rows, ...) as a column of numbers, or of flat lists."""
-    flat = pa.array(values.reshape(-1))
-    if values.ndim == 1:
-        return flat
-    offsets = np.arange(len(values) + 1, dtype=np.int32) * math.prod(values.shape[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
 
 def _parquet(ids: NDArray[np.int64], columns: list[NDArray[Any]]) -> memoryview:
