@@ -44,7 +44,13 @@ STDLIB_ONLY = ("errors", "plan", "__init__")
 # Files of a room that alone may import a third-party package.
 ONLY_IN = {
     "petastorm": ("data/petastorm_reader.py", "data/row_store.py"),
-    "pyspark": ("data/prepare.py",),
+    "pyspark": (
+        "data/batch_settings.py",
+        "data/frame_columns.py",
+        "data/prepare.py",
+        "data/row_facts.py",
+        "data/source_files.py",
+    ),
 }
 
 # Spark ML asks a class for its reader and writer, which make that class: imports inside functions.

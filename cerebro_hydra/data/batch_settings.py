@@ -65,7 +65,8 @@ def batches_for(session: SparkSession, width: int) -> Iterator[None]:
             yield
         finally:
             for name in changed:
-                if before[name] is None:
+                value = before[name]
+                if value is None:
                     session.conf.unset(name)
                 else:
-                    session.conf.set(name, before[name])
+                    session.conf.set(name, value)

@@ -1,4 +1,4 @@
-"""Converts the columns of a DataFrame to those that are stored, and says which rows are at fault."""
+"""Converts a DataFrame's columns to those that are stored, and says which rows are at fault."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cerebro_hydra.errors import DataError
 
 _SPARK_TYPES = {"int64": "bigint", "float32": "float", "bool": "boolean"}
 _RARE = 0x5BD1E9955BD1E995
+
 
 def number_type(kind: T.DataType) -> tuple[str | None, int]:
     """Return the dtype of a Spark type's numbers, and how deep its arrays are nested.

@@ -31,6 +31,7 @@ from cerebro_hydra.data import faults
 from cerebro_hydra.data.arguments import column_problem, require_dataframe
 from cerebro_hydra.data.assignment import Assignment
 from cerebro_hydra.data.batch_settings import batches_for, row_bytes
+from cerebro_hydra.data.checked_sources import CheckedSource
 from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.frame_columns import ColumnPlan, PackPlan, validation_flag
 from cerebro_hydra.data.hash_ranges import shuffle_keys
@@ -38,7 +39,7 @@ from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, sto
 from cerebro_hydra.data.partition_writer import Pack, PartitionWriter
 from cerebro_hydra.data.prepared import fingerprint_of, prepare_once
 from cerebro_hydra.data.row_facts import FLAG, HASHES, Content, RowFacts, packed_rows
-from cerebro_hydra.data.source_files import reads_files_only
+from cerebro_hydra.data.source_files import reads_files_only, source_files
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.waits import to_nobody
@@ -63,12 +64,17 @@ def prepare(
     num_partitions: int,
     spec: DataSpec,
     tell: Callable[[str], None] = to_nobody,
+    report: Callable[[str], None] = to_nobody,
+    recheck: bool = False,
 ) -> Manifest:
     """Write the columns of a DataFrame to the store, or find them there from an earlier time.
 
     A column that marks validation rows is boolean, or holds 0 and 1. Integers are kept as int64,
     floats and decimals as float32, booleans as bool; arrays, nested arrays and Spark ML vectors
-    must have one shape in all rows. `tell` is given what is done.
+    must have one shape in all rows. `tell` is given what is done, `report` what was found.
+
+    Where the query reads files alone, and was prepared before, the names, sizes and times of the
+    files stand for their rows, unless `recheck` asks to read them.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -77,6 +83,28 @@ def prepare(
     """
     require_dataframe("prepare_data", df)
     _check_arguments(df, num_partitions, spec)
+    files = source_files(df)
+    source = None if files is None else CheckedSource(store, *files, num_partitions, spec)
+    if source is not None and not recheck and (known := source.find()):
+        manifest, since = known
+        report(
+            f"files unchanged since {since}: their rows are prepared, and not read again "
+            "(recheck=True reads them)"
+        )
+        return manifest
+    manifest = _prepared(df, store, num_partitions, spec, tell)
+    if source is not None:
+        source.remember(manifest)
+    return manifest
+
+
+def _prepared(
+    df: DataFrame,
+    store: Store,
+    num_partitions: int,
+    spec: DataSpec,
+    tell: Callable[[str], None],
+) -> Manifest:
     plans = [ColumnPlan.of(df, name, stored_name(i)) for i, name in enumerate(spec.columns)]
     packs = PackPlan.of(plans)
     marker = spec.validation_column
@@ -93,8 +121,8 @@ def prepare(
             rows.persist(StorageLevel.DISK_ONLY)
             stack.callback(rows.unpersist)
         packed = packed_rows(rows, packs, spec.seed)
-        known = stack.enter_context(RowFacts(packed, packs, plans))
-        content = known.content()
+        row_facts = stack.enter_context(RowFacts(packed, packs, plans))
+        content = row_facts.content()
         _refuse_faults(df, rows, plans, content, marker)
         columns = tuple(
             ColumnSpec(plan.name, plan.dtype, _shape(df, plan, content)) for plan in plans
@@ -110,8 +138,8 @@ def prepare(
         def write(attempt: str) -> Manifest:
             tell(f"preparing {content.rows:,} rows in {num_partitions} partitions")
             infos = _folders(assignment, attempt)
-            folder = known.folder(content, _sizes(infos, marker is not None))
-            expected = known.sums_of(folder)
+            folder = row_facts.folder(content, _sizes(infos, marker is not None))
+            expected = row_facts.sums_of(folder)
             job = _WriteJob(
                 store,
                 store.data_path(fingerprint),
@@ -202,8 +230,6 @@ def _shown(row: Row | None) -> str:
     return f"Row({', '.join(values)})"
 
 
-
-
 def _folders(assignment: Assignment, attempt: str) -> list[PartitionInfo]:
     """Return the partitions in the order of their ranges: those to validate on come first."""
     infos = assignment.partitions(attempt)
@@ -216,8 +242,7 @@ def _sizes(infos: Sequence[PartitionInfo], marked: bool) -> dict[bool, list[int]
         return {False: [info.rows for info in infos]}
     splits = {True: "val", False: "train"}
     return {
-        mark: [info.rows for info in infos if info.split == split]
-        for mark, split in splits.items()
+        mark: [info.rows for info in infos if info.split == split] for mark, split in splits.items()
     }
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame
+
+from cerebro_hydra.data.checked_sources import File
 
 # What gives the same rows again from the same input, a row at a time.
 _OPERATORS = ("Project", "Filter", "SubqueryAlias", "View", "Union")
@@ -29,14 +30,12 @@ _CLASS = re.compile(r'"class":"([^"]*)"')
 _JVM = re.compile(r'"jvmId":"[^"]*"')
 
 
-@dataclass(frozen=True)
-class SourceFiles:
+class SourceFiles(NamedTuple):
     """Describes a query over files: all that decides its rows."""
 
     query: str
     """Its plan, without names that Spark draws anew each time."""
-    files: tuple[tuple[str, int, int], ...]
-    """URL, bytes and time of each file."""
+    files: tuple[File, ...]
 
 
 def reads_files_only(df: DataFrame) -> bool:
@@ -83,7 +82,7 @@ def source_files(df: DataFrame) -> SourceFiles | None:
     return None if not files else SourceFiles(json.dumps(query), files)
 
 
-def _stated(urls: list[str]) -> tuple[tuple[str, int, int], ...]:
+def _stated(urls: list[str]) -> tuple[File, ...]:
     """Return what the file system says of files; nothing if it can't be asked."""
     files = []
     for url in urls:

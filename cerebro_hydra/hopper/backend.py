@@ -24,11 +24,17 @@ class Backend(Protocol):
     resources: WorkerResources
 
     def prepare(
-        self, store: Store, df: Any, spec: DataSpec, tell: Callable[[str], None]
+        self,
+        store: Store,
+        df: Any,
+        spec: DataSpec,
+        tell: Callable[[str], None],
+        recheck: bool = False,
     ) -> Manifest:
         """Write rows to the store as prepared data, or find them prepared there already.
 
-        `df` is what this backend takes for a DataFrame; `tell` is given what is done.
+        `df` is what this backend takes for a DataFrame; `tell` is given what is done. `recheck`
+        asks for a look at all rows, even where the files that they come from have not changed.
 
         Raises:
             ConfigurationError: the rows don't have the columns of the spec.

@@ -15,6 +15,7 @@ from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.checks import gpus_per_task
 from cerebro_hydra.spark.findings import raise_findings
 from cerebro_hydra.spark.gpu_memory import check_gpu_facts, gpu_facts
+from cerebro_hydra.spark.java_errors import explained_java
 from cerebro_hydra.spark.launcher import SparkLauncher
 from cerebro_hydra.spark.places import spark_folder
 from cerebro_hydra.spark.progress_line import no_progress_line
@@ -107,7 +108,10 @@ class SparkBackend:
         self.limits = LossLimits(join_timeout, heartbeat_interval, missed_heartbeats, max_failures)
         self.num_workers = workers_of(self.spark_context, num_workers)
         self._report = to_stderr if verbose else to_nobody
-        with no_progress_line(self.spark_context):  # our lines say what is waited for
+        with (
+            explained_java(self.spark_context, "looking at Spark"),
+            no_progress_line(self.spark_context),  # our lines say what is waited for
+        ):
             preflight.require_ready(
                 self.spark_context, self.num_workers, self._report, devices_per_worker
             )
@@ -124,6 +128,7 @@ class SparkBackend:
         feature_columns: Sequence[str] = ("features",),
         label_columns: Sequence[str] = ("label",),
         seed: int = 0,
+        recheck: bool = False,
     ) -> Manifest:
         """Write a DataFrame as one folder per partition and split, or find it prepared already.
 
@@ -134,24 +139,36 @@ class SparkBackend:
             feature_columns: what `forward` takes, in order.
             label_columns: what the loss takes, in order.
             seed: of the split.
+            recheck: read the rows of files again that were prepared, and have kept names, sizes and
+                times.
 
         Raises:
             ConfigurationError: an argument can't be used.
             DataError: rows can't be used (null, NaN, ragged); names column and row.
+            SetupError: Java has ended, or its heap is full.
+            StoreError: a disk is full, or the store can't be written.
         """
         require_store(store)
         spec = DataSpec.checked(feature_columns, label_columns, None, validation, seed)
         with Waiting(self._report) as waiting:
-            return self.prepare(store, df, spec, waiting.now)
+            return self.prepare(store, df, spec, waiting.now, recheck)
 
     def prepare(
-        self, store: Store, df: DataFrame, spec: DataSpec, tell: Callable[[str], None] = to_nobody
+        self,
+        store: Store,
+        df: DataFrame,
+        spec: DataSpec,
+        tell: Callable[[str], None] = to_nobody,
+        recheck: bool = False,
     ) -> Manifest:
         """Do what `prepare_data` does, for a search."""
         from cerebro_hydra.data.prepare import prepare
 
-        with no_progress_line(context_of(self.spark_context)):
-            return prepare(df, store, self.num_workers, spec, tell)
+        with (
+            explained_java(self.spark_context, "preparing rows"),
+            no_progress_line(context_of(self.spark_context)),
+        ):
+            return prepare(df, store, self.num_workers, spec, tell, self._report, recheck)
 
     def existing_data(
         self,
@@ -187,7 +204,11 @@ class SparkBackend:
         from cerebro_hydra.data.existing import describe
 
         reading = Waiting(self._report, "checking the rows of existing files")
-        with no_progress_line(context_of(self.spark_context)), reading:
+        with (
+            explained_java(self.spark_context, "checking the rows of existing files"),
+            no_progress_line(context_of(self.spark_context)),
+            reading,
+        ):
             return describe(store, self.num_workers, spec, self._mapped)
 
     def get_metadata_from_parquet(

@@ -13,6 +13,7 @@ from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, SetupErr
 from cerebro_hydra.hopper.worker_resources import WorkerResources
 from cerebro_hydra.spark import checks, gpu_memory, network_check, session, worker_check
 from cerebro_hydra.spark.findings import Check, DoctorReport, Finding, raise_findings
+from cerebro_hydra.spark.java_errors import explained_java, has_ended
 from cerebro_hydra.spark.slots import Slots, parse_local_master, wait_for_slots
 from cerebro_hydra.spark.store_probe import StoreProbe
 from cerebro_hydra.storage import HDFSStore, LocalStore, Store, require_store
@@ -30,6 +31,7 @@ _WARNED_OF = ("spark.master",)
 """Settings whose advice every run prints, because a lost agent would end it."""
 _PACKAGES = ("pyspark", "pyarrow", "petastorm", "torch", "numpy")
 _BUSY_SECONDS = 60.0  # in which other jobs may end; then the doctor calls them a problem
+_END_SECONDS = 1.0  # between a call that fails and the Java that is seen to have ended
 
 
 def require_ready(
@@ -89,16 +91,17 @@ def doctor(
         raise ConfigurationError(f"modules is {modules!r}; give a list: [{modules!r}]")
     WorkerResources.checked(devices_per_worker, None, None, None, "auto")
     context = session.context_of(spark)
-    num_workers = session.workers_of(context, num_workers)
-    slots = wait_for_slots(context, num_workers, to_stderr, patience=_BUSY_SECONDS)
-    looked = [*_driver_checks(context, slots, num_workers, devices_per_worker)]
-    if usable := min(slots.free, num_workers):
-        looked += _worker_checks(context, usable, modules)
-        if looked[-1].name == "placement":
-            looked += _network_checks(context, usable, store)
-            settings = dict(context.getConf().getAll())
-            if devices_per_worker is not None and checks.gpus_per_task(settings):
-                looked.append(_gpu_check(context, usable))
+    with explained_java(context, "looking at Spark"):
+        num_workers = session.workers_of(context, num_workers)
+        slots = wait_for_slots(context, num_workers, to_stderr, patience=_BUSY_SECONDS)
+        looked = [*_driver_checks(context, slots, num_workers, devices_per_worker)]
+        if usable := min(slots.free, num_workers):
+            looked += _worker_checks(context, usable, modules)
+            if looked[-1].name == "placement":
+                looked += _network_checks(context, usable, store)
+                settings = dict(context.getConf().getAll())
+                if devices_per_worker is not None and checks.gpus_per_task(settings):
+                    looked.append(_gpu_check(context, usable))
     by_name = {check.name: check for check in looked}
     return DoctorReport([by_name.get(name, Check(name, None)) for name in _NAMES])
 
@@ -172,6 +175,8 @@ def _worker_checks(context: SparkContext, workers: int, modules: Sequence[str]) 
         names = [*worker_check.required_modules(), *modules]
         facts = worker_check.ask_workers(context, workers, names)
     except Exception as error:
+        if has_ended(context._gateway, _END_SECONDS):
+            raise
         yield Check("executors", None, [worker_check.worker_failure(str(error))])
         return
     pythons = ", ".join(sorted({f"{worker.python} on {worker.host}" for worker in facts}))
@@ -208,6 +213,8 @@ def _network_checks(
             yield Check("network", None, [finding])
             return
         except Exception as error:
+            if has_ended(context._gateway, _END_SECONDS):
+                raise
             problem = f"Spark could not run the job that checks it: {_why(error)}"
             remedy = "mend what else is wrong, and see the executors' logs"
             yield Check("network", None, [Finding("network", problem, remedy)])

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.spark import java
+from cerebro_hydra.spark import java, java_heap
 from cerebro_hydra.spark.checks import DAEMON_MODULE, MAX_FAILURES, check_settings, check_slots
 from cerebro_hydra.spark.class_archive import archive_options
 from cerebro_hydra.spark.findings import Finding, raise_findings
+from cerebro_hydra.spark.java_errors import has_ended
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.spark.slots import Slots, count_slots, parse_local_master
 from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
@@ -74,11 +75,26 @@ def local_spark(workers: int = 2, verbose: int = 1, **settings: object) -> Spark
             "local_spark was called in a Spark task, which imported the module of a factory; put "
             'the call under `if __name__ == "__main__":`'
         )
+    _forget_ended_java()
     active = SparkContext._active_spark_context
     if active is not None:
         _require_suitable(active, workers, asked)
         return SparkSession.builder.getOrCreate()
-    return started(defaults(workers) | asked, to_stderr if verbose else to_nobody)
+    report = to_stderr if verbose else to_nobody
+    heap = {} if SparkContext._gateway is not None else java_heap.heap_settings(os.environ)
+    if heap and java_heap.SETTING not in asked:
+        report(java_heap.heap_line(heap[java_heap.SETTING]))
+    return started(defaults(workers) | heap | asked, report)
+
+
+def _forget_ended_java() -> None:
+    """Let a new session start where Java was killed, which pyspark still takes for its own."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    if has_ended(SparkContext._gateway):
+        SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
+        SparkSession._instantiatedSession = None
 
 
 def new_session(master: str | None, settings: Mapping[str, str], num_workers: int) -> SparkSession:
@@ -90,7 +106,8 @@ def new_session(master: str | None, settings: Mapping[str, str], num_workers: in
         SetupError: there is no Java that this Spark runs on.
     """
     given = {"spark.master": master or "", "spark.ui.showConsoleProgress": "false"}
-    return started({**(given if master else defaults(num_workers)), **settings})
+    local = defaults(num_workers) | java_heap.heap_settings(os.environ)
+    return started({**(given if master else local), **settings})
 
 
 def started(settings: Mapping[str, str], report: Callable[[str], None] = to_stderr) -> SparkSession:

@@ -15,6 +15,7 @@ from cerebro_hydra.data.arguments import matching_columns
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.spark import arrow_columns
+from cerebro_hydra.spark.java_errors import explained_java
 from cerebro_hydra.spark.outputs import Outputs
 from cerebro_hydra.spark.predictors import Predict, Predictor
 from cerebro_hydra.spark.transform_device import task_device
@@ -97,6 +98,10 @@ class Inference:
             DataError: a feature column is missing, or has another type than in training; while rows
                 are computed: a row has null, NaN or another shape.
         """
+        with explained_java(df.sparkSession.sparkContext, "adding predictions to a DataFrame"):
+            return self._transformed(df, outputs, batch_size)
+
+    def _transformed(self, df: DataFrame, outputs: Outputs, batch_size: int | None) -> DataFrame:
         _check_output_names(df, outputs.names)
 
         from pyspark.sql.types import StructType

@@ -68,7 +68,12 @@ class LocalBackend:
         self.agents = self.launcher()
 
     def prepare(
-        self, store: Store, df: Arrays, spec: DataSpec, tell: Callable[[str], None] = to_nobody
+        self,
+        store: Store,
+        df: Arrays,
+        spec: DataSpec,
+        tell: Callable[[str], None] = to_nobody,
+        recheck: bool = False,
     ) -> Manifest:
         """Write arrays as prepared data; `validation` is a share or None."""
         columns = {name: df.arrays[name] for name in spec.columns}

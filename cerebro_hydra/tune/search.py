@@ -163,7 +163,7 @@ class Search(ABC):
     def searcher(self) -> Searcher:
         """Return a new searcher, which proposes the trials of one run."""
 
-    def fit(self, df: DataFrame, resume: str | None = None) -> SearchResult:
+    def fit(self, df: DataFrame, resume: str | None = None, recheck: bool = False) -> SearchResult:
         """Train every candidate on `df`.
 
         The first trials train while later ones are still built and tried. A trial whose model can't
@@ -183,6 +183,8 @@ class Search(ABC):
         Args:
             df: the rows; those that the run was begun with.
             resume: the folder of a run to go on with, `<store>/runs/<run id>`; None begins one.
+            recheck: read all rows again, even if those of these files were prepared before and no
+                file has another name, size or time since.
 
         Raises:
             ConfigurationError: the data, the metric or the run does not fit the arguments.
@@ -204,7 +206,9 @@ class Search(ABC):
             if RunToResume.begun(folder):
                 return self._resume(folder)
             with loading_exporter(), Waiting(self._surroundings.report) as waiting:
-                manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
+                manifest = self.backend.prepare(
+                    self.store, df, self.data_spec, waiting.now, recheck
+                )
             return self._fit(manifest, folder)
 
     def fit_on_prepared_data(self, prepared: Manifest | str | None = None) -> SearchResult:

@@ -142,7 +142,7 @@ def test_without_validation_the_training_loss_decides(tmp_path: Path) -> None:
 class SwapsRows(LocalBackend):
     """Repeats one row in place of another after preparation: the count stays right."""
 
-    def prepare(self, store: Any, df: Any, spec: Any, tell: Any) -> Any:
+    def prepare(self, store: Any, df: Any, spec: Any, *_: Any) -> Any:
         manifest = super().prepare(store, df, spec)
         info = manifest.partition("train", 1)
         folder = Path(store.data_path(manifest.fingerprint), info.path)
