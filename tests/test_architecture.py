@@ -250,7 +250,7 @@ def test_rows_read_back_as_they_are_printed() -> None:
         ),
         ("wire/a.py", "from pyarrow import flight", "does not grant pyarrow"),
         ("agent/a.py", "import pyspark.sql", "does not grant pyspark"),
-        ("data/cache.py", "import pyspark.sql", "belongs in data/prepare.py"),
+        ("data/cache.py", "import pyspark.sql", "belongs in data/batch_settings.py"),
         ("wire/a.py", "from cerebro_hydra.storage import Store", "does not grant it"),
         ("recipe/a.py", "from cerebro_hydra.storage import Store", "storage is above recipe"),
         ("observe/a.py", "from cerebro_hydra.recipe import columns", "does not grant it"),
