@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,24 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cerebro_hydra.data.content_digest import ContentDigest
-from cerebro_hydra.data.manifest import ROW_ID, stored_name
+from cerebro_hydra.data.manifest import ROW_ID, PartitionInfo, stored_name
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import digest
 
+FOLDER = "folder"
+OUTCOME = "folder int, rows bigint, sums array<string>, digests array<string>, error string"
+"""What a task tells, as Spark writes a schema; sums and digests are hexadecimal."""
+
+_OUTCOME_IN_ARROW = pa.schema(
+    {
+        FOLDER: pa.int32(),
+        "rows": pa.int64(),
+        "sums": pa.list_(pa.string()),
+        "digests": pa.list_(pa.string()),
+        "error": pa.string(),
+    }
+)
 _GROUP_BYTES = 32 << 20  # row groups are read whole, so their size bounds a reader's memory
 _FILE_GROUPS = 2  # a file is made in memory
 _MASK = (1 << 64) - 1
@@ -153,6 +167,37 @@ class PartitionWriter:
             )
         self._files, self._groups = self._files + 1, 0
         self._sink, self._parquet = pa.BufferOutputStream(), None
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """Writes the rows of a Spark task, which are those of one folder; travels to the task."""
+
+    store: Store
+    data_path: str
+    infos: tuple[PartitionInfo, ...]
+    ids: tuple[range, ...]
+    packs: tuple[Pack, ...]
+    hashes: int
+
+    def outcome(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield one row that tells what was written, or why not; Spark would try errors again."""
+        rows = (batch for batch in batches if batch.num_rows)
+        first = next(rows, None)
+        if first is None:
+            return
+        folder = first.column(first.num_columns - 1)[0].as_py()
+        path = f"{self.data_path}/{self.infos[folder].path}"
+        writer = PartitionWriter(self.store, path, self.packs, self.ids[folder], self.hashes)
+        told: dict[str, Any] = {"rows": 0, "sums": [], "digests": [], "error": None}
+        try:
+            written = writer.write(chain([first], rows))
+            told["rows"] = written.rows
+            told["sums"] = [f"{each:016x}" for each in written.sums]
+            told["digests"] = [f"{each:016x}" for each in written.digests]
+        except StoreError as error:
+            told["error"] = str(error)
+        yield pa.RecordBatch.from_pylist([{FOLDER: folder, **told}], schema=_OUTCOME_IN_ARROW)
 
 
 def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:

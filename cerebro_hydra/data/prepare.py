@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from dataclasses import replace
 
-import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
@@ -36,7 +33,7 @@ from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.frame_columns import ColumnPlan, PackPlan, validation_flag
 from cerebro_hydra.data.hash_ranges import shuffle_keys
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, stored_name
-from cerebro_hydra.data.partition_writer import Pack, PartitionWriter
+from cerebro_hydra.data.partition_writer import FOLDER, OUTCOME, Pack, WriteJob
 from cerebro_hydra.data.prepared import fingerprint_of, prepare_once
 from cerebro_hydra.data.row_facts import FLAG, HASHES, Content, RowFacts, packed_rows
 from cerebro_hydra.data.source_files import reads_files_only, source_files
@@ -44,18 +41,7 @@ from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.waits import to_nobody
 
-_FOLDER = "folder"
 _COLUMNS_LOOKED_AT = 50  # at once, in a query that Spark can still compile
-_OUTCOME = "folder int, rows bigint, sums array<string>, digests array<string>, error string"
-_OUTCOME_IN_ARROW = pa.schema(
-    {
-        _FOLDER: pa.int32(),
-        "rows": pa.int64(),
-        "sums": pa.list_(pa.string()),
-        "digests": pa.list_(pa.string()),
-        "error": pa.string(),
-    }
-)
 
 
 def prepare(
@@ -140,12 +126,13 @@ def _prepared(
             infos = _folders(assignment, attempt)
             folder = row_facts.folder(content, _sizes(infos, marker is not None))
             expected = row_facts.sums_of(folder)
-            job = _WriteJob(
+            job = WriteJob(
                 store,
                 store.data_path(fingerprint),
                 tuple(infos),
                 tuple(assignment.ids(info.split, info.index) for info in infos),
                 _packs(packs, plans, columns),
+                len(HASHES),
             )
             digests = _written(job, packed, packs, folder, expected)
             partitions = tuple(
@@ -260,38 +247,8 @@ def _packs(
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class _WriteJob:
-    """Writes the rows of a Spark task, which are those of one folder; travels to the task."""
-
-    store: Store
-    data_path: str
-    infos: tuple[PartitionInfo, ...]
-    ids: tuple[range, ...]
-    packs: tuple[Pack, ...]
-
-    def outcome(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield one row that tells what was written, or why not; Spark would try errors again."""
-        rows = (batch for batch in batches if batch.num_rows)
-        first = next(rows, None)
-        if first is None:
-            return
-        folder = first.column(first.num_columns - 1)[0].as_py()
-        path = f"{self.data_path}/{self.infos[folder].path}"
-        writer = PartitionWriter(self.store, path, self.packs, self.ids[folder], len(HASHES))
-        told: dict[str, Any] = {"rows": 0, "sums": [], "digests": [], "error": None}
-        try:
-            written = writer.write(chain([first], rows))
-            told["rows"] = written.rows
-            told["sums"] = [f"{each:016x}" for each in written.sums]
-            told["digests"] = [f"{each:016x}" for each in written.digests]
-        except StoreError as error:
-            told["error"] = str(error)
-        yield pa.RecordBatch.from_pylist([{_FOLDER: folder, **told}], schema=_OUTCOME_IN_ARROW)
-
-
 def _written(
-    job: _WriteJob,
+    job: WriteJob,
     packed: DataFrame,
     packs: Sequence[PackPlan],
     folder: Column,
@@ -305,16 +262,16 @@ def _written(
     """
     keys = F.expr(f"array({', '.join(map(str, shuffle_keys(len(job.infos))))})")
     outcomes = (
-        packed.select(*(pack.name for pack in packs), *HASHES, folder.alias(_FOLDER))
-        .repartition(len(job.infos), keys[F.col(_FOLDER)])
+        packed.select(*(pack.name for pack in packs), *HASHES, folder.alias(FOLDER))
+        .repartition(len(job.infos), keys[F.col(FOLDER)])
         .sortWithinPartitions(*HASHES)
-        .mapInArrow(job.outcome, _OUTCOME)
+        .mapInArrow(job.outcome, OUTCOME)
         .collect()
     )
     for outcome in outcomes:
         if outcome["error"] is not None:
             raise StoreError(outcome["error"])
-    told = {outcome[_FOLDER]: outcome for outcome in outcomes}
+    told = {outcome[FOLDER]: outcome for outcome in outcomes}
     digests = []
     for number, info in enumerate(job.infos):
         rows, sums = expected[number]
