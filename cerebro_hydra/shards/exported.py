@@ -12,7 +12,7 @@ None of them is executable, and loading evaluates nothing: `stored_graph` is the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.constant_values import ConstantValues
 from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.export_program import ExportFailed, export_program, first_line
 from cerebro_hydra.shards.exported_model import ExportedModel, with_order
@@ -144,12 +145,15 @@ def _export(
 ) -> ExportedProgram:
     shapes = tuple(dynamic_dims(x, any_shape) for x in features)
     arguments = tuple(x.clone() for x in features)
-    try:
-        return export_program(module, arguments, None, (shapes,))
-    except ExportFailed as error:
-        if isinstance(error.__cause__, ConfigurationError):
-            raise error.__cause__ from None
-        raise _failed(recipe, str(error)) from error
+    # torch takes torch.cond only where no values are watched.
+    for within in (ConstantValues, nullcontext):
+        try:
+            return export_program(module, arguments, None, (shapes,), within)
+        except ExportFailed as error:
+            if isinstance(error.__cause__, ConfigurationError):
+                raise error.__cause__ from None
+            failed = error
+    raise _failed(recipe, str(failed)) from failed
 
 
 def _document(recipe: Recipe, program: ExportedProgram) -> GraphDocument:
