@@ -118,6 +118,8 @@ class _Known:
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         if type(tensor) is Tensor:
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                return None  # of torch.vmap, around one that is traced
             return tensor.clone()  # the forward writes into its own, if at all
         value, version = self._values.get(tensor, (None, None))
         return value if version == tensor._version else None
