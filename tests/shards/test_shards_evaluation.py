@@ -13,6 +13,8 @@ from cerebro_hydra.shards.admission import admit
 from cerebro_hydra.shards.differences import Recorder
 from tests.shards.hopping import start
 
+pytestmark = pytest.mark.kernels
+
 
 class Attention(nn.Module):
     """Its evaluation has fused kernels that no exported graph has."""

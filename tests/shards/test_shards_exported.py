@@ -29,6 +29,8 @@ from cerebro_hydra.shards.trace import CutFailed, trace
 from cerebro_hydra.storage.digested_json import encode_format
 from tests.shards import forged_archives, plain, zoo
 
+pytestmark = pytest.mark.kernels
+
 
 def recipe_of(model, loss=None, **rules):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

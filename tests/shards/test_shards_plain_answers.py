@@ -18,6 +18,8 @@ from cerebro_hydra.shards.trace import CutFailed, FlatGraph, trace
 from tests.shards import zoo
 from tests.shards.test_shards_graph_cut import rotary_recipe
 
+pytestmark = pytest.mark.kernels
+
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
