@@ -25,6 +25,8 @@ MODERN_TESTS := $(addprefix tests/plan/test_plan_,actions.py balance.py codec.py
 
 # One thread per task: another number of threads gives other bits.
 export OMP_NUM_THREADS := 1
+# Containers often set this, and then every process compiles torch anew: 2.5 seconds of a CPU.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-long test-kernels test-gpu test-modern test-spark4 lint format venv venv-modern clean
 .PHONY: zoo map chaos integration integration-spark integration-hdfs integration-cerebro
@@ -141,6 +143,8 @@ $(STAMP) $(MODERN_STAMP): pyproject.toml
 	@echo "Installing the pinned packages into $(@D); the first time this takes some minutes."
 	@$(@D)/bin/python $(PIP_INSTALL) --no-deps -r $(filter %.lock,$^)
 	@$(@D)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@echo "Compiling what agents import, so that they start faster."
+	@$(@D)/bin/python -c "from cerebro_hydra.spark.daemon import preload; preload()"
 	@touch $@
 
 # The packages of $(VENV) are seen behind the environment's own.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from cerebro_hydra.kernels import choose_fast_kernels
+
 if TYPE_CHECKING:
     from cerebro_hydra.ml import SparkEstimator, SparkModel
     from cerebro_hydra.observe.mlflow import MLflowTracker
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from cerebro_hydra.wire.credentials import TLS
 
 __version__ = "0.1.0"
+
+choose_fast_kernels()  # before anything can call MKL
 
 __all__ = [
     "TLS",

@@ -170,7 +170,8 @@ def _resume(arguments: argparse.Namespace) -> int:
     spark = new_session(arguments.master, dict(arguments.conf), workers)
     try:
         with interruptible():
-            print(run.go_on(Surroundings(SparkBackend(spark, workers), factory)))
+            backend = SparkBackend(spark, workers, numerics=run.document.numerics)
+            print(run.go_on(Surroundings(backend, factory)))
     finally:
         spark.stop()
     return 0

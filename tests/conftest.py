@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+import cerebro_hydra  # before a test calls MKL
+
 # Before anything imports torch: one thread against two gives other bits.
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -65,8 +67,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """One Spark session, and so one JVM, for all tests of a process: three worker slots."""
-    import cerebro_hydra
-
     session = cerebro_hydra.local_spark(workers=3)
     session.sparkContext.setLogLevel("ERROR")
     # py4j logs every connection that a stopping JVM drops; none of them is a test's business.

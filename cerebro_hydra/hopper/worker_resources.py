@@ -11,6 +11,7 @@ from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.machine_facts import MachineFacts
+from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.plan.human_units import bytes_text
 
 QUEUED_SHARE = 0.75
@@ -39,6 +40,7 @@ class WorkerResources:
         residents: sub-epochs that a worker holds at once; None leaves it to the plan.
         device_kind: of all of them, "cpu" or "cuda".
         disk: bytes that are free in the scratch folder; None if nobody has looked.
+        numerics: how CPU libraries choose kernels, a name of `KERNELS`.
     """
 
     devices: int = 1
@@ -48,6 +50,7 @@ class WorkerResources:
     residents: int | None = None
     device_kind: str = "cpu"
     disk: int | None = None
+    numerics: str = "fast"
 
     @classmethod
     def checked(
@@ -58,6 +61,7 @@ class WorkerResources:
         scratch: Any,
         residents: Any,
         gpus: float = 0,
+        numerics: Any = "fast",
     ) -> WorkerResources:
         """Take what a user gave to a backend.
 
@@ -82,6 +86,10 @@ class WorkerResources:
             raise ConfigurationError(
                 f"residents is {residents!r}; it is a whole number from 1, or 'auto'"
             )
+        if numerics not in KERNELS:
+            raise ConfigurationError(
+                f"numerics is {numerics!r}; it is one of {', '.join(map(repr, KERNELS))}"
+            )
         return cls(
             devices_per_worker or 1,
             _bytes("device_memory", device_memory),
@@ -89,6 +97,7 @@ class WorkerResources:
             scratch,
             None if residents == "auto" else residents,
             "cuda" if devices_per_worker is not None and gpus else "cpu",
+            numerics=numerics,
         )
 
     def measured(

@@ -18,8 +18,14 @@ from cerebro_hydra.recipe.evaluation import (
 )
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
 from cerebro_hydra.recipe.model_copy import copy_model, referring_to_copies
+from cerebro_hydra.recipe.numerics import (
+    exact_by_address,
+    fingerprint_differences,
+    is_portable,
+    numeric_fingerprint,
+)
 from cerebro_hydra.recipe.plain_trainer import BatchTensors, PlainTrainer, Window, state_tensors
-from cerebro_hydra.recipe.randomness import RandomKey, numeric_fingerprint, trial_seed, units
+from cerebro_hydra.recipe.randomness import RandomKey, trial_seed, units
 from cerebro_hydra.recipe.recipe import Recipe
 from cerebro_hydra.recipe.warm_start import load_warm_start
 
@@ -39,7 +45,10 @@ __all__ = [
     "build_keeping_random_state",
     "build_recipe",
     "copy_model",
+    "exact_by_address",
     "exclusive_generator",
+    "fingerprint_differences",
+    "is_portable",
     "load_warm_start",
     "mean",
     "merge_evaluations",

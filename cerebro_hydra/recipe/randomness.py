@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.recipe.determinism import WORKSPACE
 from cerebro_hydra.recipe.placement import CPU
 
 FORWARD = ""
@@ -117,26 +114,3 @@ def install_unit_hooks(
 def trial_seed(seed: int, trial: int) -> int:
     """Derive the seed of a trial's dropout and collating from that of the search."""
     return seed_of(seed, "trial", trial)
-
-
-def numeric_fingerprint(device: str = "cpu") -> dict[str, Any]:
-    """Return what a run's bits depend on beside code and data; replay warns where it differs.
-
-    Args:
-        device: the kind of device that trains; only "cuda" lets this process look at a GPU.
-    """
-    found = {
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "optimizer": device,
-    }
-    if device == "cuda":
-        found |= {
-            "gpu": torch.cuda.get_device_name(),
-            "capability": ".".join(map(str, torch.cuda.get_device_capability())),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            WORKSPACE: os.environ.get(WORKSPACE),
-        }
-    return found

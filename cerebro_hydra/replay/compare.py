@@ -12,7 +12,13 @@ from torch import Tensor
 
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import StoreError
-from cerebro_hydra.recipe import Recipe, numeric_fingerprint
+from cerebro_hydra.kernels import as_in_shell
+from cerebro_hydra.recipe import (
+    Recipe,
+    fingerprint_differences,
+    is_portable,
+    numeric_fingerprint,
+)
 from cerebro_hydra.replay.record import read_trial, result_visit
 from cerebro_hydra.replay.run_data import RunData
 from cerebro_hydra.replay.states import Replayed, SavedState, read_saved
@@ -158,7 +164,12 @@ def _warnings(run: RunData) -> Iterator[str]:
         yield f"the run's numeric fingerprint can't be read: {error}"
         return
     here = numeric_fingerprint(run.document.device) | {"threads": run.document.threads}
+    if run.document.numerics == "portable" and not is_portable(here):
+        yield (
+            "the run was trained with numerics='portable', this process takes other kernels, and "
+            "the factory can't be imported in another one; give factory='module:name', or start "
+            f"Python with {as_in_shell('portable')}"
+        )
     for worker, there in sorted(recorded.items()):
-        for name, value in there.items():
-            if here.get(name) != value:
-                yield f"{name} was {value} on worker {worker}, here it is {here.get(name)}"
+        for name, mine, its in fingerprint_differences(here, there):
+            yield f"{name} was {its} on worker {worker}, here it is {mine}"

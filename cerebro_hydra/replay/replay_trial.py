@@ -18,16 +18,21 @@ from cerebro_hydra.recipe import (
     SumOverRows,
     build_recipe,
     exclusive_generator,
+    is_portable,
     mean,
     merge_evaluations,
+    numeric_fingerprint,
 )
 from cerebro_hydra.recipe.determinism import WORKSPACE, deterministic
 from cerebro_hydra.recipe.placement import CPU
+from cerebro_hydra.replay.child import replay_in_child
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
 from cerebro_hydra.replay.run_data import RunData, with_threads
 from cerebro_hydra.replay.states import Replayed, go_on, load_model, read_saved
-from cerebro_hydra.storage.estimator_factories import find
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.estimator_factories import find, importable_name
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from cerebro_hydra.storage.run_folder import read_document
 
 _STATES = 3
 """States of a trial that a replay has in memory: the first, the one that it trains, the result."""
@@ -37,7 +42,9 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
     """Train a trial of a finished run again, along its visit log, and compare every bit.
 
     Replays in several threads take turns, because a process has one random generator. Its numbers
-    go on afterwards as if nothing had been replayed.
+    go on afterwards as if nothing had been replayed. A run with numerics="portable" is replayed in
+    a process of its own, unless this one has such kernels or the factory can't be imported there;
+    then the report has a warning.
 
     Args:
         run_path: the run folder, `result.run_path`.
@@ -55,6 +62,18 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
         JournalError: the journal is damaged.
         DataError: the rows are not those that were prepared.
     """
+    document = read_document(RunFolder.open(run_path))
+    if document.numerics == "portable" and not is_portable(numeric_fingerprint()):
+        name = importable_name(run_path, document.factory, factory, trust)
+        if name is not None:
+            return replay_in_child(run_path, trial_id, name, document.numerics)
+    return replay_here(run_path, trial_id, factory, trust)
+
+
+def replay_here(
+    run_path: str, trial_id: str, factory: Any = None, trust: bool = False
+) -> ReplayReport:
+    """Do what `replay` does in this process, with the kernels that it has chosen."""
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-replay-") as scratch:
         run = RunData.open(run_path, scratch)
         spec = run.trial(trial_id)

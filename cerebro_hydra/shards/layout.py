@@ -2,7 +2,7 @@
 
     8 bytes     length of the header
     header      JSON, padded with spaces
-    data        every tensor 64-byte aligned, with padding named `pad:N` between them
+    data        every tensor at a multiple of 256 bytes, with padding named `pad:N` between them
 
 A segment does not name its trial, so equal layers of different trials have equal bytes.
 """
@@ -30,7 +30,8 @@ from cerebro_hydra.shards.cut_model import CutModel, TensorInfo
 from cerebro_hydra.shards.mapped_memory import mapped
 from cerebro_hydra.shards.state_template import StateTemplate
 
-ALIGNMENT = 64
+ALIGNMENT = 256
+"""Bytes; the CPU's libraries may look at addresses up to 64 for their kernels, CUDA's up to 256."""
 EXISTS = "exists"
 
 Bytes = NDArray[np.uint8]
@@ -83,7 +84,7 @@ class SegmentLayout:
     header: bytes = field(repr=False)
 
     def allocate(self) -> Bytes:
-        """Return zeroed, 64-byte aligned memory that begins with the header."""
+        """Return zeroed, aligned memory that begins with the header."""
         buffer = aligned(self.nbytes, zeroed=True)
         buffer[: len(self.header)] = np.frombuffer(self.header, np.uint8)
         return buffer
@@ -184,7 +185,7 @@ def is_optimizer_state(name: str) -> bool:
 
 
 def aligned(nbytes: int, zeroed: bool = False) -> Bytes:
-    """Return memory that starts at a multiple of 64 bytes, as torch's own does.
+    """Return memory that starts at a multiple of `ALIGNMENT`.
 
     Kernels may round otherwise on other addresses. Zeroed memory costs nothing until written to.
     Large memory is mapped from a file within `MappedMemory`.

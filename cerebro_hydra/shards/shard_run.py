@@ -92,7 +92,7 @@ class ShardRun:
         """Let shard k be in this memory until it is unloaded.
 
         Args:
-            segments: they begin at multiples of 64 bytes.
+            segments: they begin at multiples of `ALIGNMENT`.
             cursor: the one with the shard's last update, None for state 0.
             gradients: memory laid out by `GradientLayout`, as `unload` left it, or zeroed. It is
                 needed where gradients outlive a task: with accumulation or clipping by the norm.

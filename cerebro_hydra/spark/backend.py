@@ -66,6 +66,10 @@ class SparkBackend:
         scratch: a folder on a local disk of every worker for what DRAM can't hold; None takes
             Spark's local folder.
         residents: sub-epochs that an agent holds at once, or "auto".
+        numerics: "fast" lets CPU libraries take the best kernels of each worker's CPU, so that bits
+            are those of that kind of CPU. "portable" takes kernels that don't look at the CPU, for
+            clusters of unlike machines; benchmarks/numerics has the price, docs/operations.md what
+            is promised.
 
     While other jobs hold the task slots that agents need, or a cluster still starts executors, the
     constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
@@ -91,11 +95,12 @@ class SparkBackend:
         host_memory: int | str | None = None,
         scratch: str | None = None,
         residents: int | str = "auto",
+        numerics: str = "fast",
     ) -> None:
         self.spark_context = context_of(spark_context)
         gpus = gpus_per_task(dict(self.spark_context.getConf().getAll()))
         self.resources = WorkerResources.checked(
-            devices_per_worker, device_memory, host_memory, scratch, residents, gpus
+            devices_per_worker, device_memory, host_memory, scratch, residents, gpus, numerics
         )
         if not isinstance(verbose, int):
             raise ConfigurationError(f"verbose is {verbose!r}; it is 0 or 1")
@@ -109,7 +114,7 @@ class SparkBackend:
         self._report = to_stderr if verbose else to_nobody
         with no_progress_line(self.spark_context):  # our lines say what is waited for
             preflight.require_ready(
-                self.spark_context, self.num_workers, self._report, devices_per_worker
+                self.spark_context, self.num_workers, self._report, devices_per_worker, numerics
             )
             self.resources = self.resources.measured(
                 lambda: self._mapped(partial(_machine_facts, scratch), range(self.num_workers)),

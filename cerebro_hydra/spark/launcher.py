@@ -21,7 +21,7 @@ from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
 from cerebro_hydra.spark.agent_gpus import pinned
 from cerebro_hydra.spark.last_attempt import run_in_child
-from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder
+from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder, with_kernels
 from cerebro_hydra.spark.progress_line import no_progress_line
 from cerebro_hydra.spark.slots import parse_local_master
 from cerebro_hydra.spark.worker_check import worker_failure
@@ -158,9 +158,12 @@ class SparkLauncher:
             try:
                 context.setJobGroup(self._group, "cerebro_hydra agents", interruptOnCancel=True)
                 workers = context.parallelize(range(self.num_workers), self.num_workers)
+                agents = with_kernels(
+                    workers.mapPartitionsWithIndex(task), self._resources.numerics
+                )
                 # Tasks that last as long as the run have no progress that Spark could show.
                 with no_progress_line(context):
-                    workers.mapPartitionsWithIndex(task).collect()
+                    agents.collect()
             except BaseException as failed:
                 if self._begins_anew(failed):
                     continue

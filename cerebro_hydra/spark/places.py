@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from cerebro_hydra.kernels import KERNELS
+from cerebro_hydra.spark.checks import DAEMON_MODULE
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark import RDD, SparkContext
+
+_T = TypeVar("_T")
 
 LOCAL_IP = "SPARK_LOCAL_IP"
 """Spark's own variable for the one address of a machine that its servers shall use."""
@@ -27,6 +32,28 @@ def environment(**variables: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def with_kernels(rdd: RDD[_T], numerics: str) -> RDD[_T]:
+    """Let the Python workers that compute an RDD choose kernels so; see `KERNELS`.
+
+    Spark keeps Python workers by their variables, so those of other jobs, which may have called MKL
+    already, are not used again. A daemon of ours, and so its workers, chooses "fast" by itself.
+    """
+    context = rdd.context
+    variables = dict(KERNELS[numerics])
+    if numerics == "fast":
+        if context.getConf().get("spark.python.daemon.module") == DAEMON_MODULE:
+            return rdd
+        variables = {name: os.environ[name] for name in variables} | context.environment
+    kept = dict(context.environment)
+    context.environment.update(variables)
+    try:
+        rdd._jrdd  # noqa: B018  # it takes them now
+    finally:
+        context.environment.clear()
+        context.environment.update(kept)
+    return rdd
 
 
 def driver_host(spark_context: SparkContext) -> str:

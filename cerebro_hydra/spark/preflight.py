@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 _NAMES = (
     *("Java", "packages", "slots", "settings", "GPUs"),
-    *("executors", "placement", "network", "store"),
+    *("executors", "numerics", "placement", "network", "store"),
 )
-_WARNED_OF = ("spark.master",)
-"""Settings whose advice every run prints, because a lost agent would end it."""
+_WARNED_OF = ("spark.master", "numerics")
+"""What every run prints advice of: a lost agent would end it, or no machine could replay it."""
 _PACKAGES = ("pyspark", "pyarrow", "petastorm", "torch", "numpy")
 _BUSY_SECONDS = 60.0  # in which other jobs may end; then the doctor calls them a problem
 
@@ -37,11 +37,13 @@ def require_ready(
     num_workers: int,
     report: Callable[[str], None],
     devices_per_worker: int | None = None,
+    numerics: str = "fast",
 ) -> None:
     """Wait until a Spark has room for so many agents, and see that they can run there.
 
     This costs one small job. The network is checked by the doctor alone. `report` is given
-    warnings, and what is waited for. `devices_per_worker` is None if nobody asked for any.
+    warnings, and what is waited for. `devices_per_worker` is None if nobody asked for any;
+    `numerics` is as `SparkBackend` has it.
 
     Raises:
         SetupError: lists everything that was found, each with its remedy.
@@ -49,7 +51,7 @@ def require_ready(
     slots = wait_for_slots(spark_context, num_workers, report)
     for looked in (
         _driver_checks(spark_context, slots, num_workers, devices_per_worker),
-        _worker_checks(spark_context, num_workers, ()),
+        _worker_checks(spark_context, num_workers, (), numerics),
     ):
         with Waiting(report, f"starting Spark's Python for {num_workers} workers"):
             findings = [finding for check in looked for finding in check.findings]
@@ -93,7 +95,7 @@ def doctor(
     slots = wait_for_slots(context, num_workers, to_stderr, patience=_BUSY_SECONDS)
     looked = [*_driver_checks(context, slots, num_workers, devices_per_worker)]
     if usable := min(slots.free, num_workers):
-        looked += _worker_checks(context, usable, modules)
+        looked += _worker_checks(context, usable, modules, "fast")
         if looked[-1].name == "placement":
             looked += _network_checks(context, usable, store)
             settings = dict(context.getConf().getAll())
@@ -166,11 +168,13 @@ def _gpu_check(context: SparkContext, workers: int) -> Check:
     )
 
 
-def _worker_checks(context: SparkContext, workers: int, modules: Sequence[str]) -> Iterator[Check]:
+def _worker_checks(
+    context: SparkContext, workers: int, modules: Sequence[str], numerics: str
+) -> Iterator[Check]:
     """Look at what one small job finds; the last check is of placement if agents can start."""
     try:
         names = [*worker_check.required_modules(), *modules]
-        facts = worker_check.ask_workers(context, workers, names)
+        facts = worker_check.ask_workers(context, workers, names, numerics)
     except Exception as error:
         yield Check("executors", None, [worker_check.worker_failure(str(error))])
         return
@@ -180,6 +184,8 @@ def _worker_checks(context: SparkContext, workers: int, modules: Sequence[str]) 
     )
     yield executors
     if executors.verdict != "PROBLEM":
+        kinds = sorted({str(each.numeric["processor"]) for each in facts})
+        yield Check("numerics", ", ".join(kinds), [*worker_check.check_numerics(facts)])
         found = worker_check.check_placement(facts, _is_local(context))
         yield Check("placement", "; ".join(map(str, facts)), [*found])
 

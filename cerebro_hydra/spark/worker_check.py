@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import cerebro_hydra
 from cerebro_hydra.data.petastorm_reader import obstacle
+from cerebro_hydra.recipe import fingerprint_differences
 from cerebro_hydra.spark.findings import Finding
+from cerebro_hydra.spark.places import with_kernels
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
 COMPARED = ("torch", "numpy", "pyarrow")
 """Packages that decide the bits of a result, beside our own."""
+
+_OF_VERSIONS = ("torch", "threads")
+"""What `check_imports` compares, and what is set when an agent starts."""
 
 LEAST_SCRATCH = 1 << 30
 """Bytes of scratch space, where a worker decodes its rows, below which it is warned of."""
@@ -33,7 +38,8 @@ LEAST_SCRATCH = 1 << 30
 class WorkerFacts:
     """Holds what one worker's task found; `executor` tells the executors of one host apart.
 
-    `free_scratch` is in bytes, None where this package can't be imported.
+    `free_scratch` is in bytes, None where this package can't be imported; `numeric` is what the
+    bits of an agent depend on, empty there.
     """
 
     worker: int
@@ -44,6 +50,7 @@ class WorkerFacts:
     free_scratch: int | None
     package: str
     versions: Mapping[str, str]
+    numeric: Mapping[str, Any]
     failures: Mapping[str, str]
 
     def __str__(self) -> str:
@@ -59,7 +66,7 @@ def required_modules() -> tuple[str, ...]:
 
 
 def ask_workers(
-    spark_context: SparkContext, num_workers: int, modules: Sequence[str]
+    spark_context: SparkContext, num_workers: int, modules: Sequence[str], numerics: str = "fast"
 ) -> list[WorkerFacts]:
     """Run one task per worker that imports modules and looks around.
 
@@ -75,7 +82,7 @@ def ask_workers(
 
         for _ in rows:
             pass
-        failures, versions, free_scratch = {}, {}, None
+        failures, versions, numeric, free_scratch = {}, {}, {}, None
         for name in modules:
             try:
                 importlib.import_module(name)
@@ -88,6 +95,10 @@ def ask_workers(
             from cerebro_hydra.spark.places import spark_folder
 
             free_scratch = shutil.disk_usage(spark_folder()).free
+        with contextlib.suppress(ImportError):
+            from cerebro_hydra.recipe import numeric_fingerprint
+
+            numeric = numeric_fingerprint()
         gpus = TaskContext.get().resources().get("gpu")  # type: ignore[union-attr]
         yield {
             "worker": worker,
@@ -98,11 +109,12 @@ def ask_workers(
             "free_scratch": free_scratch,
             "package": getattr(sys.modules.get("cerebro_hydra"), "__version__", ""),
             "versions": versions,
+            "numeric": numeric,
             "failures": failures,
         }
 
     job = spark_context.parallelize(range(num_workers), num_workers).mapPartitionsWithIndex(ask)
-    return [WorkerFacts(**answer) for answer in job.collect()]
+    return [WorkerFacts(**answer) for answer in with_kernels(job, numerics).collect()]
 
 
 def check_imports(workers: Sequence[WorkerFacts]) -> list[Finding]:
@@ -127,6 +139,30 @@ def _import_findings(facts: WorkerFacts) -> Iterator[Finding]:
             problem = f"it has {name} {there}, the driver {here}; other versions can give other "
             problem += "bits, and a replay on the driver could differ"
             yield Finding(host, problem, f"install {name} {here} there", prevents=False)
+
+
+def check_numerics(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
+    """Find workers that would compute other bits than the first, and those where addresses matter.
+
+    No single machine can replay what unlike workers train together.
+    """
+    told = [facts for facts in workers if facts.numeric]
+    for facts in told:
+        differing = [
+            f"{name} is {its}, not {mine}"
+            for name, mine, its in fingerprint_differences(told[0].numeric, facts.numeric)
+            if name not in _OF_VERSIONS
+        ]
+        if differing:
+            problem = f"worker {facts.worker} on {facts.host} computes other bits than worker "
+            problem += f"{told[0].worker}: {', '.join(differing)}"
+            remedy = "give the workers CPUs of one kind, or SparkBackend numerics='portable'"
+            yield Finding("numerics", problem, remedy, prevents=False)
+        if facts.numeric["addresses"] != "any":
+            problem = f"on worker {facts.worker} on {facts.host} bits depend on where in memory "
+            problem += f"operands lie, as MKL's mode is {facts.numeric['mkl_mode']}"
+            remedy = "set spark.executorEnv.MKL_CBWR to AUTO,STRICT"
+            yield Finding("numerics", problem, remedy, prevents=False)
 
 
 def check_placement(workers: Sequence[WorkerFacts], local: bool) -> Iterator[Finding]:

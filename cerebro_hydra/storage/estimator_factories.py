@@ -40,6 +40,22 @@ def name_of(factory: Factory) -> str | None:
         return None
 
 
+def importable_name(
+    run_path: str, recorded: str | None, given: Factory | str | None, trust: bool
+) -> str | None:
+    """Return the name by which a new process finds what `find` returns, or None.
+
+    Args:
+        run_path, recorded, given, trust: see `find`.
+    """
+    if isinstance(given, str):
+        return given
+    function = _remembered.get(_place(run_path)) if given is None else given
+    if function is not None:
+        return name_of(function)
+    return recorded if trust else None
+
+
 def import_factory(name: str) -> Factory:
     """Import a factory by `module:qualname`.
 

@@ -15,6 +15,7 @@ from cerebro_hydra.documents import (
     within,
 )
 from cerebro_hydra.errors import StoreError
+from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.storage.names import Digest, Name, trial_name
 
 FORMAT = 2
@@ -103,8 +104,8 @@ class RunDocument:
     `batch_seconds`, or whose task takes longer than `sub_epoch_seconds`; None is no limit.
     Audits may take `audit_share` of an agent's training time. `checkpoint` says after what the
     newest state of a trial is written to the store. `keep` and `admission_seconds` hold for
-    candidates that are still to be admitted. `device` says on what trials are trained, for bits
-    depend on it.
+    candidates that are still to be admitted. `device` says on what trials are trained, and
+    `numerics` how its CPU libraries choose kernels, for bits depend on both.
     """
 
     run_id: Name
@@ -130,6 +131,7 @@ class RunDocument:
     keep: Annotated[str | None, one_of("best", "last", None)] = None
     admission_seconds: float | None = None
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
+    numerics: Annotated[str, one_of(*KERNELS)] = "fast"
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

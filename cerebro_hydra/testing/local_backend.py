@@ -43,7 +43,8 @@ class LocalBackend:
         preloaded: modules that agents load before they start; see `LocalLauncher`.
         tls: whether connections are encrypted; see `LocalLauncher`.
         limits: which losses a run outlasts.
-        devices_per_worker, device_memory, host_memory, scratch, residents: see `SparkBackend`.
+        devices_per_worker, device_memory, host_memory, scratch, residents, numerics: see
+            `SparkBackend`.
     """
 
     def __init__(
@@ -57,13 +58,19 @@ class LocalBackend:
         host_memory: int | str | None = None,
         scratch: str | None = None,
         residents: int | str = "auto",
+        numerics: str = "fast",
     ) -> None:
         self.num_workers = num_workers
         self._preloaded = preloaded
         self._tls = tls
         self._limits = limits
         self.resources = WorkerResources.checked(
-            devices_per_worker, device_memory, host_memory, scratch, residents
+            devices_per_worker,
+            device_memory,
+            host_memory,
+            scratch,
+            residents,
+            numerics=numerics,
         ).measured(lambda: [machine_facts(scratch or tempfile.gettempdir())] * num_workers)
         self.agents = self.launcher()
 

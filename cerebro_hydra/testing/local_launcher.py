@@ -17,10 +17,16 @@ from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
 from cerebro_hydra.hopper.launcher import Factory, OnExit
 from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
+from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.spark.daemon import PRELOADED
+from cerebro_hydra.spark.places import environment
 from cerebro_hydra.wire.credentials import TLS
 
 _OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission", "torch.export._trace")
+
+
+_starting = threading.Lock()
+"""Held while this process's environment is that of an agent that starts."""
 
 
 def fork_server(preloaded: Sequence[str] = ()) -> Any:
@@ -62,6 +68,8 @@ class LocalLauncher:
         self._max_failures = max_failures
         self._resources = resources
         self._context = fork_server(preloaded)
+        if resources.numerics != "fast":  # what is loaded by then has not chosen its kernels so
+            self._context = multiprocessing.get_context("spawn")
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, BaseProcess] = {}
@@ -138,7 +146,8 @@ class LocalLauncher:
         process: BaseProcess = self._context.Process(target=run_agent, args=(spec, start, factory))
         with self._lock:
             self._processes[start.worker], self._starts[start.worker] = process, start.number
-        process.start()
+        with _starting, environment(**KERNELS[self._resources.numerics]):
+            process.start()
         return process
 
     def _leave(self, error: BaseException | None, on_exit: OnExit) -> None:

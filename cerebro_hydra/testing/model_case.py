@@ -25,6 +25,7 @@ from cerebro_hydra.shards.exported import save_exported
 from cerebro_hydra.shards.sample import Example, Sample, copy_example
 from cerebro_hydra.shards.uncut import PlainStep
 from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.testing.addresses import OddAddresses, move_state
 from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.load_alone import run_alone
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
@@ -127,6 +128,17 @@ class ModelCase(ABC):
             different = set(trial.losses)
             assert len(different) == len(trial.losses), "one loss for all batches proves nothing"
             assert_same_state(trial.tensors(), plain)
+
+    def test_bits_are_the_same_at_every_address(self) -> None:
+        """Forward, loss, backward and optimizer don't look at where their operands lie."""
+        aligned, moved = self.plain(), self.plain()
+        for window in self.sub_epochs()[0]:
+            expected = aligned.train([window])
+            move_state(moved.recipe)
+            with OddAddresses() as addresses:
+                assert moved.train([window]) == expected
+            assert addresses.moved
+        assert_same_state(moved.tensors(), aligned)
 
     def test_recompute_equals_keep(self) -> None:
         """Graphs that are kept and graphs that are made again give the same bytes."""

@@ -17,6 +17,7 @@ from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.value_ranges import value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.run_config import trial_config
+from cerebro_hydra.kernels import as_in_shell
 from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.instructions import CutFiner
@@ -27,6 +28,7 @@ from cerebro_hydra.recipe import (
     Recipe,
     build_keeping_random_state,
     build_recipe,
+    exact_by_address,
     exclusive_generator,
     load_warm_start,
     trial_seed,
@@ -102,6 +104,12 @@ class Admission:
         keep: str | None = None,
     ) -> None:
         """Admit nothing yet; `report` is given a description of every new cut."""
+        if not exact_by_address():
+            report(
+                "warning: products in this process depend on where their operands lie in memory, "
+                "because MKL was called before cerebro_hydra was imported; import it first, or set "
+                f"{as_in_shell('fast')} before Python starts"
+            )
         self._factory = factory
         self._columns = columns
         self._examples = examples

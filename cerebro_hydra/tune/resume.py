@@ -140,6 +140,13 @@ class RunToResume:
                 f"begun on {self.document.device!r}, which gives other bits; give the backend "
                 "devices_per_worker, and Spark GPUs for its tasks, as they were"
             )
+        numerics = around.backend.resources.numerics
+        if numerics != self.document.numerics:
+            raise ConfigurationError(
+                f"the backend's numerics is {numerics!r}, and the run {self.folder.path!r} was "
+                f"begun with {self.document.numerics!r}, which gives other bits; give the backend "
+                f"numerics={self.document.numerics!r}"
+            )
         document = replace(self._with_epochs(num_epochs or self.document.num_epochs), **limits)
         admission = self._admission(around)
         seconds, partitions = document.admission_seconds, self.manifest.num_partitions

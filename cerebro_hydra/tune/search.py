@@ -332,6 +332,7 @@ class Search(ABC):
             validated=manifest.has_validation,
             threads=THREADS,
             device=self.backend.resources.device_kind,
+            numerics=self.backend.resources.numerics,
             reader=reader_title(),
             batch_seconds=self.batch_seconds,
             sub_epoch_seconds=self.sub_epoch_seconds,

@@ -109,6 +109,19 @@ class ScriptedAgent:
         return []
 
 
+class DiesOnce:
+    """Is a script by which the first agent that begins the second epoch dies."""
+
+    def __init__(self) -> None:
+        self.died: list[str] = []
+
+    def __call__(self, instruction: Any, incarnation: str) -> Any:
+        if isinstance(instruction, StartSubEpoch) and instruction.epoch == 1 and not self.died:
+            self.died.append(incarnation)
+            return "die"
+        return None
+
+
 class ScriptedLauncher:
     """Runs scripted agents on threads, and a dead one again."""
 

@@ -24,22 +24,15 @@ from cerebro_hydra.plan.journal_fold import comparable
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import WORKERS_FILE
-from tests.hopper.scripted_agents import ScriptedLauncher
+from tests.hopper.scripted_agents import DiesOnce, ScriptedLauncher
 from tests.hopper.scripted_runs import described, restored, run
 
 
 def test_an_agent_that_dies_is_replaced_and_its_work_done_again(tmp_path: Any) -> None:
-    died: list[str] = []
-
-    def script(instruction: Any, incarnation: str) -> Any:
-        if isinstance(instruction, StartSubEpoch) and instruction.epoch == 1 and not died:
-            died.append(incarnation)
-            return "die"
-        return None
-
+    script = DiesOnce()
     launcher = ScriptedLauncher(2, script=script)
     folder, _, _ = run(tmp_path, launcher, described(3, 2, 3))
-    assert died
+    assert script.died
     assert launcher.given_up in ([(0, 0)], [(1, 10)])  # the start that was lost, and no other
     workers = folder.read_json(WORKERS_FILE)
     assert workers == {k: {"host": "here", "pid": 7, "gpus": [k]} for k in ("0", "1")}

@@ -8,9 +8,8 @@ from typing import Any
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.observe import Decision, TrialAdmitted
 from cerebro_hydra.plan.events import TrialAdded
-from cerebro_hydra.plan.instructions import StartSubEpoch
 from cerebro_hydra.storage.run_document import TrialSpec
-from tests.hopper.scripted_agents import ScriptedLauncher
+from tests.hopper.scripted_agents import DiesOnce, ScriptedLauncher
 from tests.hopper.scripted_runs import described, run
 
 
@@ -36,14 +35,7 @@ class Listener(ScriptedLauncher):
 
 
 def test_each_agent_hears_of_a_trial_once_before_it_uses_it_and_at_its_end(tmp_path: Any) -> None:
-    died: list[str] = []
-
-    def script(instruction: Any, incarnation: str) -> Any:
-        if isinstance(instruction, StartSubEpoch) and instruction.epoch == 1 and not died:
-            died.append(incarnation)
-            return "die"
-        return None
-
+    script = DiesOnce()
     launcher = Listener(2, script)
     document, trials = described(5, 2, 2)
     run(tmp_path, launcher, (document, trials))
@@ -51,7 +43,7 @@ def test_each_agent_hears_of_a_trial_once_before_it_uses_it_and_at_its_end(tmp_p
     for incarnation, told in launcher.specs.items():
         for number, spec in told.items():
             assert TrialSpec.from_json(spec, "told") == trials[number]
-        if incarnation not in died:
+        if incarnation not in script.died:
             assert sorted(launcher.forgotten[incarnation]) == sorted(told)
 
 

@@ -11,9 +11,7 @@ from cerebro_hydra.plan.hop_state import HopState
 from cerebro_hydra.plan.journal_fold import comparable, fold
 from tests.examples import examples
 from tests.plan.open_worlds import check_outcome, open_worlds
-from tests.plan.test_plan_hop_chaos import (
-    scripts,
-)
+from tests.plan.test_plan_hop_chaos import scripts
 
 
 @settings(max_examples=examples(300))

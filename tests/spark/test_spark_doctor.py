@@ -146,6 +146,7 @@ def test_a_good_session_is_well_and_no_probe_is_left_in_the_store(
         "settings",
         "GPUs",
         "executors",
+        "numerics",
         "network",
         "store",
         "placement",

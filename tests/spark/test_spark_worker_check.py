@@ -14,6 +14,7 @@ from cerebro_hydra.spark.worker_check import (
     LEAST_SCRATCH,
     WorkerFacts,
     check_imports,
+    check_numerics,
     check_placement,
     worker_failure,
 )
@@ -27,6 +28,7 @@ FACTS = WorkerFacts(
     free_scratch=LEAST_SCRATCH,
     package=cerebro_hydra.__version__,
     versions={name: importlib.metadata.version(name) for name in COMPARED},
+    numeric={"addresses": "any", "processor": "one", "cpu": "AVX2", "threads": 1},
     failures={},
 )
 
@@ -45,6 +47,23 @@ def test_what_an_executor_lacks_or_has_otherwise_is_told_once(
     (finding,) = check_imports([replace(FACTS, **facts)] * 2 + [FACTS])
     assert words in finding.problem and finding.prevents is prevents
     assert finding.setting == "executor on node-7"
+
+
+def test_workers_whose_cpus_differ_are_named_with_what_differs() -> None:
+    other = replace(FACTS, worker=2, host="node-8", numeric={**FACTS.numeric, "cpu": "AVX512"})
+    (finding,) = check_numerics([FACTS, replace(FACTS, worker=1), other])
+    assert str(finding) == (
+        "numerics: worker 2 on node-8 computes other bits than worker 0: cpu is AVX512, not AVX2. "
+        "Remedy: give the workers CPUs of one kind, or SparkBackend numerics='portable'"
+    )
+    assert not finding.prevents
+
+
+def test_a_worker_where_addresses_matter_is_told_how_they_would_not() -> None:
+    numeric = {**FACTS.numeric, "addresses": "aligned", "mkl_mode": "OFF"}
+    (finding,) = check_numerics([replace(FACTS, numeric=numeric)])
+    assert "worker 0 on node-7 bits depend on where in memory" in finding.problem
+    assert "MKL_CBWR" in finding.remedy and not finding.prevents
 
 
 def test_another_build_of_the_same_torch_is_no_difference() -> None:

@@ -82,15 +82,21 @@ def test_a_killed_agent_does_not_disturb_the_others(
     assert other.hear() == {"still": "here"}
 
 
-def test_a_killed_driver_is_noticed_by_its_agent(
-    credentials: Credentials, peer: Callable[..., Any]
-) -> None:
+def dialled(
+    credentials: Credentials, peer: Callable[..., Any], **options: Any
+) -> tuple[Any, ControlClient, SimpleQueue[str]]:
+    """A driver's process, a client of it here, and why the connection ended."""
     process = peer("driver", credentials)
     uri = process.hear()["uri"]
     reasons: SimpleQueue[str] = SimpleQueue()
-    client = ControlClient(
-        uri, credentials, {"incarnation": "a"}, ignore, reasons.put, silence_seconds=10 * GUARD
-    )
+    client = ControlClient(uri, credentials, {"incarnation": "a"}, ignore, reasons.put, **options)
+    return process, client, reasons
+
+
+def test_a_killed_driver_is_noticed_by_its_agent(
+    credentials: Credentials, peer: Callable[..., Any]
+) -> None:
+    process, client, reasons = dialled(credentials, peer, silence_seconds=10 * GUARD)
     process.kill()
     assert "broke" in reasons.get(timeout=GUARD)
     assert client.send({"too": "late"}) is False
@@ -117,17 +123,8 @@ def test_a_hung_agent_is_closed_for_its_silence_and_told_when_it_wakes(
 def test_a_hung_driver_is_noticed_by_its_agent(
     credentials: Credentials, peer: Callable[..., Any]
 ) -> None:
-    process = peer("driver", credentials)
-    uri = process.hear()["uri"]
-    reasons: SimpleQueue[str] = SimpleQueue()
-    client = ControlClient(
-        uri,
-        credentials,
-        {"incarnation": "a"},
-        ignore,
-        reasons.put,
-        heartbeat_seconds=0.1,
-        silence_seconds=1.0,
+    process, client, reasons = dialled(
+        credentials, peer, heartbeat_seconds=0.1, silence_seconds=1.0
     )
     os.kill(process.process.pid, signal.SIGSTOP)
     assert reasons.get(timeout=GUARD) == "no heartbeat for 1.0 s"

@@ -1,0 +1,83 @@
+"""Runs with numerics="portable": every process of theirs takes such kernels, replay's too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cerebro_hydra
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import is_portable
+from cerebro_hydra.spark.places import with_kernels
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_document import NUMERIC_FILE
+from tests.end_to_end import models
+
+pytestmark = [pytest.mark.slow, pytest.mark.spark(group=2)]
+
+
+@pytest.fixture(scope="module")
+def df(spark: Any) -> Any:
+    random = np.random.default_rng(3)
+    labels = random.integers(0, 4, 120)
+    features = random.normal(size=(120, 16)) + labels[:, None] / 2
+    rows = [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
+    return spark.createDataFrame(rows, "features array<double>, label long").cache()
+
+
+def search(spark: Any, path: Path, numerics: str, **options: Any) -> Any:
+    return GridSearch(
+        backend=SparkBackend(spark, num_workers=2, verbose=0, numerics=numerics),
+        store=LocalStore(str(path)),
+        estimator_gen_fn=models.feed_forward,
+        search_space={"lr": hp_choice([0.01]), "dropout": hp_choice([0.2])},
+        **{"num_epochs": 2, "evaluation_metric": "accuracy", "verbose": 0, **options},
+    )
+
+
+def test_agents_and_replay_take_portable_kernels(spark: Any, df: Any, tmp_path: Path) -> None:
+    result = search(spark, tmp_path, "portable").fit(df)
+    numeric = RunFolder.open(result.run_path).read_json(NUMERIC_FILE)
+    assert set(numeric) == {"0", "1"} and all(map(is_portable, numeric.values()))
+    # The factory can be imported, so a new process replays; this one has other kernels.
+    report = cerebro_hydra.replay(result.run_path, "trial-000")
+    assert report.identical and report.warnings == () and report.visits == 4, str(report)
+    # An error of that process is raised here.
+    with pytest.raises(cerebro_hydra.errors.ReplayError, match="trained no trial 'trial-007'"):
+        cerebro_hydra.replay(result.run_path, "trial-007")
+    here = cerebro_hydra.replay(result.run_path, "trial-000", lambda p: models.feed_forward(p))
+    assert "the factory can't be imported in another one; give factory=" in here.warnings[0]
+    with pytest.raises(ConfigurationError, match=r"numerics is 'fast', and the run .* 'portable'"):
+        search(spark, tmp_path, "fast", num_epochs=3).fit(df, resume=result.run_path)
+
+
+def test_python_workers_that_have_chosen_their_kernels_are_not_used_again(spark: Any) -> None:
+    def mode_after_a_product(_: int) -> str | None:
+        import torch
+
+        from cerebro_hydra.recipe.numerics import mkl_mode
+
+        torch.ones(9, 9) @ torch.ones(9, 9)
+        return mkl_mode()
+
+    context = spark.sparkContext
+
+    def seen(numerics: str) -> set[str | None]:
+        return {*with_kernels(context.range(3).map(mode_after_a_product), numerics).collect()}
+
+    before = dict(context.environment)
+    assert [seen(each) for each in ("fast", "portable", "fast")] == [
+        {"AUTO,STRICT"},
+        {"COMPATIBLE"},
+        {"AUTO,STRICT"},
+    ]
+    assert context.environment == before
+
+
+def test_unknown_numerics_are_refused(spark: Any) -> None:
+    with pytest.raises(ConfigurationError, match="numerics is 'exact'; it is one of 'fast', "):
+        SparkBackend(spark, num_workers=2, numerics="exact")
