@@ -63,7 +63,7 @@ test-long: test-kernels
 	@CEREBRO_HYDRA_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "long or hypothesis" \
 	  $(addprefix --ignore=,$(EXACT_TESTS))
 
-# Cuts have the bits of the uncut model, with the kernels of a CPU that has no AVX: what has the same
+# Cuts have the bits of the uncut model, with the kernels of numerics="portable" too: what has the same
 # bits by luck on this one differs there. Models of real sizes would take three times as long.
 EXACT_TESTS := tests/shards $(addprefix tests/conformance/test_,table_models.py text_models.py \
   vision_models.py)

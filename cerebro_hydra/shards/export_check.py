@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.recipe.numerics import exact_by_address
+from cerebro_hydra.recipe import Recipe, exact_by_address
 from cerebro_hydra.shards.archive_tensors import placed
 from cerebro_hydra.shards.differences import same_bits
 from cerebro_hydra.shards.export_program import first_line
