@@ -28,13 +28,14 @@ export OMP_NUM_THREADS := 1
 # Containers often set this, and then every process compiles torch anew: 2.5 seconds of a CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-gpu test-modern test-spark4 lint format venv venv-modern clean
+.PHONY: help demo test test-long test-kernels test-gpu test-modern test-spark4 lint format venv venv-modern clean
 .PHONY: zoo map chaos integration integration-spark integration-hdfs integration-cerebro
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
 	@echo "make test      a guard of every promise, in at most 12 minutes on two cores"
 	@echo "make test-long   long searches, real sizes, the demo and a standalone cluster"
+	@echo "make test-kernels   the exactness part of it, with the kernels of another CPU"
 	@echo "make test-gpu   the engine and devices on a CUDA GPU, and what it costs to spill there"
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
 	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
@@ -58,8 +59,18 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadscope -m "not long"
 
 # What is marked long, and every property with all of its examples.
-test-long: $(STAMP)
-	@CEREBRO_HYDRA_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "long or hypothesis"
+test-long: test-kernels
+	@CEREBRO_HYDRA_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "long or hypothesis" \
+	  $(addprefix --ignore=,$(EXACT_TESTS))
+
+# Cuts have the bits of the uncut model, with the kernels of numerics="portable" too: what has the same
+# bits by luck on this one differs there. Models of real sizes would take three times as long.
+EXACT_TESTS := tests/shards $(addprefix tests/conformance/test_,table_models.py text_models.py \
+  vision_models.py)
+OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+test-kernels: $(STAMP)
+	@$(OTHER_KERNELS) CEREBRO_HYDRA_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadscope \
+	  -m "long or hypothesis or kernels" $(EXACT_TESTS)
 
 # The pinned torch is a CPU build: GPU_PYTHON is one with the same packages, whose torch has CUDA.
 GPU_PYTHON ?= $(BIN)/python

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from cerebro_hydra.shards.plain_answers import PlainAnswers
+
 _NOT_USERS = (
     "<",
     str(Path(torch.__file__).parent),
@@ -39,9 +41,29 @@ def export_program(
 ) -> ExportedProgram:
     """Run `torch.export` without its warnings and graphs; `within` is for forward.
 
+    The forward is not told that it is traced, so that the graph holds what runs plainly. A forward
+    that can't be traced so, because it then reads values, is told and traced once more.
+
     Raises:
         ExportFailed: `torch.export` or the module's forward raised an error.
     """
+    answers = PlainAnswers()
+    try:
+        with answers.given():
+            return _export(module, args, kwargs, dynamic_shapes, within)
+    except ExportFailed:
+        if not answers.asked:
+            raise
+    return _export(module, args, kwargs, dynamic_shapes, within)
+
+
+def _export(
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any] | None,
+    dynamic_shapes: Any,
+    within: Callable[[], AbstractContextManager[Any]],
+) -> ExportedProgram:
     try:
         with _silent_torch(), _printing_no_graph(module, within):
             return torch.export.export(

@@ -6,29 +6,41 @@ weights.safetensors     parameters and buffers, under the model's own names
 constants.safetensors   the other tensors of the graph
 ```
 
+Tensors lie at multiples of `ALIGNMENT`, in memory and in their files, where `pad:N` fills the gaps.
+
 None of them is executable, and loading evaluates nothing: `stored_graph` is the whole grammar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.differences import same_bits
-from cerebro_hydra.shards.export_program import ExportFailed, export_program, first_line
-from cerebro_hydra.shards.exported_model import ExportedModel, with_order
+from cerebro_hydra.shards.archive_tensors import (
+    NotTheTensors,
+    placed,
+    read_tensors,
+    write_tensors,
+)
+from cerebro_hydra.shards.constant_values import ConstantValues
+from cerebro_hydra.shards.export_check import difference
+from cerebro_hydra.shards.export_program import ExportFailed, export_program
+from cerebro_hydra.shards.exported_model import ExportedModel
 from cerebro_hydra.shards.graph_document import GraphDocument
-from cerebro_hydra.shards.stored_graph import InvalidGraph, StoredTensor, read_graph
+from cerebro_hydra.shards.stored_graph import (
+    InvalidGraph,
+    StoredTensor,
+    dense_strides,
+    read_graph,
+)
 from cerebro_hydra.shards.trace import dynamic_dims
 from cerebro_hydra.storage.digest import file_digest
 from cerebro_hydra.storage.digested_json import decode_format, encode_format
@@ -38,7 +50,7 @@ WEIGHTS_FILE = "weights.safetensors"
 CONSTANTS_FILE = "constants.safetensors"
 EXPORTED_FILES = (GRAPH_FILE, WEIGHTS_FILE, CONSTANTS_FILE)
 
-_FORMAT = 1
+_FORMAT = 2
 _LARGEST_GRAPH = 64 * 2**20
 _MODEL = "model."  # the wrapper's attribute, which begins the name of each weight in the graph
 
@@ -63,7 +75,9 @@ def save_exported(
     """Write a recipe's model, as it evaluates, to the three files of an exported model.
 
     The written files are loaded again and must give the same bits as the model, on this batch and
-    on one with another number of rows. The model is not changed.
+    on one with another number of rows. The model is not changed. Where bits depend on addresses,
+    because MKL was called before its mode could be set, a warning tells of a difference in
+    rounding.
 
     Args:
         features: one batch of every feature column with at least 2 rows, rows first. Other numbers
@@ -91,7 +105,8 @@ def save_exported(
         _write(_document(recipe, program), target)
         loaded = load_exported(target)
         for batch in (features, [x[:-1] for x in features]):
-            _check(recipe, module, loaded, batch)
+            if (reason := difference(recipe, module, loaded, batch)) is not None:
+                raise _failed(recipe, reason)
 
 
 def load_exported(folder: str | Path, device: str | torch.device = "cpu") -> ExportedModel:
@@ -120,7 +135,7 @@ def load_exported(folder: str | Path, device: str | torch.device = "cpu") -> Exp
                 )
         graph = read_graph(document)
         tensors = _read_tensors(graph.tensors, paths)
-    except InvalidGraph as error:
+    except (InvalidGraph, NotTheTensors) as error:
         raise ConfigurationError(
             f"{str(folder)!r} holds what save_exported never writes ({error}); do not load it"
         ) from error
@@ -144,12 +159,15 @@ def _export(
 ) -> ExportedProgram:
     shapes = tuple(dynamic_dims(x, any_shape) for x in features)
     arguments = tuple(x.clone() for x in features)
-    try:
-        return export_program(module, arguments, None, (shapes,))
-    except ExportFailed as error:
-        if isinstance(error.__cause__, ConfigurationError):
-            raise error.__cause__ from None
-        raise _failed(recipe, str(error)) from error
+    # torch takes torch.cond only where no values are watched.
+    for within in (ConstantValues, nullcontext):
+        try:
+            return export_program(module, arguments, None, (shapes,), within)
+        except ExportFailed as error:
+            if isinstance(error.__cause__, ConfigurationError):
+                raise error.__cause__ from None
+            failed = error
+    raise _failed(recipe, str(failed)) from failed
 
 
 def _document(recipe: Recipe, program: ExportedProgram) -> GraphDocument:
@@ -166,40 +184,12 @@ def _document(recipe: Recipe, program: ExportedProgram) -> GraphDocument:
     raise _failed(recipe, str(reason)) from reason
 
 
-def _check(
-    recipe: Recipe, module: _EvaluationModule, loaded: ExportedModel, batch: Sequence[Tensor]
-) -> None:
-    """Refuse a graph that gives other bits than its model.
-
-    A forward may read values or sizes in Python, where the graph keeps those of one batch.
-    """
-    with recipe.precision():
-        expected = module(*[x.clone() for x in batch])
-    try:
-        predictions = loaded(*[x.clone() for x in batch])
-    except Exception as error:
-        reason = f"its graph does not run on {len(batch[0])} rows ({first_line(error)})"
-        raise _failed(recipe, reason) from error
-    if not all(map(same_bits, predictions, expected)):
-        raise _failed(
-            recipe,
-            f"its graph gives other bits than the model for {len(batch[0])} rows; look for values "
-            "or sizes that its forward reads in Python",
-        )
-
-
 def _write(document: GraphDocument, folder: Path) -> None:
     files: dict[str, dict[str, Tensor]] = {WEIGHTS_FILE: {}, CONSTANTS_FILE: {}}
-    written: set[int] = set()
     for described, tensor in zip(document.descriptions, document.tensors, strict=True):
-        tensor = tensor.detach().contiguous()
-        memory = tensor.untyped_storage().data_ptr()
-        if memory in written:  # safetensors refuses tensors that share their memory
-            tensor = tensor.clone()
-        written.add(memory)
         files[_file_of(described["kind"])][described["name"]] = tensor
     for name, tensors in files.items():
-        safetensors.torch.save_file(tensors, folder / name)
+        write_tensors(folder / name, tensors)
     digests = {name: file_digest(folder / name) for name in files}
     content = encode_format({"files": digests, **document.fields()}, _FORMAT)
     (folder / GRAPH_FILE).write_bytes(content)
@@ -228,21 +218,13 @@ def _read_tensors(stored: Sequence[StoredTensor], paths: Mapping[str, Path]) -> 
     needed: dict[str, list[str]] = {WEIGHTS_FILE: [], CONSTANTS_FILE: []}
     for each in stored:
         needed[_file_of(each.kind)].append(each.name)
-    found: dict[tuple[str, str], Tensor] = {}
-    for file_name, names in needed.items():
-        try:
-            with safetensors.safe_open(paths[file_name], "pt") as file:  # type: ignore[no-untyped-call]
-                if sorted(file.keys()) != sorted(names):
-                    raise InvalidGraph(f"{file_name} does not hold the tensors of {GRAPH_FILE}")
-                found.update({(file_name, name): file.get_tensor(name) for name in names})
-        except (safetensors.SafetensorError, TypeError, AttributeError) as error:
-            raise InvalidGraph(f"{file_name} is no safetensors file: {error}") from error
+    found = {name: read_tensors(paths[name], names) for name, names in needed.items()}
     tensors = []
     for each in stored:
-        tensor = found[_file_of(each.kind), each.name]
+        tensor = found[_file_of(each.kind)][each.name]
         if tensor.dtype != each.dtype or tuple(tensor.shape) != each.shape:
             raise InvalidGraph(f"{each.name} has another type or shape than in {GRAPH_FILE}")
-        tensors.append(with_order(tensor, each.order))
+        tensors.append(placed(tensor, dense_strides(tensor.shape, each.order)))
     return tensors
 
 

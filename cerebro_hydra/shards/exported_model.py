@@ -18,7 +18,6 @@ from cerebro_hydra.shards.stored_graph import (
     Ref,
     Size,
     StoredGraph,
-    dense_strides,
 )
 
 _Slots = int | tuple[int, ...]
@@ -56,8 +55,10 @@ class ExportedModel(nn.Module):
             owner = self.constants if stored.kind == "constant" else self.weights
             # Names have dots, which `register_buffer` takes for modules within modules.
             own: dict[str, Any] = owner._buffers
-            if stored.kind == "parameter":
-                own, tensor = owner._parameters, nn.Parameter(tensor, requires_grad=False)
+            if stored.kind in ("parameter", "frozen"):
+                # By what requires gradients torch chooses kernels, even where none are recorded.
+                trains = stored.kind == "parameter"
+                own, tensor = owner._parameters, nn.Parameter(tensor, requires_grad=trains)
             own[stored.name] = tensor
             self._tensors.append((own, stored.name))
         self._plan = _Plan(graph)
@@ -156,14 +157,6 @@ class _Plan:
             kept |= read
             done.append(step._replace(dead=dead))
         return done[::-1]
-
-
-def with_order(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Return a tensor whose dimensions lie in memory in an order, by which kernels may round."""
-    strides = dense_strides(tensor.shape, order)
-    if tensor.stride() == strides:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
 def _autocasting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:

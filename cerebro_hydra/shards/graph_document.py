@@ -85,7 +85,7 @@ class GraphDocument:
                 return {"tensor": number}
         kind = "buffer" if target in self.weights else "constant"
         if isinstance(found, nn.Parameter) and kind == "buffer":
-            kind = "parameter"
+            kind = "parameter" if found.requires_grad else "frozen"
         order = sorted(range(found.dim()), key=lambda dim: -found.stride(dim))
         if dense_strides(found.shape, order) != found.stride():
             order = list(range(found.dim()))

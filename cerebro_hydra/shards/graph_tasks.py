@@ -204,6 +204,7 @@ class GraphPredictor:
         assert cut_model.graphs is not None
         self._graphs = cut_model.graphs
         self._owner = {t.name: t.owner for t in (*cut_model.params, *cut_model.buffers)}
+        self._trained = {p.name for p in cut_model.params if not p.frozen}
         self._states = states
         self._held: Mapping[str, Tensor] = held.copies
 
@@ -224,5 +225,8 @@ class GraphPredictor:
         return graphs.outputs(out, False)
 
     def _parameter(self, name: str) -> Tensor:
-        held = self._held.get(name)
-        return self._states[self._owner[name]].values[name] if held is None else held
+        value = self._held.get(name)
+        if value is None:
+            value = self._states[self._owner[name]].values[name]
+        # By what requires gradients torch chooses kernels, even where none are recorded.
+        return value.detach().requires_grad_() if name in self._trained else value

@@ -174,6 +174,11 @@ def filled(segment: SegmentLayout, tensors: Mapping[str, Tensor]) -> Bytes:
     return buffer
 
 
+def is_padding(name: str) -> bool:
+    """Return whether an entry of this name fills the gap between two tensors."""
+    return name.startswith("pad:")
+
+
 def is_optimizer_state(name: str) -> bool:
     """Return whether a tensor of this name in a segment has a mark in `exists`."""
     return name.startswith("optim:")
@@ -247,7 +252,7 @@ def read_tensors(buffer: Bytes) -> dict[str, Tensor]:
         if name not in tensors or sorted(order) != list(range(tensors[name].dim())):
             raise unreadable(f"the order of axes of {name!r} in a segment", text)
         tensors[name] = tensors[name].permute([order.index(d) for d in range(len(order))])
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("pad:")}
+    return {name: tensor for name, tensor in tensors.items() if not is_padding(name)}
 
 
 def check_no_overlap(recipe: Recipe) -> None:
@@ -287,40 +292,47 @@ def _shard_layout(
         averaged = [p for p in params if not p.frozen]
         trainable += [(f"ema:{p.name}", p.dtype, p.shape, p.strides) for p in averaged]
     marks = [(EXISTS, torch.uint8, (len(state),), (1,))] if state else []
-    return ShardLayout(_segment(frozen), _segment([*trainable, *state, *marks]))
+    return ShardLayout(segment_of(frozen), segment_of([*trainable, *state, *marks]))
 
 
 def _state_strides(param: TensorInfo, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return param.strides if shape == param.shape else _contiguous(shape)
+    return param.strides if shape == param.shape else contiguous_strides(shape)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape)))
 
 
-def _segment(
+def segment_of(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]]],
+    dtype_names: Mapping[torch.dtype, str] = DTYPE_NAMES,
 ) -> SegmentLayout:
+    """Lay out tensors, given by name, type, shape and strides, one after the other.
+
+    Raises:
+        ConfigurationError: safetensors lacks a tensor's type.
+    """
     header: dict[str, Any] = {}
     permutations: dict[str, str] = {}
     placed: list[LayoutEntry] = []
     at = 0
     for name, dtype, shape, strides in tensors:
-        if dtype not in DTYPE_NAMES:
+        if dtype not in dtype_names:
             kind, _, rest = name.partition(":")
+            what = f"{_KINDS[kind]} {rest!r}" if kind in _KINDS else f"tensor {name!r}"
             raise ConfigurationError(
-                f"{_KINDS[kind]} {rest!r} has dtype {dtype}, which safetensors lacks; "
+                f"{what} has dtype {dtype}, which safetensors lacks; "
                 + _REMEDIES.get(dtype, "convert it to another dtype")
             )
         nbytes = math.prod(shape) * dtype.itemsize
         # A tensor whose dimensions lie in memory in another order is written in that order.
         order = sorted(range(len(shape)), key=lambda d: -strides[d])
-        if strides == _contiguous(shape) or torch.Size(shape).numel() == 0:
+        if strides == contiguous_strides(shape) or torch.Size(shape).numel() == 0:
             order = list(range(len(shape)))
         if order != list(range(len(shape))):
             permutations[name] = ",".join(map(str, order))
         header[name] = {
-            "dtype": DTYPE_NAMES[dtype],
+            "dtype": dtype_names[dtype],
             "shape": [shape[d] for d in order],
             "data_offsets": [at, at + nbytes],
         }

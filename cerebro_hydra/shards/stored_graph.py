@@ -9,7 +9,8 @@
  "outputs": [{"call": 0}]}
 ```
 
-A feature is a list of its sizes. A tensor's order begins with its slowest dimension in memory.
+A feature is a list of its sizes. A tensor's order begins with its slowest dimension in memory. Its
+kind is parameter, frozen (a parameter without gradient), buffer or constant.
 A value is what the operator's schema says at its place. References go to features, tensors and
 earlier calls alone. Whatever else is in a document is refused, so nothing in it is ever evaluated.
 """
@@ -46,7 +47,7 @@ MEMORY_FORMATS = {
     for name in ("preserve_format", "contiguous_format", "channels_last", "channels_last_3d")
 }
 AUTOCAST_DTYPES = ("bfloat16", "float16")
-KINDS = ("parameter", "buffer", "constant")
+KINDS = ("parameter", "frozen", "buffer", "constant")
 DEVICE = "model"
 """The one device that a document can name: where the model's features are."""
 

@@ -18,7 +18,7 @@ from cerebro_hydra.errors import StoreError
 from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.storage.names import Digest, Name, trial_name
 
-FORMAT = 2
+FORMAT = 3
 """The version of the layout of `run.json`."""
 
 MOST_THREADS = 4096

@@ -14,6 +14,8 @@ from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.model_case import ModelCase, Shards
 from tests.conformance import text
 
+pytestmark = pytest.mark.kernels
+
 Example = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 Batch = dict[str, Tensor]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -9,6 +10,8 @@ from torch.optim import lr_scheduler
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.testing.model_case import ModelCase, Shards
 from tests.conformance import vision
+
+pytestmark = pytest.mark.kernels
 
 Example = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 

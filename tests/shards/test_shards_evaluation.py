@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.admission import admit
+from cerebro_hydra.shards.differences import Recorder
+from tests.shards.hopping import start
+
+pytestmark = pytest.mark.kernels
 
 
 class Attention(nn.Module):
@@ -25,7 +30,7 @@ class Attention(nn.Module):
 
 
 class EvaluatesOtherwise(nn.Module):
-    """In evaluation it is another function while a compiler looks at it."""
+    """In evaluation it is another function while it is traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +38,7 @@ class EvaluatesOtherwise(nn.Module):
 
     def forward(self, x):
         y = self.a(x).mean(1)
-        if not self.training and torch.compiler.is_compiling():
+        if not self.training and type(y) is not torch.Tensor:
             y = y * (1 + 2**-20)
         return self.c(y)
 
@@ -70,6 +75,22 @@ def admission_of(model: nn.Module, **rules):
 def test_attention_of_torch_is_cut_and_evaluates_as_uncut():
     torch.manual_seed(0)
     assert admission_of(Attention(), cut="export").spec.mode == "export"
+
+
+def test_evaluation_has_the_operations_of_the_uncut_model():
+    """torch multiplies otherwise by a weight that requires no gradient, also where none is kept."""
+    trial = start(recipe_of(Attention(), cut="export"), [[Batch(*batch(8, 0), 8)]])
+    assert trial.admission.spec.mode == "export"
+    with Recorder() as cut:
+        trial.evaluate([Batch(*batch(8, 0), 8)])
+    with Recorder() as plain, torch.no_grad(), recipe_of(Attention()).precision():
+        Attention().eval()(*batch(8, 0)[0])
+    products = ("addmm", "bmm", "mm")
+    of_cut, of_plain = (
+        [op.name for op, _ in each.operations if op.name.split(".")[1] in products]
+        for each in (cut, plain)
+    )
+    assert of_cut == of_plain
 
 
 def test_a_cut_that_evaluates_otherwise_is_given_up():

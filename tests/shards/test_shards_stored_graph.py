@@ -180,7 +180,7 @@ def sealed(folder, graph: dict[str, Any], **tensors: Any) -> None:
     """Write a folder as somebody would who knows the format and means harm."""
     written(folder, "", **tensors)
     digests = {name: file_digest(folder / name) for name in (WEIGHTS_FILE, CONSTANTS_FILE)}
-    (folder / GRAPH_FILE).write_bytes(encode_format({"files": digests, **graph}, 1))
+    (folder / GRAPH_FILE).write_bytes(encode_format({"files": digests, **graph}, 2))
 
 
 def test_a_sealed_forgery_is_refused_when_it_is_loaded(tmp_path):
@@ -192,7 +192,7 @@ def test_a_sealed_forgery_is_refused_when_it_is_loaded(tmp_path):
         load_exported(tmp_path)
     for digests in ({}, {GRAPH_FILE: "0"}, None, {"../../x": "0", WEIGHTS_FILE: "0"}):
         sealed(tmp_path, document())
-        (tmp_path / GRAPH_FILE).write_bytes(encode_format({"files": digests, **document()}, 1))
+        (tmp_path / GRAPH_FILE).write_bytes(encode_format({"files": digests, **document()}, 2))
         with pytest.raises(ConfigurationError, match="files must be the digests of"):
             load_exported(tmp_path)
 
@@ -216,8 +216,8 @@ def test_tensors_that_are_not_those_of_the_graph_are_refused(tmp_path, tensors, 
     "text",
     [
         "", "{", "null", "[]", "7", '"x"', "[" * 100_000, '{"a":' * 100_000, "NaN", "\x00",
-        '{"format": 1}', '{"format": 1, "digest": 7}', '{"format": 1, "format": 1}',
-        json.dumps({"format": 1, "digest": "0" * 32, **document()}), "9" * 10_000,
+        '{"format": 2}', '{"format": 2, "digest": 7}', '{"format": 2, "format": 2}',
+        json.dumps({"format": 2, "digest": "0" * 32, **document()}), "9" * 10_000,
     ],
 )  # fmt: skip
 def test_text_that_is_no_sealed_document_is_refused(tmp_path, text):
@@ -233,7 +233,7 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
         (tmp_path / WEIGHTS_FILE).write_bytes(content)
         names = (WEIGHTS_FILE, CONSTANTS_FILE)
         digests = {name: file_digest(tmp_path / name) for name in names}
-        (tmp_path / GRAPH_FILE).write_bytes(encode_format({"files": digests, **document()}, 1))
+        (tmp_path / GRAPH_FILE).write_bytes(encode_format({"files": digests, **document()}, 2))
         with pytest.raises(ConfigurationError, match="is no safetensors file"):
             load_exported(tmp_path)
 
