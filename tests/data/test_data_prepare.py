@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import decimal
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -366,6 +367,17 @@ def test_random_query_is_evaluated_once(spark: SparkSession, store: LocalStore) 
     manifest = prepare(rolled, store, 2, 0.2, ["x"])
     assert sum(len(columns_of(store, manifest, split)["x"]) for split in ("train", "val")) == 1000
     assert sum(info.checksum for info in manifest.partitions) % 2**64 == checksum(range(1000))
+
+
+def test_rows_that_change_between_check_and_write_are_refused(
+    spark: SparkSession, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for a query of files, a random one is run twice."""
+    monkeypatch.setattr(spark_prepare, "reads_files_only", lambda df: True)
+    roll = F.udf(lambda: random.SystemRandom().random(), "double").asNondeterministic()
+    with pytest.raises(DataError, match="gives other rows when it is run again"):
+        prepare(spark.range(100).select(roll().alias("x")), store, 2, 0.2, ["x"])
+    assert all(not list(path.rglob("*.parquet")) for path in Path(store.prefix).iterdir())
 
 
 def test_importing_the_room_needs_no_pyspark() -> None:
