@@ -48,6 +48,7 @@ from cerebro_hydra.plan.instructions import (
 )
 from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.recipe import numeric_fingerprint
+from cerebro_hydra.recipe.determinism import compute_as
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.wire.address import own_host
@@ -93,6 +94,7 @@ class _Agent:
         released: threading.Event,
     ) -> None:
         torch.set_num_threads(spec.document.threads)
+        compute_as(spec.document.numerics)
         self._incarnation = uuid.uuid4().hex
         self._released = released
         self._folder = spec.open_folder()

@@ -19,7 +19,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.actions import Action, ActionKind
 from cerebro_hydra.plan.instructions import Evaluate
 from cerebro_hydra.recipe import Evaluation, Recipe
-from cerebro_hydra.recipe.determinism import compute_deterministically
+from cerebro_hydra.recipe.determinism import compute_as, compute_deterministically
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.gradient_layout import GradientLayout
 from cerebro_hydra.shards.layout import Bytes, Segments, TrialLayout, memory_of
@@ -45,6 +45,7 @@ def open_trials(
 ) -> TrialRuns:
     """Return what opens runs on a device, in a process of its own."""
     torch.set_num_threads(document.threads)
+    compute_as(document.numerics)
     compute_deterministically(device)
     store = Store.from_dict(dict(document.store))
     decoded = partial(decode_partitions, manifest, store, scratch, None)

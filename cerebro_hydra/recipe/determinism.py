@@ -1,12 +1,17 @@
-"""Makes what CUDA computes the same each time; a CPU computes so by itself."""
+"""Makes what CUDA computes the same each time, and what unlike CPUs compute the same on each."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from torch import Tensor
+
+_exact: list[torch.library.Library] = []
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """The setting without which cuBLAS may choose other algorithms each time; torch asks for it."""
@@ -24,6 +29,41 @@ def compute_deterministically(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.cuda.set_device(device)
+
+
+def compute_as(numerics: str) -> None:
+    """Let this process, whose kernels are chosen so, compute the same bits as its like.
+
+    With "portable" that takes more than `KERNELS`: MKL makes square roots of approximations that
+    are each CPU's own, in any of its modes, and a fifth of them are not the nearest number. NumPy's
+    come from the instruction that IEEE 754 defines. It can't be undone in this process.
+    """
+    if numerics != "portable" or _exact:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _exact.append(library)  # its end would undo it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch has this operation already
+        library.impl("sqrt", exact_sqrt, "CPU")
+        library.impl("sqrt_", lambda x: x.copy_(exact_sqrt(x)), "CPU")
+        library.impl("sqrt.out", _sqrt_into, "CPU")
+
+
+def exact_sqrt(x: Tensor) -> Tensor:
+    """Return the square roots of a tensor's elements, each the nearest number of its type."""
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return exact_sqrt(x.float()).to(x.dtype)
+    if not (x.is_floating_point() or x.is_complex()):
+        x = x.to(torch.get_default_dtype())
+    with np.errstate(invalid="ignore"):  # of a negative number it is NaN, as torch's
+        return torch.from_numpy(
+            np.asarray(np.sqrt(x.detach().resolve_conj().resolve_neg().numpy()))
+        )
+
+
+def _sqrt_into(x: Tensor, *, out: Tensor) -> Tensor:
+    root = exact_sqrt(x)
+    return out.resize_(root.shape).copy_(root)
 
 
 @contextmanager

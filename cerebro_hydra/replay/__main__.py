@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 
 from cerebro_hydra.errors import CerebroHydraError
+from cerebro_hydra.recipe.determinism import compute_as
 from cerebro_hydra.replay.replay_trial import replay_here
 
 
@@ -14,6 +15,7 @@ def main() -> None:
     """Replay what standard input asks for, and print the verdict as one line of JSON."""
     asked = json.load(sys.stdin)
     sys.path[:] = asked["path"]
+    compute_as(asked["numerics"])
     try:
         answer = asdict(replay_here(asked["run"], asked["trial"], asked["factory"]))
     except CerebroHydraError as error:

@@ -36,7 +36,13 @@ def replay_in_child(run_path: str, trial_id: str, factory: str, numerics: str) -
     command = [sys.executable, "-P", "-m", "cerebro_hydra.replay"]
     package = str(Path(cerebro_hydra.__file__).parents[1])
     variables = {**os.environ, **KERNELS[numerics], "PYTHONPATH": package}
-    asked = {"run": run_path, "trial": trial_id, "factory": factory, "path": sys.path}
+    asked = {
+        "run": run_path,
+        "trial": trial_id,
+        "factory": factory,
+        "numerics": numerics,
+        "path": sys.path,
+    }
     done = subprocess.run(
         command, input=json.dumps(asked), env=variables, capture_output=True, text=True, check=False
     )

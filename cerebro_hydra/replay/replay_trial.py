@@ -23,7 +23,7 @@ from cerebro_hydra.recipe import (
     merge_evaluations,
     numeric_fingerprint,
 )
-from cerebro_hydra.recipe.determinism import WORKSPACE, deterministic
+from cerebro_hydra.recipe.determinism import WORKSPACE, compute_as, deterministic
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.replay.child import replay_in_child
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
@@ -63,9 +63,10 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
         DataError: the rows are not those that were prepared.
     """
     document = read_document(RunFolder.open(run_path))
-    if document.numerics == "portable" and not is_portable(numeric_fingerprint()):
-        name = importable_name(run_path, document.factory, factory, trust)
-        if name is not None:
+    if document.numerics == "portable":
+        if is_portable(numeric_fingerprint()):
+            compute_as(document.numerics)
+        elif name := importable_name(run_path, document.factory, factory, trust):
             return replay_in_child(run_path, trial_id, name, document.numerics)
     return replay_here(run_path, trial_id, factory, trust)
 

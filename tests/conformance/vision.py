@@ -41,6 +41,11 @@ class BasicBlock(nn.Module):
 class ResNet18(nn.Module):
     """The 18 layers of torchvision's `resnet18`, at any width."""
 
+    layer1: nn.Sequential
+    layer2: nn.Sequential
+    layer3: nn.Sequential
+    layer4: nn.Sequential
+
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)

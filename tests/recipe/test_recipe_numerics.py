@@ -114,6 +114,33 @@ def test_a_fingerprint_tells_the_cpu_and_how_kernels_are_chosen() -> None:
         assert in_new_process(tell.format(name), **limited) == "AVX2"
 
 
+def test_square_roots_of_a_portable_process_are_the_nearest_numbers() -> None:
+    code = """
+import torch
+from cerebro_hydra.recipe.determinism import compute_as
+compute_as("fast")
+u = torch.rand(1 << 16)
+wanted = u.double().sqrt().float()
+before = int((u.sqrt() != wanted).sum())
+compute_as("portable")
+compute_as("portable")
+into, halves = torch.empty(0), u.bfloat16()
+torch.sqrt(u, out=into)
+turned = u.reshape(-1, 256).t().sqrt().t().reshape(-1)
+found = [u.sqrt(), u.clone().sqrt_(), into, *torch._foreach_sqrt([u]), turned]
+x = u[1:].clone().requires_grad_()
+x.sqrt().sum().backward()
+print(
+    before > 0,
+    all(torch.equal(each, wanted) for each in found),
+    torch.equal(x.grad, 1 / (2 * wanted[1:])),
+    torch.equal(halves.sqrt(), halves.float().sqrt().bfloat16()),
+    torch.tensor([4, -1]).sqrt().tolist(),
+)
+"""
+    assert in_new_process(code, **KERNELS["portable"]) == "True True True True [2.0, nan]"
+
+
 def test_unlike_cpus_differ_unless_both_take_portable_kernels() -> None:
     wanted = KERNELS["portable"]
     portable: dict[str, Any] = {
