@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from cerebro_hydra.data.read_ahead import ReadAhead
 from cerebro_hydra.data.row_ids import mixed_key, permutation
 from cerebro_hydra.errors import ConfigurationError, DataError
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from cerebro_hydra.data.cache import CachedPartition
+
+_BATCHES_AHEAD = 4
+"""How many batches before it is made the pages of a batch are asked for."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,18 @@ def batches(
             f"column {missing[0]!r} is not in the prepared data, which has "
             f"{sorted(part.columns)}: prepare it with this column"
         )
+    # In stored order the kernel itself reads what comes next.
+    names = {*feature_columns, *label_columns} if part.reads_ahead and order is not None else ()
     if order is None:
         order = np.arange(part.rows)
     elif order.size and not 0 <= order.min() <= order.max() < part.rows:
         raise DataError(f"the row order goes beyond the partition's {part.rows} rows")
+    ahead = ReadAhead(part.columns[name] for name in names)
+    reach = _BATCHES_AHEAD * batch_size
     start = 0
     for size in batch_sizes(len(order), batch_size):
+        if names:
+            ahead.expect(order[start + reach if start else 0 : start + size + reach])
         chosen = order[start : start + size]
         yield Batch(
             features=tuple(_take(part.columns[name], chosen) for name in feature_columns),

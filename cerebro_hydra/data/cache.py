@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data.manifest import Manifest, PartitionInfo, stored_name
 from cerebro_hydra.data.partition_rows import checked_rows, local_partition
+from cerebro_hydra.data.read_ahead import may_leave_memory
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import digest
@@ -29,10 +30,14 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CachedPartition:
-    """Has a partition's columns as read-only memory maps of shape (rows, *shape of the column)."""
+    """Has a partition's columns as read-only memory maps of shape (rows, *shape of the column).
+
+    `reads_ahead` says whether memory may not hold them all, so that pages are asked for in time.
+    """
 
     rows: int
     columns: Mapping[str, NDArray[Any]]
+    reads_ahead: bool = False
 
     @classmethod
     def build(
@@ -59,7 +64,8 @@ class CachedPartition:
                     f"can't decode rows into the scratch folder {cache_dir!r}: {error}; free space "
                     "there, or choose another disk (spark.local.dir, or TMPDIR without Spark)"
                 ) from error
-        return cls(info.rows, columns)
+        nbytes = sum(column.nbytes for column in columns.values())
+        return cls(info.rows, columns, may_leave_memory(nbytes))
 
 
 def _built(

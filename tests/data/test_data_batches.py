@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cerebro_hydra.data.batches import batch_sizes, batches, num_windows, row_order
+from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.errors import ConfigurationError, DataError
 
 
@@ -76,13 +75,13 @@ def test_first_rows_of_the_orders_are_spread_evenly() -> None:
     assert counts.max() < 260
 
 
-def partition(rows: int = 11) -> SimpleNamespace:
+def partition(rows: int = 11) -> CachedPartition:
     columns = {
         "image": np.arange(rows * 6, dtype=np.float32).reshape(rows, 2, 3),
         "tokens": np.arange(rows, dtype=np.int64) * 10,
         "flag": np.arange(rows) % 2 == 0,
     }
-    return SimpleNamespace(rows=rows, columns=columns)
+    return CachedPartition(rows=rows, columns=columns)
 
 
 def test_stored_order_gives_every_row_in_sequence() -> None:
