@@ -64,7 +64,7 @@ def test_a_net_with_batchnorm_clipping_and_accumulation_is_larger_than_device_an
 
 def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: Path) -> None:
     space = {"lr": [0.01, 0.02], "dropout": [0.3], "shards": ["auto"]}
-    _, grid = search(tmp_path, models.feed_forward, space, device_memory=20_000)
+    _, grid = search(tmp_path, models.feed_forward, space, device_memory=22_000)
     result = grid.fit(classes(60))
     assert [trial.status for trial in result.trials] == ["finished"] * 2
     folder = RunFolder.open(result.run_path)
@@ -76,7 +76,7 @@ def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: 
 def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     space = {"lr": [0.01, 0.02], "dropout": [0.3]}
     data = classes()
-    options = {"devices_per_worker": 2, "device_memory": 20_000}
+    options = {"devices_per_worker": 2, "device_memory": 22_000}
     backend, grid = search(tmp_path, models.feed_forward, space, **options)
     killed, over = [], threading.Event()
 
