@@ -7,7 +7,7 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -68,8 +68,12 @@ class LocalLauncher:
         self._max_failures = max_failures
         self._resources = resources
         self._context = fork_server(preloaded)
-        if resources.numerics != "fast":  # what is loaded by then has not chosen its kernels so
+        self._variables: Mapping[
+            str, str
+        ] = {}  # agents take this process's own, as a user set them
+        if resources.numerics != "fast":  # the server of forks has loaded what chooses kernels
             self._context = multiprocessing.get_context("spawn")
+            self._variables = KERNELS[resources.numerics]
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, BaseProcess] = {}
@@ -146,7 +150,7 @@ class LocalLauncher:
         process: BaseProcess = self._context.Process(target=run_agent, args=(spec, start, factory))
         with self._lock:
             self._processes[start.worker], self._starts[start.worker] = process, start.number
-        with _starting, environment(**KERNELS[self._resources.numerics]):
+        with _starting, environment(**self._variables):
             process.start()
         return process
 
