@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.admission.run import demo_net
 from benchmarks.cut_overhead.run import Bert
 from cerebro_hydra.kernels import KERNELS
-from cerebro_hydra.recipe import is_portable, numeric_fingerprint
+from cerebro_hydra.recipe import has_portable_kernels, numeric_fingerprint
 from cerebro_hydra.recipe.determinism import compute_as
 from cerebro_hydra.storage.digest import digest
 from tests.conformance.vision import ResNet18
@@ -57,7 +57,7 @@ def train(case: str, steps: int | None) -> dict[str, Any]:
     """Return the CPU time of a step, in seconds, and the digest of the trained state."""
     torch.set_num_threads(1)
     numeric = numeric_fingerprint()
-    if is_portable(numeric):
+    if has_portable_kernels(numeric):
         compute_as("portable")
     torch.manual_seed(0)
     make_model, make_batch, timed = CASES[case]

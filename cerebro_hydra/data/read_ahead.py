@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +35,15 @@ class ReadAhead:
             mapped: mmap.mmap = column._mmap  # type: ignore[attr-defined]
             first = column.offset % mmap.ALLOCATIONGRANULARITY
             self._maps.append((mapped, first, column.nbytes // max(1, len(column))))
-            mapped.madvise(mmap.MADV_RANDOM)
+            with suppress(OSError):  # no file system has to take advice
+                mapped.madvise(mmap.MADV_RANDOM)
 
     def expect(self, rows: NDArray[np.int64]) -> None:
         """Ask for the pages of these rows, which the disk reads meanwhile."""
         for mapped, first, row_bytes in self._maps:
             for start, nbytes in page_runs(first + rows * row_bytes, row_bytes):
-                mapped.madvise(mmap.MADV_WILLNEED, start, min(nbytes, len(mapped) - start))
+                with suppress(OSError):
+                    mapped.madvise(mmap.MADV_WILLNEED, start, min(nbytes, len(mapped) - start))
 
 
 def page_runs(starts: NDArray[np.int64], nbytes: int) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from cerebro_hydra.recipe.model_copy import copy_model, referring_to_copies
 from cerebro_hydra.recipe.numerics import (
     exact_by_address,
     fingerprint_differences,
+    has_portable_kernels,
     is_portable,
     numeric_fingerprint,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "exact_by_address",
     "exclusive_generator",
     "fingerprint_differences",
+    "has_portable_kernels",
     "is_portable",
     "load_warm_start",
     "mean",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 _exact: list[torch.library.Library] = []
+_registering = threading.Lock()
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """The setting without which cuBLAS may choose other algorithms each time; torch asks for it."""
@@ -38,15 +40,22 @@ def compute_as(numerics: str) -> None:
     are each CPU's own, in any of its modes, and a fifth of them are not the nearest number. NumPy's
     come from the instruction that IEEE 754 defines. It can't be undone in this process.
     """
-    if numerics != "portable" or _exact:
+    if numerics != "portable":
         return
-    library = torch.library.Library("aten", "IMPL")
-    _exact.append(library)  # its end would undo it
-    with warnings.catch_warnings():
+    with _registering, warnings.catch_warnings():
+        if _exact:
+            return
         warnings.simplefilter("ignore")  # that torch has this operation already
+        library = torch.library.Library("aten", "IMPL")
         library.impl("sqrt", exact_sqrt, "CPU")
-        library.impl("sqrt_", lambda x: x.copy_(exact_sqrt(x)), "CPU")
+        library.impl("sqrt_", lambda x: _sqrt_into(x, out=x), "CPU")
         library.impl("sqrt.out", _sqrt_into, "CPU")
+        _exact.append(library)  # its end would undo it
+
+
+def computes_portably() -> bool:
+    """Return whether this process was told to by `compute_as`."""
+    return bool(_exact)
 
 
 def exact_sqrt(x: Tensor) -> Tensor:
@@ -63,6 +72,10 @@ def exact_sqrt(x: Tensor) -> Tensor:
 
 def _sqrt_into(x: Tensor, *, out: Tensor) -> Tensor:
     root = exact_sqrt(x)
+    if not torch.can_cast(root.dtype, out.dtype):
+        raise RuntimeError(
+            f"result type {root.dtype} can't be cast to the desired output type {out.dtype}"
+        )
     return out.resize_(root.shape).copy_(root)
 
 

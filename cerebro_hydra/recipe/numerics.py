@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.kernels import KERNELS
-from cerebro_hydra.recipe.determinism import WORKSPACE
+from cerebro_hydra.recipe.determinism import WORKSPACE, computes_portably
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -61,6 +61,7 @@ def numeric_fingerprint(device: str = "cpu") -> dict[str, Any]:
         "mkl_instructions": os.environ.get("MKL_ENABLE_INSTRUCTIONS"),
         "onednn_limit": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "addresses": "any" if exact_by_address() else "aligned",
+        "square_roots": "nearest" if computes_portably() else "MKL's",
     }
     if device == "cuda":
         found |= {
@@ -88,7 +89,12 @@ def fingerprint_differences(
 
 
 def is_portable(fingerprint: Mapping[str, Any]) -> bool:
-    """Return whether a process takes the kernels of numerics="portable"."""
+    """Return whether a process computes as numerics="portable" does; see `compute_as`."""
+    return has_portable_kernels(fingerprint) and fingerprint.get("square_roots") == "nearest"
+
+
+def has_portable_kernels(fingerprint: Mapping[str, Any]) -> bool:
+    """Return whether the libraries of a process were told to choose as "portable" does."""
     wanted = KERNELS["portable"]
     return (
         fingerprint.get("mkl_mode") in (None, wanted["MKL_CBWR"])
@@ -128,8 +134,8 @@ def same_at_every_offset(product: Product) -> bool:
     """
     generator = torch.Generator().manual_seed(0)
     for rows, inner, outer in itertools.product(_ROWS, _INNER, _OUTER):
-        left = torch.randn(rows, inner, generator=generator)
-        right = torch.randn(outer, inner, generator=generator)
+        left = torch.randn(rows, inner, generator=generator, dtype=torch.float32, device="cpu")
+        right = torch.randn(outer, inner, generator=generator, dtype=torch.float32, device="cpu")
         aligned = product(at_offset(left, 0), at_offset(right, 0).t())
         for of_left, of_right in _OFFSETS:
             moved = product(at_offset(left, of_left), at_offset(right, of_right).t())
@@ -141,10 +147,10 @@ def same_at_every_offset(product: Product) -> bool:
 def at_offset(tensor: Tensor, offset: int) -> Tensor:
     """Return a contiguous copy that lies so many bytes behind a multiple of 256."""
     nbytes = tensor.numel() * tensor.element_size()
-    memory = torch.empty(nbytes + 256 + offset, dtype=torch.uint8)
+    memory = torch.empty(nbytes + 256 + offset, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % 256 + offset
     storage = memory.untyped_storage()[start : start + nbytes]
-    copy = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
+    copy = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
     return copy.copy_(tensor)  # type: ignore[no-any-return]
 
 

@@ -19,8 +19,10 @@ _TOLD = 2000
 """How many of the last characters that a child printed an error shows."""
 
 
-def replay_in_child(run_path: str, trial_id: str, factory: str, numerics: str) -> ReplayReport:
-    """Return the report of a process with these kernels.
+def replay_in_child(
+    run_path: str, trial_id: str, factory: str, numerics: str
+) -> ReplayReport | None:
+    """Return the report of a process with these kernels, or None if it can't import the factory.
 
     Args:
         run_path: the run's folder.
@@ -41,21 +43,24 @@ def replay_in_child(run_path: str, trial_id: str, factory: str, numerics: str) -
         "trial": trial_id,
         "factory": factory,
         "numerics": numerics,
-        "path": sys.path,
+        "path": [place for place in sys.path if isinstance(place, str)],
     }
     done = subprocess.run(
         command, input=json.dumps(asked), env=variables, capture_output=True, text=True, check=False
     )
     try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
+        answer = json.loads(done.stdout)
+    except ValueError:
         raise ReplayError(
             f"the process that replayed {trial_id} of run {run_path!r} ended with exit code "
             f"{done.returncode} and no verdict; it printed: {done.stderr[-_TOLD:].strip()}"
         ) from None
     if "error" in answer:
         raise _error_of(answer["error"], answer["message"])
-    return decode(ReplayReport, answer, "the verdict of a replay")
+    if "report" not in answer:
+        return None
+    report: ReplayReport = decode(ReplayReport, answer["report"], "the verdict of a replay")
+    return report
 
 
 def _error_of(name: str, message: str) -> CerebroHydraError:

@@ -156,13 +156,6 @@ def _group_differences(
 
 
 def _warnings(run: RunData) -> Iterator[str]:
-    try:
-        recorded = decode(
-            dict[str, dict[str, Any]], run.folder.read_json(NUMERIC_FILE), NUMERIC_FILE
-        )
-    except StoreError as error:
-        yield f"the run's numeric fingerprint can't be read: {error}"
-        return
     here = numeric_fingerprint(run.document.device) | {"threads": run.document.threads}
     if run.document.numerics == "portable" and not is_portable(here):
         yield (
@@ -170,6 +163,13 @@ def _warnings(run: RunData) -> Iterator[str]:
             "the factory can't be imported in another one; give factory='module:name', or start "
             f"Python with {as_in_shell('portable')}"
         )
+    try:
+        recorded = decode(
+            dict[str, dict[str, Any]], run.folder.read_json(NUMERIC_FILE), NUMERIC_FILE
+        )
+    except StoreError as error:
+        yield f"the run's numeric fingerprint can't be read: {error}"
+        return
     for worker, there in sorted(recorded.items()):
         for name, mine, its in fingerprint_differences(here, there):
             yield f"{name} was {its} on worker {worker}, here it is {mine}"

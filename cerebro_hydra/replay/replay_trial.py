@@ -18,6 +18,7 @@ from cerebro_hydra.recipe import (
     SumOverRows,
     build_recipe,
     exclusive_generator,
+    has_portable_kernels,
     is_portable,
     mean,
     merge_evaluations,
@@ -31,6 +32,7 @@ from cerebro_hydra.replay.run_data import RunData, with_threads
 from cerebro_hydra.replay.states import Replayed, go_on, load_model, read_saved
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.estimator_factories import find, importable_name
+from cerebro_hydra.storage.names import checked_trial_id
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import read_document
 
@@ -63,11 +65,16 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
         DataError: the rows are not those that were prepared.
     """
     document = read_document(RunFolder.open(run_path))
-    if document.numerics == "portable":
-        if is_portable(numeric_fingerprint()):
+    here = numeric_fingerprint()
+    if document.numerics == "portable" and not is_portable(here):
+        checked_trial_id(trial_id)
+        name = importable_name(run_path, document.factory, factory, trust)
+        if name is not None:
+            report = replay_in_child(run_path, trial_id, name, document.numerics)
+            if report is not None:
+                return report
+        if has_portable_kernels(here):
             compute_as(document.numerics)
-        elif name := importable_name(run_path, document.factory, factory, trust):
-            return replay_in_child(run_path, trial_id, name, document.numerics)
     return replay_here(run_path, trial_id, factory, trust)
 
 

@@ -47,7 +47,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         file.write(layout.header)
         for entry in layout.entries:
             file.write(bytes(entry.offset - file.tell()))
-            flat = tensors[entry.name].detach().contiguous().reshape(-1)
+            plain = tensors[entry.name].detach().resolve_conj().resolve_neg()
+            flat = plain.contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
         file.write(bytes(layout.nbytes - file.tell()))
 

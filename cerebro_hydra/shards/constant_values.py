@@ -128,7 +128,10 @@ class _Known:
 def _agree(one: Any, more: Any) -> bool:
     """Tell whether values are the same for both sizes, or repeat the same as often as they say."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
-        pairs = zip(_tensors(one), _tensors(more), strict=True)
+        ours, theirs = _tensors(one), _tensors(more)
+        if len(ours) != len(theirs):
+            return False
+        pairs = zip(ours, theirs, strict=True)
         if not all(_same(_once(a, b), _once(b, a)) for a, b in pairs):
             return False
         if _tensors(one):

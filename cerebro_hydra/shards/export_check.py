@@ -108,19 +108,25 @@ def _within_rounding(found: Outputs, expected: Outputs) -> bool:
 
 def _largest(one: Tensor, other: Tensor) -> float:
     """Return the largest difference of two tensors of one form; infinite if one is no number."""
+    one, other = _wide(one), _wide(other)
     same = (one == other) | (one.isnan() & other.isnan())
-    wide = torch.promote_types(one.dtype, torch.float64)
-    apart = torch.where(same, 0.0, (one.to(wide) - other.to(wide)).abs())
+    apart = torch.where(same, 0.0, (one - other).abs())
     return float(apart.nan_to_num(nan=torch.inf).max()) if apart.numel() else 0.0
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in a type that has every operation."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def _size(tensor: Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
+    wide = _wide(tensor)
+    finite = wide[wide.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _tolerance(dtype: torch.dtype) -> float:
     """Return how far rounding may lead, relative to the largest prediction."""
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return torch.finfo(dtype).eps * (128 if dtype.itemsize >= 4 else 4)

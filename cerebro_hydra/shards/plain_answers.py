@@ -9,20 +9,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
 _one_at_a_time = threading.RLock()
-
-
-class _NoTensor:
-    """Stands for the class of tensors that are traced; nothing is an instance of it."""
-
-
-def _no() -> bool:
-    return False
 
 
 class PlainAnswers:
@@ -34,6 +26,7 @@ class PlainAnswers:
 
     def __init__(self) -> None:
         self.asked = False
+        self._answers = False
 
     @contextmanager
     def given(self) -> Iterator[None]:
@@ -41,10 +34,36 @@ class PlainAnswers:
         import torch._dynamo  # which torch.export imports; only now, because it takes seconds
 
         with _one_at_a_time, ExitStack() as stack:
-            stack.enter_context(self._seen(torch.compiler, is_compiling=_no, is_exporting=_no))
-            stack.enter_context(self._seen(torch._dynamo, is_compiling=_no))
-            stack.enter_context(self._seen(torch._subclasses, FakeTensor=_NoTensor))
-            yield
+            for module, names in (
+                (torch.compiler, ("is_compiling", "is_exporting")),
+                (torch._dynamo, ("is_compiling",)),
+            ):
+                plain = {name: self._no_instead_of(vars(module)[name]) for name in names}
+                stack.enter_context(self._seen(module, **plain))
+            fake = self._nothing_instead_of(torch._subclasses.FakeTensor)
+            stack.enter_context(self._seen(torch._subclasses, FakeTensor=fake))
+            self._answers = True
+            try:
+                yield
+            finally:
+                self._answers = False
+
+    def _no_instead_of(self, asks: Callable[[], bool]) -> Callable[[], bool]:
+        """Return what says no while plain answers are given; a module may keep it for later."""
+
+        def answer() -> bool:
+            return False if self._answers else asks()
+
+        return answer
+
+    def _nothing_instead_of(self, kind: type) -> type:
+        """Return a class that nothing is an instance of for so long, and its likeness after it."""
+
+        class Likeness(type):
+            def __instancecheck__(cls, instance: object) -> bool:
+                return not self._answers and isinstance(instance, kind)
+
+        return Likeness("FakeTensor", (), {})
 
     @contextmanager
     def _seen(self, module: ModuleType, **plain: Any) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from pyspark import RDD, SparkContext
 
 _T = TypeVar("_T")
+
+_taking_variables = threading.Lock()
+"""Held while a SparkContext has the variables of one RDD."""
 
 LOCAL_IP = "SPARK_LOCAL_IP"
 """Spark's own variable for the one address of a machine that its servers shall use."""
@@ -45,14 +49,15 @@ def with_kernels(rdd: RDD[_T], numerics: str) -> RDD[_T]:
     if numerics == "fast":
         if context.getConf().get("spark.python.daemon.module") == DAEMON_MODULE:
             return rdd
-        variables = {name: os.environ[name] for name in variables} | context.environment
-    kept = dict(context.environment)
-    context.environment.update(variables)
-    try:
-        rdd._jrdd  # noqa: B018  # it takes them now
-    finally:
-        context.environment.clear()
-        context.environment.update(kept)
+        variables = {name: os.environ.get(name, value) for name, value in variables.items()}
+        variables |= context.environment
+    with _taking_variables:
+        kept = context.environment
+        context.environment = {**kept, **variables}
+        try:
+            rdd._jrdd  # noqa: B018  # it takes them now
+        finally:
+            context.environment = kept
     return rdd
 
 

@@ -189,8 +189,9 @@ def _worker_checks(
     )
     yield executors
     if executors.verdict != "PROBLEM":
-        kinds = sorted({str(each.numeric["processor"]) for each in facts})
-        yield Check("numerics", ", ".join(kinds), [*worker_check.check_numerics(facts)])
+        kinds = sorted({str(each.numeric.get("processor", "unknown")) for each in facts})
+        found = worker_check.check_numerics(facts, numerics)
+        yield Check("numerics", ", ".join(kinds), [*found])
         found = worker_check.check_placement(facts, _is_local(context))
         yield Check("placement", "; ".join(map(str, facts)), [*found])
 

@@ -97,7 +97,9 @@ def ask_workers(
             free_scratch = shutil.disk_usage(spark_folder()).free
         with contextlib.suppress(ImportError):
             from cerebro_hydra.recipe import numeric_fingerprint
+            from cerebro_hydra.recipe.determinism import compute_as
 
+            compute_as(numerics)
             numeric = numeric_fingerprint()
         gpus = TaskContext.get().resources().get("gpu")  # type: ignore[union-attr]
         yield {
@@ -141,10 +143,11 @@ def _import_findings(facts: WorkerFacts) -> Iterator[Finding]:
             yield Finding(host, problem, f"install {name} {here} there", prevents=False)
 
 
-def check_numerics(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
+def check_numerics(workers: Sequence[WorkerFacts], numerics: str = "fast") -> Iterator[Finding]:
     """Find workers that would compute other bits than the first, and those where addresses matter.
 
-    No single machine can replay what unlike workers train together.
+    No single machine can replay what unlike workers train together. `numerics` is as
+    `SparkBackend` has it.
     """
     told = [facts for facts in workers if facts.numeric]
     for facts in told:
@@ -156,11 +159,12 @@ def check_numerics(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
         if differing:
             problem = f"worker {facts.worker} on {facts.host} computes other bits than worker "
             problem += f"{told[0].worker}: {', '.join(differing)}"
-            remedy = "give the workers CPUs of one kind, or SparkBackend numerics='portable'"
+            remedy = "give the workers CPUs and libraries of one kind"
+            remedy += ", or SparkBackend numerics='portable'" if numerics == "fast" else ""
             yield Finding("numerics", problem, remedy, prevents=False)
-        if facts.numeric["addresses"] != "any":
+        if numerics == "fast" and facts.numeric.get("addresses") == "aligned":
             problem = f"on worker {facts.worker} on {facts.host} bits depend on where in memory "
-            problem += f"operands lie, as MKL's mode is {facts.numeric['mkl_mode']}"
+            problem += f"operands lie; MKL's mode is {facts.numeric.get('mkl_mode')}"
             remedy = "set spark.executorEnv.MKL_CBWR to AUTO,STRICT"
             yield Finding("numerics", problem, remedy, prevents=False)
 

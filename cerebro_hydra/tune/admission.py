@@ -34,6 +34,7 @@ from cerebro_hydra.recipe import (
     trial_seed,
 )
 from cerebro_hydra.recipe.blocks import AUTO
+from cerebro_hydra.recipe.numerics import mkl_mode
 from cerebro_hydra.shards.admission import AdmittedCut, admit, memory_needed, on_disk
 from cerebro_hydra.shards.admission_key import admission_key
 from cerebro_hydra.shards.cut_model import CutModelCache
@@ -106,8 +107,8 @@ class Admission:
         """Admit nothing yet; `report` is given a description of every new cut."""
         if not exact_by_address():
             report(
-                "warning: products in this process depend on where their operands lie in memory, "
-                "because MKL was called before cerebro_hydra was imported; import it first, or set "
+                "warning: products here depend on where in memory their operands lie, because "
+                f"MKL's mode is {mkl_mode()}; import cerebro_hydra before MKL is called, or set "
                 f"{as_in_shell('fast')} before Python starts"
             )
         self._factory = factory

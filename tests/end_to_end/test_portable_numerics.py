@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def test_agents_and_replay_take_portable_kernels(spark: Any, df: Any, tmp_path: 
     assert "the factory can't be imported in another one; give factory=" in here.warnings[0]
     with pytest.raises(ConfigurationError, match=r"numerics is 'fast', and the run .* 'portable'"):
         search(spark, tmp_path, "fast", num_epochs=3).fit(df, resume=result.run_path)
+
+
+def test_a_context_has_its_own_variables_after_functions_of_two_threads(spark: Any) -> None:
+    context = spark.sparkContext
+    before = dict(context.environment)
+
+    def make(_: int) -> None:
+        with_kernels(context.range(1).map(str), "portable")
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(make, range(24)))
+    assert context.environment == before
 
 
 def test_python_workers_that_have_chosen_their_kernels_are_not_used_again(spark: Any) -> None:

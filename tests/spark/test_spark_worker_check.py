@@ -54,7 +54,8 @@ def test_workers_whose_cpus_differ_are_named_with_what_differs() -> None:
     (finding,) = check_numerics([FACTS, replace(FACTS, worker=1), other])
     assert str(finding) == (
         "numerics: worker 2 on node-8 computes other bits than worker 0: cpu is AVX512, not AVX2. "
-        "Remedy: give the workers CPUs of one kind, or SparkBackend numerics='portable'"
+        "Remedy: give the workers CPUs and libraries of one kind, or SparkBackend "
+        "numerics='portable'"
     )
     assert not finding.prevents
 
