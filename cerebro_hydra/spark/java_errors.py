@@ -6,8 +6,9 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import CerebroHydraError, SetupError, StoreError
@@ -131,12 +132,18 @@ def _quiet(context: SparkContext | None) -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     for logger in loggers:
         logger.addFilter(about_something_else)
-    if server is not None:
-        server.handle_error = lambda *_: None  # it would print the end of Java's connection
+    if server is not None and "handle_error" not in vars(server):
+        server.handle_error = partial(
+            _handle_error, server.handle_error, getattr(context, "_gateway", None)
+        )
     try:
         yield
     finally:
         for logger in loggers:
             logger.removeFilter(about_something_else)
-        if server is not None and not has_ended(getattr(context, "_gateway", None)):
-            del server.handle_error  # else it has a second in which to notice
+
+
+def _handle_error(print_stack: Callable[..., object], gateway: Any, *request: Any) -> None:
+    """Print the stack of a server's error, unless it is that Java has ended."""
+    if not has_ended(gateway, _END_SECONDS):
+        print_stack(*request)

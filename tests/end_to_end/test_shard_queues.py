@@ -142,8 +142,8 @@ TWO = [0.01, 0.02]
             models.feed_forward,
             {"lr": [0.01, 0.02], "dropout": [0.3]},
             classes(),
-            20_000,
-        ),  # of 22,528
+            22_000,
+        ),  # of 25,600
     ],
 )
 def test_any_number_of_devices_replays(
