@@ -45,7 +45,8 @@ def verdict(
     folder: RunFolder, trial: Recipe, saved: SavedState, metrics: dict[int, dict[str, float]]
 ) -> ReplayReport:
     expected = Expected("trial-000", [(0, 0)], [], 1, None, metrics, saved)
-    run: Any = SimpleNamespace(folder=folder, document=SimpleNamespace(threads=1))
+    document = SimpleNamespace(threads=1, device="cpu", numerics="fast")
+    run: Any = SimpleNamespace(folder=folder, document=document)
     replayed = Replayed([METRICS])
     replayed.keep(PlainTrainer(trial, 0, 1))
     return compare(trial, replayed, expected, run)
