@@ -65,8 +65,7 @@ def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = Fals
         DataError: the rows are not those that were prepared.
     """
     document = read_document(RunFolder.open(run_path))
-    here = numeric_fingerprint()
-    if document.numerics == "portable" and not is_portable(here):
+    if document.numerics == "portable" and not is_portable(here := numeric_fingerprint()):
         checked_trial_id(trial_id)
         name = importable_name(run_path, document.factory, factory, trust)
         if name is not None:

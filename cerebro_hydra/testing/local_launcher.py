@@ -68,9 +68,7 @@ class LocalLauncher:
         self._max_failures = max_failures
         self._resources = resources
         self._context = fork_server(preloaded)
-        self._variables: Mapping[
-            str, str
-        ] = {}  # agents take this process's own, as a user set them
+        self._variables: Mapping[str, str] = {}  # as the user has set this process's own
         if resources.numerics != "fast":  # the server of forks has loaded what chooses kernels
             self._context = multiprocessing.get_context("spawn")
             self._variables = KERNELS[resources.numerics]

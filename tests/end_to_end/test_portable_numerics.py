@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import cerebro_hydra
@@ -17,17 +16,14 @@ from cerebro_hydra.spark.places import with_kernels
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import NUMERIC_FILE
 from tests.end_to_end import models
+from tests.end_to_end.test_spark_runs import labelled_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=2)]
 
 
 @pytest.fixture(scope="module")
 def df(spark: Any) -> Any:
-    random = np.random.default_rng(3)
-    labels = random.integers(0, 4, 120)
-    features = random.normal(size=(120, 16)) + labels[:, None] / 2
-    rows = [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
-    return spark.createDataFrame(rows, "features array<double>, label long").cache()
+    return labelled_rows(spark, 120)
 
 
 def search(spark: Any, path: Path, numerics: str, **options: Any) -> Any:

@@ -28,13 +28,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
 HERE = Path(__file__).resolve().parent
 
 
+def labelled_rows(spark: Any, rows: int) -> Any:
+    """A DataFrame of 16 features and a label of four, which they tell."""
+    random = np.random.default_rng(3)
+    labels = random.integers(0, 4, rows)
+    features = random.normal(size=(rows, 16)) + labels[:, None] / 2
+    pairs = [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
+    return spark.createDataFrame(pairs, "features array<double>, label long").cache()
+
+
 @pytest.fixture(scope="module")
 def df(spark: Any) -> Any:
-    random = np.random.default_rng(3)
-    labels = random.integers(0, 4, 160)
-    features = random.normal(size=(160, 16)) + labels[:, None] / 2
-    rows = [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
-    return spark.createDataFrame(rows, "features array<double>, label long").cache()
+    return labelled_rows(spark, 160)
 
 
 def search(
