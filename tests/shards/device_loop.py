@@ -25,7 +25,14 @@ from cerebro_hydra.plan.worker_events import (
 )
 from cerebro_hydra.plan.worker_state import WorkerState
 from cerebro_hydra.shards.gradient_layout import GradientLayout
-from cerebro_hydra.shards.layout import Bytes, HostSegments, aligned, memory_of, on_host
+from cerebro_hydra.shards.layout import (
+    ALIGNMENT,
+    Bytes,
+    HostSegments,
+    aligned,
+    memory_of,
+    on_host,
+)
 from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
 from cerebro_hydra.shards.shard_run import ShardRun
 from tests.shards.hopping import Trial
@@ -45,7 +52,7 @@ class Slot:
     def of(cls, trial: Trial, k: int, pool: BufferPool | None = None) -> Slot:
         layout = trial.layout.shards[k]
         sizes = [layout.frozen.nbytes, layout.trainable.nbytes, GradientLayout.of(layout).nbytes]
-        starts = np.cumsum([0, *(n + -n % 64 for n in sizes)])
+        starts = np.cumsum([0, *(n + -n % ALIGNMENT for n in sizes)])
         nbytes = int(starts[-1])
         memory = aligned(nbytes, zeroed=True) if pool is None else pool.lease(nbytes)
         frozen, trainable, gradients = (

@@ -54,9 +54,9 @@ def test_every_tensor_is_aligned_and_every_gap_has_a_name():
     trial = start(mlp_recipe()(), two_sub_epochs()[0])
     for shard in trial.layout.shards:
         for segment in (shard.frozen, shard.trainable):
-            assert all(entry.offset % 64 == 0 for entry in segment.entries)
-            assert segment.allocate().ctypes.data % 64 == 0
-            assert segment.nbytes % 64 == 0
+            assert all(entry.offset % 256 == 0 for entry in segment.entries)
+            assert segment.allocate().ctypes.data % 256 == 0
+            assert segment.nbytes % 256 == 0
             assert safetensors.torch.load(segment.allocate().tobytes()) is not None
 
 
@@ -106,7 +106,7 @@ def test_memory_that_is_not_aligned_is_not_trained_in():
     skewed = raw[start_at : start_at + segments["trainable"].nbytes]
     trained = in_place({**segments, "trainable": skewed})
     assert trained["frozen"] is segments["frozen"]
-    assert trained["trainable"].ctypes.data % 64 == 0
+    assert trained["trainable"].ctypes.data % 256 == 0
     assert trained["trainable"] is not skewed
     assert np.array_equal(trained["trainable"], skewed)
 
