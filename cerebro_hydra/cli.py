@@ -158,9 +158,9 @@ def _resume(arguments: argparse.Namespace) -> int:
     from cerebro_hydra.spark import SparkBackend
     from cerebro_hydra.spark.session import new_session
     from cerebro_hydra.storage import RunFolder
-    from cerebro_hydra.tune.interrupts import interruptible
     from cerebro_hydra.tune.resume import RunToResume
     from cerebro_hydra.tune.running import Surroundings
+    from cerebro_hydra.tune.search import interruptible
 
     if arguments.factory or arguments.trust:
         sys.path.append(os.getcwd())  # where the factory may lie, as for a replay
@@ -180,7 +180,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cerebro_hydra.tune.replays import print_replays
+    from cerebro_hydra.tune.result import print_replays
 
     if arguments.factory or arguments.trust:
         # A factory may lie in the current folder. That may be the run's own, so that nothing else
@@ -225,7 +225,7 @@ def _report(arguments: argparse.Namespace) -> int:
     import json
 
     from cerebro_hydra.observe.report import REPORT_FILE, is_running, render
-    from cerebro_hydra.observe.trace import trace
+    from cerebro_hydra.observe.timeline import trace
     from cerebro_hydra.storage import RunFolder
 
     folder = RunFolder.open(arguments.run)
@@ -250,14 +250,14 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _runs(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cerebro_hydra.tune.store_commands import print_contents
+    from cerebro_hydra.tune.store import print_contents
 
     print_contents(Console(), arguments.store)
     return 0
 
 
 def _clean(arguments: argparse.Namespace) -> int:
-    from cerebro_hydra.tune.store_commands import clean
+    from cerebro_hydra.tune.store import clean
 
     def confirmed(question: str) -> bool:
         if arguments.yes:

@@ -16,7 +16,7 @@ from rich.rule import Rule
 
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.observe.text import parameters
-from cerebro_hydra.observe.totals import human_bytes
+from cerebro_hydra.observe.view import human_bytes
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -91,7 +91,7 @@ def run(epochs: int = 5, workers: int = 2, keep: str | None = None) -> int:
 def _play(console: Console, folder: str, epochs: int, workers: int) -> bool:
     """Play five scenes; return whether the winner is good and every replay identical."""
     import cerebro_hydra
-    from cerebro_hydra.tune.replays import print_replays
+    from cerebro_hydra.tune.result import print_replays
 
     console.print(
         "cerebro_hydra trains many PyTorch models over one partitioned Spark DataFrame. "

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cerebro_hydra.storage.digested_json import _sealed
+from cerebro_hydra.storage.digest import _sealed
 
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 7, 2**31, 2**63, 10**30, 1.5, -1e300, float("nan"), float("inf"), "",

@@ -1,5 +1,7 @@
 """The rooms of the package: what docs/rooms.toml allows each to import, and what it imports.
 
+A room is a folder directly below the package, a folder below that one, or a file of the package.
+
 python -m tests.rooms            print docs/rooms.toml as the imports are now
 python -m tests.rooms --write    write the table in docs/architecture.md from docs/rooms.toml
 """
@@ -52,8 +54,11 @@ class Import:
         """The room of ours that the name lies in, if any."""
         if self.inner is None or self.inner in FREE_NAMES or not self.inner:
             return None
-        top = self.inner.split(".")[0]
-        return top if top in rooms_of_files() else "__init__"
+        top, *rest = self.inner.split(".")
+        for room in (f"{top}/{rest[0]}" if rest else top, top):
+            if room in rooms_of_files():
+                return room
+        return "__init__"
 
     @property
     def package(self) -> str | None:
@@ -85,8 +90,12 @@ def table() -> dict[str, Room]:
 
 
 def room_of(path: str) -> str:
-    """Return the room of a file: `plan/seeds.py` lies in `plan`, `cli.py` in `cli`."""
-    return PurePosixPath(path).parts[0].removesuffix(".py")
+    """Return the room of a file.
+
+    `plan/hop/state.py` lies in `plan/hop`, `plan/seeds.py` in `plan`, `cli.py` in `cli`.
+    """
+    *folders, file = PurePosixPath(path).parts
+    return "/".join(folders[:2]) or file.removesuffix(".py")
 
 
 @cache
@@ -186,7 +195,7 @@ def toml(rows: list[Room]) -> str:
     """Return rows in the form of docs/rooms.toml."""
     head = "# What each room may import: only rooms below it. tests/rooms.py says how to change it."
     return f"{head}\n" + "".join(
-        f"\n[{row.name}]\n"
+        f"\n[{json.dumps(row.name) if '/' in row.name else row.name}]\n"
         f"question = {json.dumps(row.question, ensure_ascii=False)}\n"
         f"rooms = {json.dumps(row.rooms)}\n"
         f"packages = {json.dumps(row.packages)}\n"

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission import AdmittedCut, admit
-from cerebro_hydra.shards.sample import Example
+from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
+from cerebro_hydra.shards.cut.sample import Example
 
 SEED = 7
 CUTS = ("modules", "export")

@@ -20,8 +20,8 @@ from torch import nn
 
 from cerebro_hydra import GridSearch, LocalStore, SparkEstimator, hp_choice
 from cerebro_hydra.observe.records import AgentStarted, Decision, TrialAdmitted
-from cerebro_hydra.plan.events import SubEpochDone, WorkerJoined
-from cerebro_hydra.plan.instructions import FinishRun
+from cerebro_hydra.plan.messages.events import SubEpochDone, WorkerJoined
+from cerebro_hydra.plan.messages.instructions import FinishRun
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 
 EVERY_SECONDS = 0.05

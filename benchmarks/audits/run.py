@@ -15,8 +15,8 @@ from sklearn.datasets import load_digits
 from cerebro_hydra import GridSearch, LocalStore, hp_choice
 from cerebro_hydra.demo import estimator_gen_fn
 from cerebro_hydra.observe.records import Decision, records_of
-from cerebro_hydra.plan.events import SubEpochDone
-from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.plan.messages.events import SubEpochDone
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 

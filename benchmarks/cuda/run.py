@@ -23,17 +23,21 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from benchmarks.spill.run import TrackedState, quartiles
 from benchmarks.spill.trial import MemoryTrial
-from cerebro_hydra.agent.device_memory import DeviceMemory
-from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings, fork_server
-from cerebro_hydra.agent.device_starts import gpu_memory
-from cerebro_hydra.agent.slabs import Slabs
-from cerebro_hydra.agent.visible_gpus import THE_GPU, show_gpu
-from cerebro_hydra.plan import events
+from cerebro_hydra.agent.device.device import DeviceMemory
+from cerebro_hydra.agent.device.process import (
+    DeviceProcess,
+    DeviceSettings,
+    fork_server,
+    gpu_memory,
+)
+from cerebro_hydra.agent.device.visible_gpus import THE_GPU, show_gpu
+from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.plan.human_units import bytes_text
-from cerebro_hydra.plan.schedules.sharp import sharp
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.shards.layout import Bytes
+from cerebro_hydra.shards.engine.layout import Bytes
 from cerebro_hydra.testing.queue_worker import QueueWorker, train
 
 VOCABULARY = 1024

@@ -24,12 +24,12 @@ from transformers import (
 )
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission import admit
-from cerebro_hydra.shards.cut_model import CutModelCache
-from cerebro_hydra.shards.engine import Engine
-from cerebro_hydra.shards.kept_heap import kept_heap
-from cerebro_hydra.shards.layout import HostSegments, initial_segments
-from cerebro_hydra.shards.sample import Sample
+from cerebro_hydra.shards.admission.admit import admit
+from cerebro_hydra.shards.cut.model import CutModelCache
+from cerebro_hydra.shards.cut.sample import Sample
+from cerebro_hydra.shards.engine.engine import Engine
+from cerebro_hydra.shards.engine.layout import HostSegments, initial_segments
+from cerebro_hydra.shards.heap import kept_heap
 
 SHARDS = (2, 4, 8)
 CUTS = ("modules", "export")

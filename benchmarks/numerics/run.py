@@ -20,7 +20,7 @@ from benchmarks.admission.run import demo_net
 from benchmarks.cut_overhead.run import Bert
 from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.recipe import has_portable_kernels, numeric_fingerprint
-from cerebro_hydra.recipe.determinism import compute_as
+from cerebro_hydra.recipe.randomness import compute_as
 from cerebro_hydra.storage.digest import digest
 from tests.conformance.vision import ResNet18
 

@@ -25,17 +25,16 @@ from torch import nn
 from benchmarks.admission.run import demo_net
 from benchmarks.cut_overhead.run import Bert
 from benchmarks.spill.trial import MemoryTrial
-from cerebro_hydra.agent.buffer_pool import BufferPool
-from cerebro_hydra.agent.device_starts import OwnDevice
-from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.segment_store import SegmentStore
-from cerebro_hydra.agent.shard_store import Shard, ShardStore
-from cerebro_hydra.agent.slabs import Slabs
-from cerebro_hydra.agent.task_watch import TaskWatch
+from cerebro_hydra.agent.device.process import OwnDevice
+from cerebro_hydra.agent.device.task_watch import TaskWatch
+from cerebro_hydra.agent.memory.fetch import FetchManager
+from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
+from cerebro_hydra.agent.memory.segment_store import SegmentStore
+from cerebro_hydra.agent.memory.shard_store import Shard, ShardStore
 from cerebro_hydra.agent.trainer import Trainer
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.schedules.sharp import sharp
-from cerebro_hydra.plan.worker_state import WorkerState
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.queue_worker import ME, QueueWorker, train

@@ -20,9 +20,9 @@ from pyspark.sql import functions as F
 
 import cerebro_hydra
 from cerebro_hydra.data.batches import batches, row_order
-from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.data_spec import DataSpec
-from cerebro_hydra.data.prepare import prepare
+from cerebro_hydra.data.partition import CachedPartition
+from cerebro_hydra.data.preparation.prepare import prepare
+from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.storage import LocalStore
 
 EVERY_SECONDS = 0.25

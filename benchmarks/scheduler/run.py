@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from cerebro_hydra.plan.bound import lower_bound
-from cerebro_hydra.plan.closed_search import ClosedSearch
-from cerebro_hydra.plan.events import Event
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.progress import TaskKind
-from cerebro_hydra.plan.scheduler import Decision, Scheduler
-from cerebro_hydra.plan.simulate import Simulation, TaskSeconds, WorkerCrash
+from benchmarks.scheduler.bound import lower_bound
+from cerebro_hydra.plan.hop.trials import TaskKind
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.messages.events import Event
+from cerebro_hydra.plan.policy.policy import Decision, Scheduler
+from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, TaskSeconds, WorkerCrash
 
 EPOCHS = 2
 SPREAD = 0.3  # of the trials' costs, as the sigma of a lognormal; of the workers' paces a third

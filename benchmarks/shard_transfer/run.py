@@ -21,10 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
 
-from cerebro_hydra.wire.client_pool import ClientPool
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
 from cerebro_hydra.wire.messages import Bytes, ShardRequest
-from cerebro_hydra.wire.shard_server import ShardServer
+from cerebro_hydra.wire.shards import ClientPool, ShardServer
 
 CASES = {
     "1 x 100 MB": (1, 100_000_000),

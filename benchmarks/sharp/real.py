@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cerebro_hydra.agent.device_messages import (
+from cerebro_hydra.agent.device.messages import (
     Alive,
     Answer,
     Close,
@@ -32,18 +32,16 @@ from cerebro_hydra.agent.device_messages import (
     Ready,
     RunOrder,
 )
-from cerebro_hydra.agent.device_process import DeviceProcess, DeviceSettings, fork_server
-from cerebro_hydra.agent.run_planner import RunPlanner
-from cerebro_hydra.agent.slabs import Slabs
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.actions import Action, ActionKind
-from cerebro_hydra.plan.graph import TaskGraph
-from cerebro_hydra.plan.move_rates import MoveRates
-from cerebro_hydra.plan.schedules.sharp import sharp
-from cerebro_hydra.plan.simulate_worker import WorkerSimulation
-from cerebro_hydra.plan.worker_state import WorkerState
-from cerebro_hydra.testing.delay_trials import DelayMemory, DelayTrials
-from cerebro_hydra.testing.queue_worker import QueueWorker, train
+from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
+from cerebro_hydra.agent.memory.pool import Slabs
+from cerebro_hydra.agent.visits import RunPlanner
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.pick import sharp
+from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation
+from cerebro_hydra.testing.queue_worker import DelayMemory, DelayTrials, QueueWorker, train
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 

@@ -6,17 +6,14 @@ import argparse
 from collections.abc import Sequence
 from random import Random
 
-from cerebro_hydra.plan.bound import lower_bound
-from cerebro_hydra.plan.closed_search import ClosedSearch
-from cerebro_hydra.plan.graph import TaskGraph
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.move_rates import MoveRates
-from cerebro_hydra.plan.progress import TaskKind
-from cerebro_hydra.plan.run_progress import RunSpec, ShardSpec
-from cerebro_hydra.plan.schedules.candidate import Rule, oldest_first
-from cerebro_hydra.plan.schedules.sharp import sharp
-from cerebro_hydra.plan.simulate import Simulation
-from cerebro_hydra.plan.simulate_devices import SimulatedDevices
+from benchmarks.scheduler.bound import lower_bound
+from cerebro_hydra.plan.hop.trials import TaskKind
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.pick import Rule, oldest_first, sharp
+from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation
+from cerebro_hydra.plan.simulate.worker import MoveRates, SimulatedDevices
 
 SHARDS, STEPS, EPOCHS = 4, 6, 2
 SLOTS = 3  # one computes, one is loaded, one is written back

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cerebro_hydra.plan.actions import HOST, Action, ActionKind
-from cerebro_hydra.plan.graph import TaskGraph
-from cerebro_hydra.plan.run_progress import RunSpec, ShardSpec
-from cerebro_hydra.plan.schedules.sharp import sharp
-from cerebro_hydra.plan.simulate_worker import WorkerSimulation
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.pick import sharp
+from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 
 DEVICES = 4
 SHARDS = 4

@@ -28,10 +28,10 @@ from cerebro_hydra import (
 )
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.hopper.coordinator import Coordinator
-from cerebro_hydra.hopper.trial_source import GivenTrials
+from cerebro_hydra.hopper.trials import GivenTrials
 from cerebro_hydra.observe import AgentStarted, Decision, Record, ReportWriter, RunStarted
-from cerebro_hydra.plan.events import EvaluationDone, SubEpochDone
-from cerebro_hydra.plan.instructions import FinishRun, StartSubEpoch
+from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
+from cerebro_hydra.plan.messages.instructions import FinishRun, StartSubEpoch
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.scripted_agents import ScriptedLauncher

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from benchmarks.spill.trial import MemoryTrial
-from cerebro_hydra.agent.device_starts import OwnDevice
-from cerebro_hydra.agent.slabs import Slabs
-from cerebro_hydra.hopper.worker_resources import QUEUED_SHARE
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.schedules.sharp import sharp
-from cerebro_hydra.plan.worker_events import Answer, WorkerEvent
-from cerebro_hydra.plan.worker_state import WorkerState
+from cerebro_hydra.agent.device.process import OwnDevice
+from cerebro_hydra.agent.memory.pool import Slabs
+from cerebro_hydra.hopper.protocol.resources import QUEUED_SHARE
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.queues.events import Answer, WorkerEvent
+from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.testing.queue_worker import QueueWorker, train
 

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from cerebro_hydra.agent.trial_builder import TrialBuilder
-from cerebro_hydra.agent.trial_runs import TrialRuns
+from cerebro_hydra.agent.device.builder import TrialBuilder
+from cerebro_hydra.agent.device.runs import TrialRuns
 from cerebro_hydra.data.batches import num_windows
-from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
-from cerebro_hydra.recipe.determinism import compute_deterministically
-from cerebro_hydra.shards.admission import admit
-from cerebro_hydra.shards.layout import HostSegments, initial_segments
-from cerebro_hydra.shards.task_profiler import TaskProfiler
-from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.recipe.randomness import compute_deterministically
+from cerebro_hydra.shards.admission.admit import admit
+from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
+from cerebro_hydra.shards.engine.layout import HostSegments, initial_segments
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec

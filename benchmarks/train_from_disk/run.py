@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.admission.run import demo_net
 from cerebro_hydra.data.batches import batches, row_order
-from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.partition import CachedPartition
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 WIDTH = 64

@@ -14,29 +14,27 @@ from typing import Any
 
 import torch
 
-from cerebro_hydra.agent import watchdog
-from cerebro_hydra.agent.buffer_pool import BufferPool
-from cerebro_hydra.agent.checkpoint import CheckpointWriter
-from cerebro_hydra.agent.device_starts import device_starts, gpu_starts, numeric_on_gpu
-from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.logs import forwarded
-from cerebro_hydra.agent.partitions import decode_partitions
-from cerebro_hydra.agent.queue_audits import QueueAudits
+from cerebro_hydra.agent.audits import QueueAudits
+from cerebro_hydra.agent.device import watchdog
+from cerebro_hydra.agent.device.builder import TrialBuilder, decode_partitions
+from cerebro_hydra.agent.device.logs import forwarded
+from cerebro_hydra.agent.device.process import device_starts, gpu_starts, numeric_on_gpu
+from cerebro_hydra.agent.device.runs import TrialRuns, open_trials
+from cerebro_hydra.agent.device.task_watch import Task, TaskWatch
+from cerebro_hydra.agent.device.visible_gpus import THE_GPU
+from cerebro_hydra.agent.memory.checkpoint import CheckpointWriter
+from cerebro_hydra.agent.memory.fetch import FetchManager
+from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
+from cerebro_hydra.agent.memory.segment_store import SegmentStore, budget_of
+from cerebro_hydra.agent.memory.shard_store import ShardStore
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
-from cerebro_hydra.agent.run_planner import RunPlanner
-from cerebro_hydra.agent.segment_store import SegmentStore, budget_of
-from cerebro_hydra.agent.shard_store import ShardStore
-from cerebro_hydra.agent.slabs import Slabs
-from cerebro_hydra.agent.task_watch import Task, TaskWatch
 from cerebro_hydra.agent.trainer import Trainer
-from cerebro_hydra.agent.trial_builder import TrialBuilder
-from cerebro_hydra.agent.trial_runs import TrialRuns, open_trials
-from cerebro_hydra.agent.visible_gpus import THE_GPU
+from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.errors import SetupError, TransferError
-from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec, AgentStart
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.instructions import (
+from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec, AgentStart
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.codec import from_json, to_json
+from cerebro_hydra.plan.messages.instructions import (
     AdoptPartitions,
     Cancel,
     Checkpoint,
@@ -46,16 +44,15 @@ from cerebro_hydra.plan.instructions import (
     Instruction,
     StartSubEpoch,
 )
-from cerebro_hydra.plan.worker_state import WorkerState
+from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.recipe import numeric_fingerprint
-from cerebro_hydra.recipe.determinism import compute_as
+from cerebro_hydra.recipe.randomness import compute_as
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.wire.address import own_host
-from cerebro_hydra.wire.client_pool import ClientPool
-from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.control import ControlClient
 from cerebro_hydra.wire.messages import ControlFailed, RunOver, ShardRequest
-from cerebro_hydra.wire.shard_server import Look, ShardServer
+from cerebro_hydra.wire.shards import ClientPool, Look, ShardServer
 
 FLUSH_SECONDS = 5.0
 """How long a busy network may keep the last words of a process."""

@@ -19,8 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cerebro_hydra.agent.attempt_reports import AttemptReports
-from cerebro_hydra.agent.device_messages import (
+from cerebro_hydra.agent.audits import QueueAudits
+from cerebro_hydra.agent.device.messages import (
     Answer,
     Close,
     Closed,
@@ -35,27 +35,18 @@ from cerebro_hydra.agent.device_messages import (
     Profiled,
     Ready,
 )
-from cerebro_hydra.agent.fetch import FetchRequest
-from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.host_moves import HostMoves
-from cerebro_hydra.agent.progress import Progress
-from cerebro_hydra.agent.queue_audits import QueueAudits
-from cerebro_hydra.agent.queued_run import QueuedRun
-from cerebro_hydra.agent.run_ends import RunEnds
-from cerebro_hydra.agent.run_planner import RunPlanner
-from cerebro_hydra.agent.run_time import MakeWatch, RunTime
-from cerebro_hydra.agent.shard_store import ShardStore
-from cerebro_hydra.agent.task_entrance import TaskEntrance
-from cerebro_hydra.agent.task_watch import Task
-from cerebro_hydra.agent.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
+from cerebro_hydra.agent.device.process import DeviceStart, WorkerDevice, WorkerDevices
+from cerebro_hydra.agent.device.task_watch import MakeWatch, Progress, RunTime, Task
+from cerebro_hydra.agent.memory.fetch import FetchManager, FetchRequest
+from cerebro_hydra.agent.memory.shard_store import ShardStore
+from cerebro_hydra.agent.queued_run import HostMoves, QueuedRun
+from cerebro_hydra.agent.visits import AttemptReports, RunEnds, RunPlanner, TaskEntrance
 from cerebro_hydra.agent.worker_loop import TICK_SECONDS, WorkerLoop
 from cerebro_hydra.errors import TransferError
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.actions import Action, ActionKind
-from cerebro_hydra.plan.device_log import DeviceLog
-from cerebro_hydra.plan.instructions import FetchShards
-from cerebro_hydra.plan.run_progress import RunSpec
-from cerebro_hydra.plan.worker_events import (
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.messages.instructions import FetchShards
+from cerebro_hydra.plan.queues.events import (
     ActionDone,
     DeviceJoined,
     DeviceLost,
@@ -65,9 +56,11 @@ from cerebro_hydra.plan.worker_events import (
     RunRestarted,
     ShardArrived,
 )
-from cerebro_hydra.plan.worker_events import Answer as Decision
-from cerebro_hydra.plan.worker_state import WorkerState
-from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.plan.queues.events import Answer as Decision
+from cerebro_hydra.plan.queues.log import DeviceLog
+from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
 

@@ -1,26 +1,32 @@
-"""A run in the queues of a worker, as its shell knows it."""
+"""A run in the queues of a worker, as its shell knows it, and the moves of its shards in the host.
+
+What a microbatch leaves in DRAM between two units is there for whichever device does the next.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from cerebro_hydra.agent.device_messages import Close, Compute, Done, RunOrder
-from cerebro_hydra.agent.run_boundary import RunBoundary
-from cerebro_hydra.agent.run_time import RunTime
-from cerebro_hydra.agent.shard_home import ShardHome
-from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
-from cerebro_hydra.agent.task_watch import Task
-from cerebro_hydra.agent.worker_devices import WorkerDevice
-from cerebro_hydra.plan.actions import Action, ActionKind
-from cerebro_hydra.plan.events import EvaluationDone, Hop, SubEpochDone
-from cerebro_hydra.plan.instructions import StartSubEpoch
-from cerebro_hydra.plan.run_progress import RunSpec
+from cerebro_hydra.agent.device.messages import Close, Compute, Done, Move, RunOrder
+from cerebro_hydra.agent.device.process import WorkerDevice
+from cerebro_hydra.agent.device.task_watch import RunTime, Task
+from cerebro_hydra.agent.memory.shard_store import HeldShard, Shard, ShardHome, ShardStore, State
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.messages.events import EvaluationDone, Hop, SubEpochDone
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch
+from cerebro_hydra.plan.queues.events import ActionDone
+from cerebro_hydra.plan.queues.run_progress import RunSpec
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.step_result import StepResult
-from cerebro_hydra.shards.trial_profile import TrialProfile
+from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.engine.differences import StepResult
+from cerebro_hydra.shards.engine.layout import Bytes
+from cerebro_hydra.shards.engine.pass_record import PassRecord
+from cerebro_hydra.shards.engine.sub_epoch import Norms
 from cerebro_hydra.storage.run_document import TrialSpec
 
 
@@ -236,3 +242,139 @@ class QueuedRun:
             states=found.states,
             device_seconds=self.time.seconds,
         )
+
+
+_THREADS = 4
+
+OnMoved = Callable[[QueuedRun, ActionDone, Exception | None], object]
+OnNoRoom = Callable[[QueuedRun, Move, WorkerDevice, Exception], object]
+
+
+class HostMoves:
+    """Carries out the queues' actions within the host.
+
+    Args:
+        on_moved: is told from any thread that an action was carried out, or why it could not be.
+        on_no_room: is told why a device has no slabs to write a shard's changes to.
+    """
+
+    def __init__(
+        self, shard_store: ShardStore, scratch: str, on_moved: OnMoved, on_no_room: OnNoRoom
+    ) -> None:
+        self._shard_store = shard_store
+        self._scratch = scratch
+        self._on_moved, self._on_no_room = on_moved, on_no_room
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="host-moves")
+
+    def close(self) -> None:
+        """End after what is being done."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def receive(self, run: QueuedRun, action: Action, held: HeldShard) -> None:
+        """Make a shard of the state before one of a run, and room for its microbatches."""
+
+        def work() -> None:
+            segments = self._shard_store.segments
+            run.homes[action.shard] = ShardHome(held, segments, self._scratch)
+            if action.shard == 0 and not run.spec.stays:
+                slab = segments.allocate(run.spec.host_boundary_bytes)
+                run.boundary = RunBoundary(slab, run.spec.graph.shards)
+
+        self._submit(run, action, work)
+
+    def move(self, run: QueuedRun, action: Action) -> None:
+        """Carry out SEND, or a move between DRAM and disk."""
+        home = run.homes.get(action.shard)
+        if home is None:
+            return  # DROP of a run that begins anew
+        match action.kind:
+            case ActionKind.SPILL:
+                self._submit(run, action, home.to_disk)
+            case ActionKind.LOAD:
+                self._submit(run, action, home.to_dram)
+            case ActionKind.SEND:
+                publish = partial(self._publish, run, run.state, action.shard, home)
+                self._submit(run, action, publish)
+            case _:
+                home.leave_dram()
+
+    def write_back(self, run: QueuedRun, action: Action, device: WorkerDevice) -> None:
+        """Let a device write a shard's changes to slabs; only the device tells that it is done."""
+        home = run.homes[action.shard]  # a run that begins anew meanwhile gets another one
+
+        def work() -> None:
+            try:
+                slabs = home.room_for(run.saved_sizes(action.shard))
+            except Exception as error:
+                self._on_no_room(run, Move(action), device, error)
+            else:
+                device.give(Move(action, slabs))
+
+        self._threads.submit(work)
+
+    def _publish(self, run: QueuedRun, state: State | None, number: int, home: ShardHome) -> None:
+        shard = home.published()
+        run.published(number, shard)
+        if state is not None:
+            self._shard_store.put(state, number, shard)
+        home.leave()
+
+    def _submit(self, run: QueuedRun, action: Action, work: Callable[[], None]) -> None:
+        def carry_out() -> None:
+            begun, failure = time.perf_counter(), None
+            try:
+                work()
+            except Exception as error:
+                failure = error
+            seconds, home = time.perf_counter() - begun, run.homes.get(action.shard)
+            nbytes = 0 if home is None else home.bytes_on_disk
+            self._on_moved(run, ActionDone(action, seconds, nbytes), failure)
+
+        self._threads.submit(carry_out)
+
+
+class RunBoundary:
+    """Keeps the memory of a run's microbatch and a record after each of its units.
+
+    A unit begins with the record of the one before it, also if it is done again because a device
+    was lost. Every order refers to the memory, so nobody else gets that before it is answered.
+
+    Args:
+        slab: memory that devices share, for all that a microbatch leaves.
+        shards: how many the run has.
+    """
+
+    def __init__(self, slab: Bytes, shards: int) -> None:
+        self._slab = slab
+        self._shards = shards
+        self._microbatch: int | None = None
+        self._records: dict[int, PassRecord] = {}  # by the place of the task that they come after
+        self._norms: dict[int, Norms] = {}
+        self._place: int | None = None  # of the last task of the unit under way
+
+    def order(self, tasks: Sequence[Action]) -> Compute:
+        """Return the order to do a unit, the only one of the run that is under way."""
+        if tasks[0].microbatch != self._microbatch:
+            self._microbatch = tasks[0].microbatch
+            self._records.clear()
+            self._norms.clear()
+        first = self._place_of(tasks[0])
+        before = max((place for place in self._records if place < first), default=None)
+        record = PassRecord() if before is None else self._records[before]
+        record = replace(record, norms=self._norms.copy())  # an update needs those of later tasks
+        passes = [task for task in tasks if task.kind is not ActionKind.U]
+        self._place = self._place_of(passes[-1]) if passes else None
+        return Compute(tuple(tasks), {"boundary": self._slab}, record)
+
+    def note(self, record: PassRecord) -> None:
+        """Keep what the unit under way has left."""
+        self._norms |= record.norms
+        if self._place is not None:
+            self._records[self._place] = record
+
+    def _place_of(self, task: Action) -> int:
+        """Return where in its microbatch a task comes; updates come after all that they need."""
+        backward = 2 * self._shards - 1 - task.shard
+        if task.kind is ActionKind.U:
+            return 2 * self._shards
+        return task.shard if task.kind is ActionKind.F else backward

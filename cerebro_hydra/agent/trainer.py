@@ -13,23 +13,20 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cerebro_hydra.agent.auditor import Auditor, SubEpochAudit
-from cerebro_hydra.agent.fetch import FetchRequest
-from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.heap import LEAST_TRIMMED, trim_heap
-from cerebro_hydra.agent.logs import current_trial
-from cerebro_hydra.agent.out_of_memory import memory_that_ran_out
-from cerebro_hydra.agent.progress import Progress
-from cerebro_hydra.agent.shard_store import HeldShard, Shard, ShardStore, State
-from cerebro_hydra.agent.task_watch import Task, TaskWatch, described
-from cerebro_hydra.agent.trial_builder import TrialBuilder
+from cerebro_hydra.agent.audits import Auditor, SubEpochAudit
+from cerebro_hydra.agent.device.builder import TrialBuilder
+from cerebro_hydra.agent.device.logs import current_trial
+from cerebro_hydra.agent.device.task_watch import Progress, Task, TaskWatch, described
+from cerebro_hydra.agent.memory.fetch import FetchManager, FetchRequest
+from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
+from cerebro_hydra.agent.memory.shard_store import HeldShard, Shard, ShardStore, State
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import Cancelled, DataError, StepDiffers, TransferError
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.instructions import Evaluate, FetchShards, StartSubEpoch
-from cerebro_hydra.shards.engine import Cursor, OnStep
-from cerebro_hydra.shards.kept_heap import kept_heap
-from cerebro_hydra.shards.layout import Bytes
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.instructions import Evaluate, FetchShards, StartSubEpoch
+from cerebro_hydra.shards.engine.engine import Cursor, OnStep
+from cerebro_hydra.shards.engine.layout import Bytes
+from cerebro_hydra.shards.heap import LEAST_TRIMMED, kept_heap, trim_heap
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from cerebro_hydra.agent.units import with_units
-from cerebro_hydra.plan.actions import Action
-from cerebro_hydra.plan.device_log import DeviceLog
-from cerebro_hydra.plan.worker_events import Answer, WorkerEvent
-from cerebro_hydra.plan.worker_state import WorkerState
+from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.queues.events import Answer, WorkerEvent
+from cerebro_hydra.plan.queues.log import DeviceLog
+from cerebro_hydra.plan.queues.worker import WorkerState
 
 TICK_SECONDS = 0.25
 
@@ -96,3 +95,24 @@ class WorkerLoop:
 
 def _nothing() -> None:
     """Is done when nothing has happened for a while."""
+
+
+def with_units(decisions: Sequence[Answer]) -> Iterator[Answer | list[Action]]:
+    """Yield the decisions, with the tasks that a device is to do one after the other as a list."""
+    unit: list[Action] = []
+    for decision in decisions:
+        if unit and not _continues(unit, decision):
+            yield unit
+            unit = []
+        if isinstance(decision, Action) and decision.kind.computes:
+            unit.append(decision)
+        else:
+            yield decision
+    if unit:
+        yield unit
+
+
+def _continues(unit: list[Action], decision: Answer) -> bool:
+    if not isinstance(decision, Action) or not decision.kind.computes:
+        return False
+    return decision.trial == unit[0].trial

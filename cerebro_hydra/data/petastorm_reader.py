@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.arrow_reader import ArrowReader
-from cerebro_hydra.data.parquet_folder import ParquetFolder, element_of
+from cerebro_hydra.data.parquet import ArrowReader, ParquetFolder, element_of
 from cerebro_hydra.errors import DataError
 
 NEWEST_PYARROW = 14

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from cerebro_hydra.data import faults, petastorm_reader
-from cerebro_hydra.data.arrow_reader import ArrowReader
-from cerebro_hydra.data.parquet_folder import ParquetFolder
+from cerebro_hydra.data import decoder, petastorm_reader
+from cerebro_hydra.data.parquet import ArrowReader, ParquetFolder
 from cerebro_hydra.data.petastorm_reader import PetastormReader
 from cerebro_hydra.errors import DataError
 
@@ -84,7 +83,7 @@ def read_columns(
             for name, values in group.items():
                 if shapes.setdefault(name, values.shape[1:]) != values.shape[1:]:
                     lengths = sorted((shapes[name][0], values.shape[1]))
-                    raise faults.ragged(name, lengths[0], lengths[1], 0, repr(path))
+                    raise decoder.ragged(name, lengths[0], lengths[1], 0, repr(path))
             yield group
     except DataError:
         raise

@@ -18,10 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cerebro_hydra.data import column_decoder, faults
-from cerebro_hydra.data.arguments import missing_column
-from cerebro_hydra.data.column_decoder import DecodedColumn, ListLengths, dtype_from_numpy
+from cerebro_hydra.data import decoder as column_decoder
+from cerebro_hydra.data import decoder as faults
+from cerebro_hydra.data.decoder import DecodedColumn, ListLengths, dtype_from_numpy
 from cerebro_hydra.data.manifest import Codec
+from cerebro_hydra.data.spec import missing_column
 from cerebro_hydra.errors import DataError, SetupError
 
 SCHEMA_FILE = "_common_metadata"

@@ -1,41 +1,46 @@
-"""The coordinator gives events to `plan.hop_state`, and its instructions to agents."""
+"""The coordinator gives events to `HopState`, and its instructions to agents.
+
+The name of a state is given here alone: segments are files by content, so whoever writes them late
+does no harm, but after a redo a name is that of another state, and an agent that was frozen and
+replaced may wake up in the middle of a write. Custom metrics are merged by the user's code, whose
+errors become events.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import (
     CerebroHydraError,
+    ConfigurationError,
     DataError,
     JobStopped,
     SetupError,
     StoreError,
 )
-from cerebro_hydra.hopper.absences import Absences
-from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
-from cerebro_hydra.hopper.journal import Journal
-from cerebro_hydra.hopper.launcher import Factory, Launcher
-from cerebro_hydra.hopper.metric_merger import MetricMerger
+from cerebro_hydra.hopper.agents import Absences, Roster, WorkerDocuments
+from cerebro_hydra.hopper.backend import Factory, Launcher
+from cerebro_hydra.hopper.journal import Journal, RunWriter
+from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.hopper.resumed_run import ResumedRun
-from cerebro_hydra.hopper.roster import Roster
 from cerebro_hydra.hopper.run_config import hop_config
-from cerebro_hydra.hopper.run_writer import RunWriter
-from cerebro_hydra.hopper.state_namer import StateNamer
-from cerebro_hydra.hopper.trial_source import News, NewTrial, TrialSource
-from cerebro_hydra.hopper.trial_specs import TrialSpecs
-from cerebro_hydra.hopper.worker_documents import WorkerDocuments
-from cerebro_hydra.observe.observer import Observer, Observers
+from cerebro_hydra.hopper.trials import MergeStates, News, NewTrial, TrialSource, TrialSpecs
 from cerebro_hydra.observe.records import (
     AgentStarted,
     Decision,
+    Observer,
+    Observers,
     OutputLine,
     Progress,
     RunEnded,
@@ -43,16 +48,22 @@ from cerebro_hydra.observe.records import (
     SlowBatch,
     TrialAdmitted,
 )
-from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.events import (
+from cerebro_hydra.plan.hop.checkpoints import wait_after
+from cerebro_hydra.plan.hop.journal import RemadeStates
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.messages.codec import from_json, to_json
+from cerebro_hydra.plan.messages.events import (
+    Checkpointed,
+    CheckpointFailed,
     Event,
+    MetricsMerged,
+    MetricsMergeFailed,
     RunResumed,
     TrialAdded,
     TrialForked,
     WorkerLost,
 )
-from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.instructions import (
+from cerebro_hydra.plan.messages.instructions import (
     AdoptPartitions,
     Cancel,
     ChangeCut,
@@ -68,11 +79,10 @@ from cerebro_hydra.plan.instructions import (
     MergeMetrics,
     StartSubEpoch,
 )
-from cerebro_hydra.plan.remade import RemadeStates
-from cerebro_hydra.plan.scheduler import Scheduler
+from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
-from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire.control import ControlServer
 from cerebro_hydra.wire.credentials import new_credentials
 from cerebro_hydra.wire.messages import RunOver
 
@@ -339,7 +349,7 @@ class Coordinator:
     def _replace(self, lost: WorkerLost) -> WorkerLost:
         """Let the launcher start another agent for a lost one; add where that was, and in what.
 
-        Agents that are lost while a trial runs on them speak against it (`plan/lost_agents.py`).
+        Agents that are lost while a trial runs on them speak against it (`plan/hop/trials.py`).
         Those that began no task speak against their worker, which in the end gets no more.
 
         Raises:
@@ -395,3 +405,69 @@ class Coordinator:
                 case ForkState():
                     if failed := self._writer.fork(instruction, self._document.num_partitions):
                         self._inbox.put(failed)
+
+
+class StateNamer:
+    """Writes the documents of states on a thread of its own, in the order in which they come.
+
+    One that the store refuses is tried again, as `plan/hop/checkpoints.py` says, and those behind
+    it wait: the last document of a name is that of the last agent that was told to write the state.
+
+    Args:
+        folder: the run's files.
+        report: takes the answer to each document.
+    """
+
+    def __init__(
+        self, folder: RunFolder, report: Callable[[Checkpointed | CheckpointFailed], object]
+    ) -> None:
+        self._folder = folder
+        self._report = report
+        self._closed = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="states")
+
+    def name(self, incarnation: str, state: dict[str, Any]) -> None:
+        """Write the document of a state soon, whose segments this agent has written."""
+        self._thread.submit(self._write, incarnation, state)
+
+    def close(self) -> None:
+        """Finish the document under way, and try none again."""
+        self._closed.set()
+        self._thread.shutdown()
+
+    def _write(self, incarnation: str, state: dict[str, Any]) -> None:
+        trial, visit = state["trial"], state["visit"]
+        for failures in count(1):
+            try:
+                self._folder.write_state(trial, visit, state)
+            except StoreError as error:
+                wait = wait_after(failures)
+                if wait is None or self._closed.wait(wait):
+                    self._report(CheckpointFailed(trial, visit, incarnation, str(error)))
+                    return
+            else:
+                self._report(Checkpointed(trial, visit, incarnation))
+                return
+
+
+class MetricMerger:
+    """Carries out `MergeMetrics` with what `merge` gives."""
+
+    def __init__(self, merge: MergeStates) -> None:
+        self._merge = merge
+
+    def merged(
+        self, task: MergeMetrics, names: Iterable[str]
+    ) -> MetricsMerged | MetricsMergeFailed:
+        """Return the answer to a task, whose trial has custom metrics of these names."""
+        named = (task.attempt, task.trial, task.epoch)
+        try:
+            values = self._merge(task.trial, list(task.states))
+            if values.keys() != set(names):
+                raise ConfigurationError(
+                    f"the custom metrics are {list(names)}, but {sorted(values)} were measured; "
+                    "return one value for each"
+                )
+            return MetricsMerged(*named, {name: float(values[name]) for name in names})
+        except Exception:
+            return MetricsMergeFailed(*named, traceback.format_exc())

@@ -1,21 +1,30 @@
-"""Writes the journal of a run: numbered immutable segments, which fold to its state."""
+"""Writes what becomes of a run into its folder, and deletes states there that no trial needs.
+
+The journal of a run is numbered immutable segments, which fold to its state.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
 from cerebro_hydra.errors import CerebroHydraError, StoreError
-from cerebro_hydra.observe.records import Decision
-from cerebro_hydra.plan.codec import to_json
-from cerebro_hydra.plan.events import Event
-from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.instructions import Instruction
-from cerebro_hydra.plan.write_retries import LONGEST_WAIT, wait_after
+from cerebro_hydra.hopper.trials import write_recut
+from cerebro_hydra.observe.records import Decision, NotSaved
+from cerebro_hydra.plan.hop.checkpoints import LONGEST_WAIT, wait_after
+from cerebro_hydra.plan.hop.holders import STORE
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.messages.codec import to_json
+from cerebro_hydra.plan.messages.config import HopConfig
+from cerebro_hydra.plan.messages.events import Event, ForkFailed, RecutRefused
+from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect, ForkState, Instruction
 from cerebro_hydra.storage.run_folder import RunFolder
 
 MERGED_SEGMENTS = 256
@@ -139,3 +148,179 @@ class Journal:
             self._folder.merge_segments(first, last)
         except CerebroHydraError:
             _LOGGER.exception("the journal stays in more files than it needs")
+
+
+class RunWriter:
+    """Keeps the journal and the documents of a run, and names and deletes states of trials.
+
+    Args:
+        folder: the run's files.
+        journal: of the run.
+        tell: is told once of each file that the store refuses; the run goes on.
+    """
+
+    def __init__(
+        self, folder: RunFolder, journal: Journal, tell: Callable[[NotSaved], object]
+    ) -> None:
+        self._folder = folder
+        self._journal = journal
+        self._tell = tell
+        self._collector = Collector(folder)
+        self._told = False  # that the journal can't be written
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether events wait to be journalled."""
+        return self._journal.waiting
+
+    def append(self, decided: Sequence[tuple[Event, Sequence[Instruction]]]) -> list[Decision]:
+        """Journal events with their instructions, and return them numbered."""
+        decisions = self._journal.append(time.time(), decided)
+        self._look_at_journal()
+        return decisions
+
+    def write(self) -> None:
+        """Journal the events that wait."""
+        self._journal.write()
+        self._look_at_journal()
+
+    def _look_at_journal(self) -> None:
+        """Delete what the journal says, or tell that it can't be written."""
+        error = self._journal.error
+        if error is None:
+            self._collector.release()
+        elif not self._told:
+            self._tell(NotSaved("the journal", str(error)))
+        self._told = error is not None
+
+    def write_document(self, name: str, document: Mapping[str, Any]) -> None:
+        """Write a document that the run can do without."""
+        try:
+            self._folder.write_json(name, document)
+        except StoreError as error:
+            self._tell(NotSaved(name, str(error)))
+
+    def prepare(self, checkpoint: Checkpoint, state: HopState) -> None:
+        """Let no deletion that is under way take what an agent is about to write."""
+        at = (checkpoint.trial, checkpoint.visit)
+        self._collector.spare(*at, state.holders.segments(*at))
+
+    def collect(self, instruction: Collect) -> None:
+        """Delete a state, as soon as the journal says so."""
+        self._collector.hold(instruction)
+        self._look_at_journal()
+
+    def fork(self, fork: ForkState, partitions: int) -> ForkFailed | None:
+        """Name a state as that of a fork too; return the event if that fails."""
+        try:
+            self._folder.fork_state(fork.trial, fork.parent, fork.visit, partitions)
+        except StoreError as error:
+            return ForkFailed(fork.trial, str(error))
+        return None
+
+    def keep_segments(self) -> None:
+        """Delete no segment that was to be deleted, because a cut may write an equal one."""
+        self._collector.keep_segments()
+
+    def change_cut(self, trial: int, decision: Decision) -> RecutRefused | None:
+        """Write what a trial is in another cut; return the event if that fails."""
+        try:
+            write_recut(self._folder, decision)
+        except StoreError as error:
+            return RecutRefused(trial, str(error))
+        return None
+
+    def close(self) -> None:
+        """Write and delete what is left."""
+        self._journal.close()
+        self._look_at_journal()
+        self._collector.close()
+
+    def finish(self, state: HopState, untidy: bool) -> None:
+        """Delete what no trial names, if losses or earlier drivers may have left such files.
+
+        Raises:
+            StoreError: the journal lacks the end of the run.
+        """
+        if (error := self._journal.error) is not None:
+            raise StoreError(f"the end of the journal is not written: {error}") from error
+        if untidy or not self._collector.complete:
+            kept: dict[int, set[int]] = {number: set() for number in state.trials}
+            for trial, visit in state.holders.states_at(STORE):
+                kept[trial].add(visit)
+            with suppress(StoreError):  # it is tidier without, and no less true
+                self._folder.sweep(kept)
+
+
+_File = tuple[int, int] | str
+"""A state by trial and visit, or a segment by its digest."""
+
+
+class Collector:
+    """Carries out `Collect` on a thread of its own.
+
+    The document of a state goes before its segments, so that after a crash no document names what
+    is gone. A crash, or a store that refuses, can only leave files that nothing names; `RunFolder`
+    sweeps them when the run ends.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.complete = True
+        """Whether everything was deleted that should have been."""
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._held: list[_File] = []  # decided, but not journalled yet
+        self._left: list[_File] = []
+        self._now: _File | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="collector")
+
+    def hold(self, collect: Collect) -> None:
+        """Take in what is to be deleted once the decision is journalled."""
+        self._held += [(collect.trial, collect.visit), *collect.objects]
+
+    def release(self) -> None:
+        """Delete what was held, because the journal now says so."""
+        if self._held:
+            with self._changed:
+                self._left += self._held
+            self._held = []
+            self._thread.submit(self._delete_all)
+
+    def spare(self, trial: int, visit: int, objects: Collection[str]) -> None:
+        """Delete neither this state nor these segments, because they are about to be written."""
+        spared = {(trial, visit), *objects}
+        self._held = [each for each in self._held if each not in spared]
+        with self._changed:
+            self._left = [each for each in self._left if each not in spared]
+            while self._now in spared:
+                self._changed.wait()
+
+    def keep_segments(self) -> None:
+        """Delete no segment that was to be deleted; all that nobody names is swept later."""
+        self.complete = False
+        self._held = [each for each in self._held if not isinstance(each, str)]
+        with self._changed:
+            self._left = [each for each in self._left if not isinstance(each, str)]
+            while isinstance(self._now, str):
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Wait until everything is deleted."""
+        self._thread.shutdown()
+
+    def _delete_all(self) -> None:
+        while (file := self._next()) is not None:
+            try:
+                if isinstance(file, str):
+                    self._folder.delete_object(file)
+                else:
+                    self._folder.delete_state(*file)
+            except StoreError:
+                self.complete = False
+                _LOGGER.exception("a file that the run needs no more stays until the run ends")
+
+    def _next(self) -> _File | None:
+        with self._changed:
+            self._now = self._left.pop(0) if self._left else None
+            self._changed.notify_all()
+            return self._now

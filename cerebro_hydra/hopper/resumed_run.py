@@ -8,14 +8,13 @@ from typing import Any
 
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.hopper.journal import Journal
-from cerebro_hydra.hopper.recut_documents import is_written, write_recut
+from cerebro_hydra.hopper.trials import is_written, write_recut
 from cerebro_hydra.observe.records import Decision, TrialAdmitted, records_of
-from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.instructions import ChangeCut, ForkState
-from cerebro_hydra.plan.journal_fold import fold
-from cerebro_hydra.plan.remade import RemadeStates
+from cerebro_hydra.plan.hop.journal import RemadeStates, fold
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.messages.codec import from_json
+from cerebro_hydra.plan.messages.config import HopConfig
+from cerebro_hydra.plan.messages.instructions import ChangeCut, ForkState
 from cerebro_hydra.storage.run_folder import RunFolder
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 
 

@@ -1,19 +1,20 @@
-"""The estimator that is made from instances, and that a search's factory returns."""
+"""The estimator that is made from instances, and that a search's factory returns.
+
+The factory of its search builds copies of the recipe.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.factory_estimator import FactoryEstimator
-from cerebro_hydra.ml.keywords import named_init
-from cerebro_hydra.ml.recipe_copier import GRID_OPTIONS, RecipeCopier, optimizer_numbers
-from cerebro_hydra.ml.trial_estimator import TrialEstimator
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.ml.factory_estimator import FactoryEstimator, TrialEstimator, named_init
+from cerebro_hydra.recipe import Recipe, copy_model, referring_to_copies
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Param
@@ -172,3 +173,64 @@ class SparkEstimator(TrialEstimator):
     def trial_params(self) -> dict[str, Any]:
         """Return the options that were set as Params; all others are in the instances."""
         return {name: self.getOrDefault(name) for name in self._trial_names if self.isSet(name)}
+
+
+GRID_OPTIONS = (
+    "batch_size",
+    "shards",
+    "clip_grad_norm",
+    "clip_grad_value",
+    "accumulate",
+    "loss_weights",
+    "lr_interval",
+    "lr_metric",
+    "autocast",
+    "ema",
+    "early_stopping",
+    "schedule",
+    "recompute",
+)
+"""The options of a recipe that are plain JSON, and so can vary from trial to trial."""
+
+# `Optimizer.__getstate__` keeps the first three, and LR schedulers wrap `step`.
+_NOT_OWN = ("defaults", "state", "param_groups", "step")
+
+
+class RecipeCopier:
+    """Builds recipes from copies of one recipe's instances, which stay as they are."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        # Optimizers leave attributes of subclasses out of their own copies.
+        self._attributes = {
+            name: value
+            for name, value in vars(recipe.optimizer).items()
+            if name not in _NOT_OWN and not name.startswith("_")
+        }
+
+    def __call__(self, params: Mapping[str, Any]) -> Recipe:
+        """Copy all instances; `params` are `GRID_OPTIONS`, or numbers of the optimizer."""
+        # All with one memo, so that the optimizer's parameters stay the model's.
+        memo: dict[int, Any] = {}
+        copy_model(self._recipe.model, memo)
+        recipe, attributes = copy.deepcopy((self._recipe, self._attributes), memo)
+        vars(recipe.optimizer).update(attributes)
+        options = {name: value for name, value in params.items() if name in GRID_OPTIONS}
+        for group in (recipe.optimizer.defaults, *recipe.optimizer.param_groups):
+            group.update({name: params[name] for name in params.keys() - options.keys()})
+        functions = {
+            name: referring_to_copies(getattr(recipe, name), memo)
+            for name in ("loss", "metrics", "lr_scheduler", "collate")
+        }
+        return replace(recipe, **(functions | options))
+
+
+def optimizer_numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the numbers that an optimizer was made with and all its param groups share."""
+    first, *others = optimizer.param_groups
+    return {
+        name: first[name]
+        for name, value in optimizer.defaults.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in GRID_OPTIONS and all(group[name] == first[name] for group in others)
+    }

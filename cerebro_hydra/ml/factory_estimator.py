@@ -1,13 +1,215 @@
-"""The estimator whose model a function of parameters builds; it can be saved unfitted."""
+"""The estimator whose model a function of parameters builds, and the base of both estimators.
+
+A fit, or a whole grid of fits, is one hopping run. It can be saved unfitted: as Spark's metadata
+with its factory's name, without pickle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import inspect
+import threading
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
-from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.keywords import check_keywords
-from cerebro_hydra.ml.trial_estimator import TrialEstimator, json_value
+from pyspark.ml import Estimator
+from pyspark.ml.base import _FitMultipleIterator
+from pyspark.ml.param import Param
+from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
+
+from cerebro_hydra.documents import part_of, unreadable
+from cerebro_hydra.errors import ConfigurationError, TrialFailed
+from cerebro_hydra.ml.metadata import StageMetadata, read_metadata
+from cerebro_hydra.ml.params import OutputParams, RunParams
+from cerebro_hydra.storage import LocalStore, Store, estimator_factories
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from cerebro_hydra.ml.model import SparkModel
+    from cerebro_hydra.tune.model import TrainedModel
+    from cerebro_hydra.tune.result import SearchResult
+    from cerebro_hydra.tune.searches import ListSearch
+    from cerebro_hydra.tune.trial import Trial
+
+
+# Two runs at once would wait for each other's task slots: a CrossValidator with parallelism fits a
+# pipeline in several threads.
+_one_run = threading.Lock()
+
+
+class TrialEstimator(
+    Estimator["SparkModel"], RunParams, OutputParams, MLWritable, MLReadable["FactoryEstimator"]
+):
+    """An estimator whose param maps are trials.
+
+    Subclasses set `_factory`, the `estimator_gen_fn` of a run or its "module:name".
+    """
+
+    recorded_factory: str | None = None
+    """The "module:name" in the file that this was loaded from; `setFactory` may confirm it."""
+    _factory: Callable[[Any], Any] | str | None = None
+    _trial_names: tuple[str, ...] = ()  # of the Params that can be a trial's parameters
+
+    @abstractmethod
+    def trial_params(self) -> dict[str, Any]:
+        """Return what the factory is called with, as JSON."""
+
+    def factory(self) -> Callable[[Any], Any]:
+        """Return the `estimator_gen_fn` of a run.
+
+        Raises:
+            ReplayError: it is known by its name, and can't be imported here.
+            ConfigurationError: this estimator was loaded, and its file only names it or was saved
+                without it.
+        """
+        if self._factory is None and self.recorded_factory is not None:
+            raise ConfigurationError(
+                f"the file of {self.uid} names the factory {self.recorded_factory!r}, and a name "
+                "in a file is not imported unasked: if it is yours, confirm it with "
+                f"setFactory({self.recorded_factory!r}); else give your own"
+            )
+        if self._factory is None:
+            raise ConfigurationError(
+                f"{self.uid} was saved without what builds its model, so it can't be fitted; make "
+                "it anew, or use the models that it has trained"
+            )
+        if isinstance(self._factory, str):
+            return estimator_factories.import_factory(self._factory)
+        return self._factory
+
+    def setFactory(self, estimator_gen_fn: Callable[[Any], Any] | str) -> Self:
+        """Name what builds the model of an estimator that was loaded: a function, or "module:name".
+
+        Raises:
+            ConfigurationError: it is something else, or this estimator has what builds its model.
+        """
+        if self._factory is not None and self.recorded_factory is None:
+            raise ConfigurationError(
+                f"{self.uid} was not loaded from a file, so it has what builds its model; make "
+                "another estimator for another factory"
+            )
+        if not callable(estimator_gen_fn) and not isinstance(estimator_gen_fn, str):
+            raise ConfigurationError(
+                f"estimator_gen_fn is {estimator_gen_fn!r}; give a function of the parameters "
+                "that returns a SparkEstimator, or its 'module:name'"
+            )
+        self._factory = estimator_gen_fn
+        return self
+
+    def write(self) -> MLWriter:
+        """Return what saves it, which warns where the saved estimator could not be fitted."""
+
+        return EstimatorWriter(self)
+
+    @classmethod
+    def read(cls) -> MLReader[FactoryEstimator]:
+        """Return what loads it, always as an estimator with a factory."""
+
+        return EstimatorReader()
+
+    def fitMultiple(
+        self, dataset: DataFrame, paramMaps: Sequence[dict[Param[Any], Any]]
+    ) -> Iterator[tuple[int, SparkModel]]:
+        """Train a model for each param map; all of them are trials of one run.
+
+        Maps that differ in a Param of the run, such as num_epochs, take a run each, one after the
+        other. Everything has been trained when this returns. Threads may share the iterator.
+
+        Returns:
+            (index, model) in the order of the maps. Where a trial failed, `next` raises TrialFailed
+            with its traceback, and goes on with the next index when it is called again.
+
+        Raises:
+            ConfigurationError: a Param is missing or can't be used; before anything is trained.
+            SetupError: Spark can't run the agents.
+            DataError: rows can't be used.
+            AllTrialsFailed: no trial of a run was left; the message holds every reason.
+        """
+        copies = [self.copy(param_map) for param_map in paramMaps]
+        settings = [each.run_settings() for each in copies]
+        trained: dict[int, tuple[TrainedModel | None, Trial, SearchResult]] = {}
+        with _one_run:
+            # All backends are made in here, because their checks hold every slot for a moment, too.
+            runs = [
+                (members, self._search(dataset, settings[members[0]], [copies[i] for i in members]))
+                for members in equal_settings(settings)
+            ]
+            for members, search in runs:
+                result = search.fit(dataset)
+                models = {model.trial_id: model for model in result.get_all_models()}
+                for index, trial in zip(members, result.trials, strict=True):
+                    trained[index] = models.get(trial.trial_id), trial, result
+        return _FitMultipleIterator(lambda i: copies[i]._model(*trained[i]), len(copies))
+
+    def _fit(self, dataset: DataFrame) -> SparkModel:
+        ((_, model),) = self.fitMultiple(dataset, [{}])
+        return model
+
+    def _add_trial_params(self, doc: str, defaults: Mapping[str, Any]) -> None:
+        """Give this instance a Param for each parameter that a trial can have."""
+        self._trial_names = tuple(defaults)
+        for name, value in defaults.items():
+            param = Param(self, name, doc, partial(json_value, name))
+            setattr(self, name, param)
+            self._defaultParamMap[param] = value
+
+    def _search(
+        self, dataset: DataFrame, settings: Mapping[str, Any], trials: Sequence[TrialEstimator]
+    ) -> ListSearch:
+        # Agents import this file for what their factories return, and need none of these.
+        from cerebro_hydra.spark.backend import SparkBackend
+        from cerebro_hydra.tune.searches import ListSearch
+
+        backend = settings["backend"]
+        if backend is None:
+            backend = SparkBackend(dataset.sparkSession, verbose=settings["verbose"])
+        return ListSearch(
+            candidates=[trial.trial_params() for trial in trials],
+            estimator_gen_fn=self.factory(),
+            **{**settings, "backend": backend},
+        )
+
+    def _model(
+        self, trained: TrainedModel | None, trial: Trial, result: SearchResult
+    ) -> SparkModel:
+        from cerebro_hydra.ml.model import RunNetwork, SparkModel
+
+        if trained is None:
+            raise TrialFailed(
+                f"{trial.trial_id} with {trial.params} is {trial.status}; the other trials are in "
+                f"{result.run_path}\n\n{trial.error or ''}"
+            )
+        model = SparkModel(RunNetwork(trained), trial, result.run_path)
+        return self._copyValues(model._resetUid(self.uid))
+
+
+def json_value(name: str, value: Any) -> Any:
+    """Return a trial's parameter as an agent will see it.
+
+    Raises:
+        ConfigurationError: JSON can't hold it.
+    """
+    from cerebro_hydra.tune import space  # with all of a search, which no agent needs
+
+    return space.as_json(f"{name} is", value)
+
+
+def equal_settings(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Group the indices of equal settings, in the order in which each first occurs."""
+    groups: list[list[int]] = []
+    for index, each in enumerate(settings):
+        for group in groups:
+            if settings[group[0]] == each:
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups
 
 
 class FactoryEstimator(TrialEstimator):
@@ -56,3 +258,100 @@ class FactoryEstimator(TrialEstimator):
     def trial_params(self) -> dict[str, Any]:
         """Return all parameters of the factory."""
         return {name: self.getOrDefault(name) for name in self._trial_names}
+
+
+__all__ = ["EstimatorReader", "EstimatorWriter", "LocalStore"]  # stores are found once imported
+
+
+class EstimatorWriter(MLWriter):
+    """Saves an estimator's Params, its store's description and its factory's name.
+
+    An estimator whose factory has no name is saved with a warning, because Spark saves the
+    estimator of every fitted validator: once loaded, it has its Params, and can't be fitted.
+    """
+
+    def __init__(self, estimator: TrialEstimator) -> None:
+        super().__init__()
+        self._estimator = estimator
+
+    def saveImpl(self, path: str) -> None:
+        estimator = self._estimator
+        factory = estimator._factory
+        name = estimator_factories.name_of(factory) if callable(factory) else factory
+        if factory is None:
+            name = estimator.recorded_factory
+        if name is None:
+            warnings.warn(
+                f"{estimator.uid} is saved without what builds its model, which is no function "
+                "that can be imported by name: loaded again, as part of a validator or pipeline "
+                "too, it can't be fitted. Fitted models are whole. To save what can be fitted, "
+                "use SparkEstimator.from_factory with a function of a module",
+                stacklevel=2,
+            )
+        values: dict[str, Any] = {p.name: value for p, value in estimator._paramMap.items()}
+        values.pop("backend", None)
+        if values.get("store") is not None:
+            values["store"] = values["store"].to_dict()
+        extra = {"factory": name, "params": list(estimator._trial_names)}
+        DefaultParamsWriter.saveMetadata(estimator, path, self.sc, extra, values)
+
+
+@dataclass(frozen=True)
+class _SavedEstimator:
+    """Holds the fields of the metadata that are not Spark ML's own."""
+
+    factory: str | None
+    params: list[str]
+
+
+class EstimatorReader(MLReader[FactoryEstimator]):
+    """Loads any saved estimator as one with a factory, which the file only names."""
+
+    def load(self, path: str) -> FactoryEstimator:
+        """Load an estimator; nothing of the user's is imported, and no folder is created.
+
+        Raises:
+            ConfigurationError: a parameter has a name that every estimator uses.
+            StoreError: a file is missing or damaged, or the path holds something else.
+        """
+        metadata, where = read_metadata(self.sc, path), f"the metadata of {path!r}"
+        stage: StageMetadata = part_of(StageMetadata, metadata, where)
+        saved: _SavedEstimator = part_of(_SavedEstimator, metadata, where)
+        if missing := [name for name in saved.params if name not in stage.defaultParamMap]:
+            raise unreadable(f"the default of a Param in {where}", missing[0])
+        if stage.paramMap.get("store") is not None:
+            stage.paramMap["store"] = Store.from_dict(stage.paramMap["store"])
+        defaults = {name: stage.defaultParamMap[name] for name in saved.params}
+        estimator = FactoryEstimator(None, defaults)
+        estimator.recorded_factory = saved.factory
+        return stage.restore(estimator, where)
+
+
+A = ParamSpec("A")
+
+
+def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse the first keyword that a function does not have.
+
+    Raises:
+        TypeError: it names the function, the keyword and the nearest name, or all names.
+    """
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            nearest = get_close_matches(name, names, n=1, cutoff=0.7)
+            remedy = f"did you mean {nearest[0]!r}?" if nearest else f"it has {names}"
+            raise TypeError(f"{function} has no argument {name!r}; {remedy}")
+
+
+def named_init(init: Callable[A, None]) -> Callable[A, None]:
+    """Let an `__init__` refuse a misspelled keyword as `check_keywords` does."""
+    known = [*inspect.signature(init).parameters][1:]
+    function = init.__qualname__.removesuffix(".__init__")
+
+    @wraps(init)
+    def checked(*args: A.args, **kwargs: A.kwargs) -> None:
+        check_keywords(function, kwargs, known)
+        init(*args, **kwargs)
+
+    return checked

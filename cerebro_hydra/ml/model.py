@@ -1,22 +1,39 @@
-"""Makes a trained trial a stage of Spark ML."""
+"""Makes a trained trial a stage of Spark ML, with its columns and its files.
+
+Its network lies in the folder of its run, or in files that need no source code, which are those of
+`shards/export/archive.py`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+import torch
 from pyspark.ml import Model
-from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
+from torch import Tensor
 
-from cerebro_hydra.ml.evaluator_outputs import EvaluatorOutputs
+from cerebro_hydra.documents import part_of
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.ml.metadata import StageMetadata
 from cerebro_hydra.ml.params import OutputParams
-from cerebro_hydra.ml.trained_network import TrainedNetwork
+from cerebro_hydra.shards.export.archive import ModelArchive
+from cerebro_hydra.spark import hadoop_files, outputs
 from cerebro_hydra.spark.outputs import Outputs, RawOutputs
-from cerebro_hydra.tune.prediction_kind import PredictionKind
+from cerebro_hydra.spark.transform import Inference
+from cerebro_hydra.tune.saved_model import PredictionKind, SavedModel
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
     from torch import nn
 
+    from cerebro_hydra.tune.model import TrainedModel
     from cerebro_hydra.tune.trial import History, Trial
 
 
@@ -55,14 +72,12 @@ class SparkModel(Model, OutputParams, MLWritable, MLReadable["SparkModel"]):
 
     def write(self) -> MLWriter:
         """Return what saves it: graph and weights as data, with Spark's metadata."""
-        from cerebro_hydra.ml.model_files import ModelWriter
 
         return ModelWriter(self)
 
     @classmethod
     def read(cls) -> MLReader[SparkModel]:
         """Return what loads it."""
-        from cerebro_hydra.ml.model_files import ModelReader
 
         return ModelReader()
 
@@ -80,3 +95,161 @@ class SparkModel(Model, OutputParams, MLWritable, MLReadable["SparkModel"]):
         count = len(self.network.inference.sample)
         several = tuple(f"{prediction}_{i}" for i in range(count))
         return RawOutputs((prediction,) if count == 1 else several)
+
+
+class RunNetwork:
+    """The network of a finished trial, with the weights that lie in the run's folder."""
+
+    def __init__(self, trained: TrainedModel) -> None:
+        self._trained = trained
+
+    @property
+    def inference(self) -> Inference:
+        """Return what predicts on executors, with the weights as they were when first read."""
+        return self._inference_and_loss[0]
+
+    @cached_property
+    def _inference_and_loss(self) -> tuple[Inference, Any]:
+        recipe = self._trained.recipe()
+        return self._trained.inference(recipe), recipe.loss
+
+    def torch(self) -> nn.Module:
+        """Return the module that the factory builds, with the trained weights."""
+        return self._trained.torch()
+
+    def kind(self, output: str | None) -> PredictionKind:
+        """Return what `output` asks for; if it is None, what the loss says."""
+        inference, loss = self._inference_and_loss
+        return PredictionKind.choose(output, loss, _shapes(inference))
+
+    def archive(self) -> ModelArchive:
+        """Return what a saved model consists of.
+
+        Raises:
+            ConfigurationError: the network can't do without its source; the message says why.
+        """
+        return self._trained.archive()
+
+
+class ExportedNetwork:
+    """Holds the network of a saved model."""
+
+    def __init__(self, saved: SavedModel) -> None:
+        self._saved = saved
+        self._kind = saved.kind
+
+    @property
+    def inference(self) -> Inference:
+        """Return what predicts on executors."""
+        return self._saved.inference
+
+    def torch(self) -> nn.Module:
+        """Return the exported graph."""
+        return self._saved.torch()
+
+    def kind(self, output: str | None) -> PredictionKind:
+        """Return what `output` asks for; if it is None, what the model was saved with."""
+        # The loss is not saved, so what it said of classes is kept.
+        if output is None or (output == "classification" and self._kind.has_classes):
+            return self._kind
+        return PredictionKind.choose(output, None, _shapes(self.inference))
+
+    def archive(self) -> ModelArchive:
+        """Return what it was loaded from."""
+        return self._saved.archive
+
+
+TrainedNetwork = RunNetwork | ExportedNetwork
+
+
+def _shapes(inference: Inference) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in inference.sample]
+
+
+@dataclass(frozen=True)
+class EvaluatorOutputs:
+    """Makes the columns that Spark's evaluators read: vectors of scores, and a double.
+
+    Args:
+        kind: any but RAW; of NUMBER there are no vectors.
+        prediction: the column of the most likely class, or of the number.
+        probability: the column of probabilities; "" leaves it out.
+        raw: the column of scores; "" leaves it out.
+    """
+
+    kind: PredictionKind
+    prediction: str
+    probability: str = ""
+    raw: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the columns."""
+        return tuple(name for name in (self.raw, self.probability, self.prediction) if name)
+
+    def types(self, sample: Sequence[Tensor]) -> list[DataType]:
+        """Return two vectors and a double, without those that are left out."""
+        from pyspark.sql.types import DoubleType
+
+        vector = outputs.vector_type()
+        return [*([vector] * (len(self.names) - 1)), DoubleType()]
+
+    def arrays(self, predictions: Sequence[Tensor]) -> list[pa.Array]:
+        """Return the columns, computed in double precision, so that probabilities add up to 1."""
+        (given,) = predictions
+        given = given.to(torch.float64)
+        if self.kind == PredictionKind.NUMBER:
+            return [outputs.from_tensor(given)]
+        scores, probabilities = self.kind.scores(given)
+        vectors = [(self.raw, scores), (self.probability, probabilities)]
+        return [
+            *(outputs.from_vectors(values) for name, values in vectors if name),
+            outputs.from_tensor(scores.argmax(1).to(torch.float64)),
+        ]
+
+
+class ModelWriter(MLWriter):
+    """Saves a model to any file system that Spark can write."""
+
+    def __init__(self, model: SparkModel) -> None:
+        super().__init__()
+        self._model = model
+        self._archive: ModelArchive
+
+    def save(self, path: str) -> None:
+        """Save it; what can't be saved is refused before anything is written or overwritten.
+
+        Raises:
+            ConfigurationError: the network can't be exported, or `path` exists and `overwrite` was
+                not called.
+        """
+        if not self.shouldOverwrite and hadoop_files.exists(self.sc, path):
+            raise ConfigurationError(
+                f"{path!r} exists; choose another path, or write().overwrite().save(path)"
+            )
+        self._archive = self._model.network.archive()
+        super().save(path)
+
+    def saveImpl(self, path: str) -> None:
+        stage = json.loads(DefaultParamsWriter._get_metadata_to_save(self._model, self.sc))
+        archive = ModelArchive({**self._archive.metadata, **stage}, self._archive.exported)
+        hadoop_files.write_folder(self.sc, path, archive.files())
+
+
+class ModelReader(MLReader[SparkModel]):
+    """Loads a model where neither its source nor its run is known."""
+
+    def load(self, path: str) -> SparkModel:
+        """Load a saved model; nothing of it is run.
+
+        Raises:
+            ConfigurationError: another version wrote it, or it is something else.
+            StoreError: a file is missing, or not as it was written.
+        """
+        archive = ModelArchive.read(
+            lambda name: hadoop_files.read_file(self.sc, f"{path}/{name}"), path
+        )
+        where = f"the metadata of {path!r}"
+        stage: StageMetadata = part_of(StageMetadata, dict(archive.metadata), where)
+        saved = SavedModel(archive, path)
+        return stage.restore(SparkModel(ExportedNetwork(saved), saved.trial, saved.run_path), where)

@@ -1,16 +1,17 @@
 """Tells what happened by one stream of records, and by the views that are folds of it.
 
 `records.py` lists the records. A view matches on their classes, and on those of the events and
-instructions that a `Decision` holds (`plan/events.py`, `plan/instructions.py`).
+instructions that a `Decision` holds (`plan/messages/events.py`, `plan/messages/instructions.py`).
 """
 
 from __future__ import annotations
 
 from cerebro_hydra.observe.console import console_observer
-from cerebro_hydra.observe.observer import Observer, Observers
 from cerebro_hydra.observe.records import (
     AgentStarted,
     Decision,
+    Observer,
+    Observers,
     OutputLine,
     Progress,
     Record,
@@ -22,8 +23,7 @@ from cerebro_hydra.observe.records import (
     records_of,
 )
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter
-from cerebro_hydra.observe.trial_view import TrialView
-from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.observe.view import RunView, TrialView
 
 __all__ = [
     "REPORT_FILE",

@@ -20,10 +20,9 @@ from cerebro_hydra.observe.records import (
 )
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.text import utf8
-from cerebro_hydra.observe.trial_view import TrialView
-from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.events import TrialRefused
-from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, ForkState, Instruction
+from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.messages.events import TrialRefused
+from cerebro_hydra.plan.messages.instructions import EndEpoch, FinishTrial, ForkState, Instruction
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
@@ -162,7 +161,7 @@ class MLflowTracker:
     def _log_model(self, folder: RunFolder, trial_id: str) -> None:
         """Log the archive that the run keeps of its best model, which needs no source."""
         from cerebro_hydra.observe.mlflow_model import write_mlflow_model
-        from cerebro_hydra.shards.model_archive import archived
+        from cerebro_hydra.shards.export.archive import archived
 
         archive = archived(folder, trial_id)
         if archive is None:  # the model needs its source, or the run was interrupted

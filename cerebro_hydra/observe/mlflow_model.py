@@ -21,8 +21,8 @@ from cerebro_hydra import __version__
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.shards.model_archive import ModelArchive
-from cerebro_hydra.shards.torch_program import torch_program
+from cerebro_hydra.shards.export.archive import ModelArchive
+from cerebro_hydra.shards.export.program import torch_program
 
 _ROWS = 3  # with one row, torch.export would fix their number
 

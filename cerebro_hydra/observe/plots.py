@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.observe.text import metric_title, parameter_names
 from cerebro_hydra.observe.timeline import Timeline
-from cerebro_hydra.observe.trial_view import TrialView
-from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.observe.view import RunView, TrialView
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

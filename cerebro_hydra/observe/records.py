@@ -1,17 +1,21 @@
-"""The stream of a run, record by record, as its observers are given it or its folder holds it."""
+"""The stream of a run, record by record, as its observers are given it or its folder holds it.
+
+An observer watches a run; a broken one does not harm it.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Protocol, TypedDict, runtime_checkable
 
 from cerebro_hydra.documents import Count, decode, one_of, within
 from cerebro_hydra.errors import JournalError, StoreError
-from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.events import Event, TrialAdded, TrialForked, TrialProposed
-from cerebro_hydra.plan.instructions import FinishTrial, Instruction
-from cerebro_hydra.plan.journal_fold import record as journal_record
+from cerebro_hydra.plan.hop.journal import record as journal_record
+from cerebro_hydra.plan.messages.codec import from_json
+from cerebro_hydra.plan.messages.events import Event, TrialAdded, TrialForked, TrialProposed
+from cerebro_hydra.plan.messages.instructions import FinishTrial, Instruction
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder, read_document
 
@@ -247,3 +251,35 @@ def _check(record: Any, limits: Mapping[str, int], where: str) -> None:
             within(0, limits[field.name])(value, f"{field.name} in {where}")
     if isinstance(record, FinishTrial):
         one_of(*ENDS)(record.status, f"status in {where}")
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Watches a run: it is given every record, in order, from one thread at a time."""
+
+    def on_record(self, record: Record) -> None:
+        """Take in one record."""
+        ...
+
+
+class Observers:
+    """Several observers as one that never raises: one that fails is logged once and left out."""
+
+    def __init__(self, observers: Iterable[Observer]) -> None:
+        self._observers = list(observers)
+
+    def on_record(self, record: Record) -> None:
+        """Give a record to each observer that still works."""
+        for observer in list(self._observers):
+            try:
+                observer.on_record(record)
+            except Exception:
+                self._observers.remove(observer)
+                _LOGGER.exception(
+                    "%s failed on a %s record and sees no more of this run, which goes on",
+                    type(observer).__name__,
+                    type(record).__name__,
+                )

@@ -28,10 +28,8 @@ from cerebro_hydra.observe.text import (
     without_addresses,
 )
 from cerebro_hydra.observe.timeline import DeviceLane, HopBar, TaskBar, Timeline, read_run
-from cerebro_hydra.observe.totals import human_bytes
-from cerebro_hydra.observe.trial_view import TrialView
-from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.device_work import Span
+from cerebro_hydra.observe.view import RunView, TrialView, human_bytes
+from cerebro_hydra.plan.messages.device_work import Span
 from cerebro_hydra.storage.run_folder import RunFolder
 
 REPORT_FILE = "report.html"

@@ -17,10 +17,15 @@ from cerebro_hydra.observe.records import (
     unfolded,
 )
 from cerebro_hydra.observe.text import utf8
-from cerebro_hydra.observe.trial_view import TrialView
-from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.events import TrialRefused
-from cerebro_hydra.plan.instructions import EndEpoch, FinishTrial, ForkState, Instruction, Redo
+from cerebro_hydra.observe.view import RunView, TrialView
+from cerebro_hydra.plan.messages.events import TrialRefused
+from cerebro_hydra.plan.messages.instructions import (
+    EndEpoch,
+    FinishTrial,
+    ForkState,
+    Instruction,
+    Redo,
+)
 
 
 class TensorBoardTracker:

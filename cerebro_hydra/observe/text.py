@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.text import Text
 
-from cerebro_hydra.observe.device_totals import DeviceTotals
 from cerebro_hydra.observe.records import (
     Decision,
     NotSaved,
@@ -19,11 +18,9 @@ from cerebro_hydra.observe.records import (
     SlowBatch,
     WorkersMissing,
 )
-from cerebro_hydra.observe.totals import human_bytes
-from cerebro_hydra.observe.trial_view import TrialView
-from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.events import CheckpointFailed, StateDiffers, WorkerGivenUp
-from cerebro_hydra.plan.instructions import ChangeCut, TrainUncut
+from cerebro_hydra.observe.view import DeviceTotals, RunView, TrialView, human_bytes
+from cerebro_hydra.plan.messages.events import CheckpointFailed, StateDiffers, WorkerGivenUp
+from cerebro_hydra.plan.messages.instructions import ChangeCut, TrainUncut
 from cerebro_hydra.storage.names import trial_name
 
 STYLES = {

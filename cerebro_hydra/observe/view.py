@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-from cerebro_hydra.observe.device_totals import DeviceTotals
 from cerebro_hydra.observe.records import (
     Decision,
     Progress,
@@ -19,10 +20,12 @@ from cerebro_hydra.observe.records import (
     TrialAdmitted,
     records_of,
 )
-from cerebro_hydra.observe.totals import Totals
-from cerebro_hydra.observe.trial_view import TrialView
-from cerebro_hydra.plan import events, instructions
-from cerebro_hydra.plan.trial_end import best_epoch, first_epoch
+from cerebro_hydra.plan.hop.trials import best_epoch, first_epoch
+from cerebro_hydra.plan.messages import events, instructions
+from cerebro_hydra.plan.messages.actions import HOST
+from cerebro_hydra.plan.messages.device_work import DeviceWork
+from cerebro_hydra.plan.messages.events import Hop
+from cerebro_hydra.plan.messages.instructions import ChangeCut
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -340,3 +343,183 @@ class RunView:
             own = [trial.epochs[e] for e in sorted(trial.epochs) if e >= first]
             best = best_epoch((e.get(self.metric, math.nan) for e in own), self.direction)
             trial.best_epoch = None if best is None else first + best
+
+
+@dataclass
+class TrialView:
+    """One trial: its parameters, where it is, and what it has measured."""
+
+    trial: int
+    trial_id: str
+    params: dict[str, Any]
+    keep: str = "last"
+    """Whether its result is the state after its "best" epoch, or after its "last"."""
+    status: str = "waiting"
+    """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped", and
+    "interrupted" if the run ended before the trial."""
+    budget: int = 0
+    """The epoch up to which the search lets it train; 0 before it is admitted."""
+    reason: str = ""
+    """Why it ended: a failed trial's traceback, or why a trial stopped early."""
+    uncut_because: str = ""
+    """What an audit found to differ, so that it is trained again in one piece."""
+    epoch: int = 0
+    partition: int | None = None
+    worker: int | None = None
+    attempt: int | None = None
+    """The task that it is in; the next one may start before this one is committed."""
+    loss: float | None = None
+    """Training loss of the latest batch or sub-epoch that an agent reported."""
+    base: int = 0
+    """The visit at which it was forked from another trial, whose sub-epochs and epochs before that
+    are its own too; 0 if it was not."""
+    visits: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(epoch, partition) of each surviving sub-epoch, by visit."""
+    epochs: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Metrics of each ended epoch: "train_loss", "val_loss", ..."""
+    best_epoch: int | None = None
+    """The epoch, from 0, with the best finite value so far; None for trials that keep the last."""
+    shards: int = 0
+    shards_before: int = 0
+    """How many it had before it ran out of memory and was cut finer; 0 if it was not."""
+    parameters: int = 0
+    """How many the model has, frozen ones too; 0 if it was not admitted."""
+    result_visit: int | None = None
+    """The visit whose state is its result, which the run folder holds; 0 if it failed."""
+    seconds: float = 0.0
+    """Seconds spent in sub-epochs, their hops and evaluations, repeated ones too."""
+    sub_epochs: int = 0
+    """How many sub-epochs those seconds include."""
+
+    @property
+    def over(self) -> bool:
+        """Return whether nothing more will happen to it."""
+        return self.status in ("finished", "failed", "stopped")
+
+    def change_cut(self, change: ChangeCut) -> None:
+        """Note that it was cut finer."""
+        self.shards, self.shards_before = change.shards, change.shards_before
+
+    @property
+    def stopped_early(self) -> bool:
+        """Return whether it finished before its last epoch because it had stopped improving."""
+        return self.status == "finished" and self.reason != ""
+
+    @property
+    def result_epoch(self) -> int | None:
+        """Return the epoch, from 0, of its result: the best one, or the last that ended."""
+        return self.best_epoch if self.best_epoch is not None else max(self.epochs, default=None)
+
+    @property
+    def result_metrics(self) -> dict[str, float]:
+        """Return the metrics of `result_epoch`; empty before the first epoch has ended."""
+        epoch = self.result_epoch
+        return {} if epoch is None else self.epochs[epoch]
+
+    @property
+    def visit_log(self) -> list[tuple[int, int]]:
+        """Return (epoch, partition) of each surviving sub-epoch, in the order of training."""
+        return [self.visits[visit] for visit in sorted(self.visits)]
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """Return the values of each measured name, one per ended epoch."""
+        ended = [self.epochs[epoch] for epoch in sorted(self.epochs)]
+        return {name: [metrics[name] for metrics in ended] for name in (ended[0] if ended else ())}
+
+
+@dataclass
+class Totals:
+    """Sums over the hops from worker to worker, for training and for evaluation.
+
+    First loads from the store are not hops.
+    """
+
+    hops: int = 0
+    bytes_moved: int = 0
+    bytes_saved: int = 0
+    seconds: float = 0.0
+
+    def add(self, hop: Hop) -> None:
+        """Count one hop."""
+        self.hops += 1
+        self.bytes_moved += hop.bytes_moved
+        self.bytes_saved += hop.bytes_saved
+        self.seconds += hop.seconds
+
+    @property
+    def seconds_per_hop(self) -> float:
+        """Mean seconds of one hop; 0 before the first."""
+        return self.seconds / self.hops if self.hops else 0.0
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the bytes of all hops that the receiver had already."""
+        total = self.bytes_moved + self.bytes_saved
+        return self.bytes_saved / total if total else 0.0
+
+    def __str__(self) -> str:
+        """Describe the totals in one line."""
+        return (
+            f"{self.hops} hops: {human_bytes(self.bytes_moved)} moved, "
+            f"{human_bytes(self.bytes_saved)} saved ({self.saved_share:.0%}), "
+            f"{1000 * self.seconds_per_hop:.0f} ms per hop"
+        )
+
+
+def human_bytes(count: int) -> str:
+    """Format a count of bytes in decimal units, as 12.3 MB."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+@dataclass
+class DeviceTotals:
+    """Sums up what one device has done, or DRAM, since its worker's queues got their first task."""
+
+    worker: int
+    device: int
+    """Its number, or `HOST` for DRAM, whose bytes are promoted from disk and spilled to it."""
+    budget: int | None = None
+    """The bytes that may be in use at once; None if there is no limit."""
+    peak: int = 0
+    """The most bytes that were in use at once."""
+    seconds: float = 0.0
+    """The time that was told of."""
+    computing: float = 0.0
+    copying: float = 0.0
+    promoted: int = 0
+    spilled: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return what it is called beside others of its worker."""
+        return "DRAM" if self.is_dram else f"device {self.device}"
+
+    @property
+    def is_dram(self) -> bool:
+        """Return whether it is no device, but the worker's memory, whose transfers are to disk."""
+        return self.device == HOST
+
+    @property
+    def utilisation(self) -> float:
+        """Return the share of the time in which it computed."""
+        return self.computing / self.seconds if self.seconds else 0.0
+
+    @property
+    def idle(self) -> float:
+        """Return the seconds in which it did not compute, whatever was copied."""
+        return max(0.0, self.seconds - self.computing)
+
+    def add(self, work: DeviceWork, seconds: float) -> None:
+        """Count what it did in these seconds."""
+        self.budget, self.peak = work.budget, max(self.peak, work.peak)
+        self.seconds += seconds
+        self.computing += work.computing
+        self.copying += work.copying
+        self.promoted += work.promoted
+        self.spilled += work.spilled

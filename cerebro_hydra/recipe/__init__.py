@@ -6,18 +6,11 @@ from cerebro_hydra.recipe.build import (
     build_keeping_random_state,
     build_recipe,
     exclusive_generator,
+    load_warm_start,
     recipe_of,
 )
 from cerebro_hydra.recipe.columns import Columns, ForwardCall, predictions
-from cerebro_hydra.recipe.evaluation import (
-    Evaluation,
-    RunningEvaluation,
-    SumOverRows,
-    mean,
-    merge_evaluations,
-)
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
-from cerebro_hydra.recipe.model_copy import copy_model, referring_to_copies
 from cerebro_hydra.recipe.numerics import (
     exact_by_address,
     fingerprint_differences,
@@ -25,10 +18,20 @@ from cerebro_hydra.recipe.numerics import (
     is_portable,
     numeric_fingerprint,
 )
-from cerebro_hydra.recipe.plain_trainer import BatchTensors, PlainTrainer, Window, state_tensors
+from cerebro_hydra.recipe.placement import copy_model, referring_to_copies
+from cerebro_hydra.recipe.plain_trainer import (
+    BatchTensors,
+    Evaluation,
+    PlainTrainer,
+    RunningEvaluation,
+    SumOverRows,
+    Window,
+    mean,
+    merge_evaluations,
+    state_tensors,
+)
 from cerebro_hydra.recipe.randomness import RandomKey, trial_seed, units
 from cerebro_hydra.recipe.recipe import Recipe
-from cerebro_hydra.recipe.warm_start import load_warm_start
 
 __all__ = [
     "BatchTensors",

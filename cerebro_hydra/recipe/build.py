@@ -1,18 +1,25 @@
-"""Builds recipes with the user's factory, with random numbers under control."""
+"""Builds recipes with the user's factory, with random numbers under control.
+
+A factory may build on the meta device; what it computed there is computed again with values. A
+trial may begin with weights that were trained before.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+import safetensors
 import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.columns import Columns
-from cerebro_hydra.recipe.meta_model import give_memory, is_on_meta
-from cerebro_hydra.recipe.meta_operations import MetaOperations
 from cerebro_hydra.recipe.recipe import Recipe
 
 
@@ -104,3 +111,218 @@ def build_keeping_random_state(
     """Build a recipe and leave the process's random numbers as if nothing had been built."""
     with exclusive_generator, torch.random.fork_rng(devices=[]):
         return build_recipe(factory, params, seed, columns)
+
+
+def load_warm_start(model: nn.Module, given: Mapping[str, Tensor] | str) -> None:
+    """Copy a state dict into a model; its names and shapes must be the model's own.
+
+    Args:
+        given: the state dict, or the path of a safetensors file. Tied tensors may come once.
+
+    Raises:
+        ConfigurationError: the file can't be read, or a name or shape differs.
+    """
+    state = given if isinstance(given, Mapping) else _read(given)
+    own = model.state_dict(keep_vars=True)
+    covered = {id(own[name]) for name in state if name in own}
+    missing = [name for name, tensor in own.items() if id(tensor) not in covered]
+    unknown = [name for name in state if name not in own]
+    if missing or unknown:
+        raise ConfigurationError(
+            f"warm_start is no state dict of this model: missing {missing[:10]}, unknown "
+            f"{unknown[:10]}; add or leave out such entries in the factory"
+        )
+    with torch.no_grad():
+        for name, tensor in state.items():
+            _check_kind(name, tensor, own[name])
+            if own[name].shape != tensor.shape:
+                raise ConfigurationError(
+                    f"warm_start has {name} of shape {tuple(tensor.shape)}, the model's is "
+                    f"{tuple(own[name].shape)}"
+                )
+            own[name].copy_(tensor)
+
+
+def _check_kind(name: str, given: Any, own: Tensor) -> None:
+    if not isinstance(given, Tensor):
+        raise ConfigurationError(
+            f"warm_start has a {type(given).__name__} for {name}; give tensors, as in a state_dict"
+        )
+    if given.is_floating_point() != own.is_floating_point():
+        raise ConfigurationError(
+            f"warm_start has {name} as {given.dtype}, the model's is {own.dtype}; numbers would be "
+            "lost or made up: give that type"
+        )
+
+
+class _MappedFile(Mapping[str, Tensor]):
+    """Reads each tensor of a safetensors file when it is asked for, from mapped memory."""
+
+    def __init__(self, path: str) -> None:
+        self._file = safetensors.safe_open(path, "pt")
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _read(path: str) -> Mapping[str, Tensor]:
+    if not os.path.isfile(path):
+        raise ConfigurationError(
+            f"warm_start is {path!r}, and there is no such file; give the path of a safetensors "
+            "file, or a state dict"
+        )
+    try:
+        return _MappedFile(path)
+    except safetensors.SafetensorError as error:
+        raise ConfigurationError(
+            f"warm_start is {path!r}, which is no safetensors file ({error}); write one with "
+            "safetensors.torch.save_file(model.state_dict(), path)"
+        ) from error
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Return whether a model has parameters or buffers on the meta device, in part or whole."""
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def give_memory(recipe: Recipe, operations: MetaOperations) -> None:
+    """Let nothing of a recipe's model be on the meta device.
+
+    Parameters and persistent buffers get memory that nobody has touched yet, so it costs nothing,
+    for `warm_start` has their values. Other buffers and tensors get their values.
+
+    Args:
+        operations: what the factory did.
+
+    Raises:
+        ConfigurationError: there is no warm_start, or the value of a tensor can't be told.
+    """
+    if recipe.warm_start is None:
+        raise ConfigurationError(
+            "the model is on the meta device, where tensors have no values; set warm_start to a "
+            "safetensors file with its state dict, or build it on the CPU"
+        )
+    _check_optimizer(recipe.optimizer)
+    loaded = set(map(id, recipe.model.state_dict(keep_vars=True).values()))
+    made: dict[int, Tensor] = {}
+    unknown: list[str] = []
+    for path, module in recipe.model.named_modules():
+        for attributes in (module._buffers, vars(module)):
+            for name, tensor in attributes.items():
+                if not isinstance(tensor, Tensor) or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    is_loaded = id(tensor) in loaded
+                    value = _untouched(tensor) if is_loaded else operations.value(tensor)
+                    if value is None:
+                        unknown.append(f"{path}.{name}" if path else name)
+                        continue
+                    made[id(tensor)] = value
+                attributes[name] = made[id(tensor)]
+    if unknown:
+        raise ConfigurationError(
+            f"the factory makes {unknown[:10]} on the meta device, which are in no state dict, "
+            "from data or random numbers; make them with device='cpu', or register them as "
+            "persistent buffers and add them to warm_start"
+        )
+    operations.forget()  # views that it knows of keep a parameter as it is
+    for parameter in recipe.model.parameters():
+        if parameter.is_meta:
+            own = nn.Parameter(_untouched(parameter), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, own)  # the optimizer refers to the object
+            vars(parameter).update(vars(own))
+
+
+def _untouched(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", requires_grad=False)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ConfigurationError(
+                    f"optimizer {type(optimizer).__name__} has made its state {key!r} on the meta "
+                    "device, where it has no values; choose one that makes its state in its first "
+                    "step, such as AdamW, or build the model on the CPU"
+                )
+
+
+_UNWRITTEN = ("aten::empty", "aten::new_empty")
+
+
+class MetaOperations(TorchDispatchMode):
+    """Notes, while it is entered, the operations on tensors of the meta device.
+
+    The tables of rotary embeddings and of positions are computed, so no checkpoint needs them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[Any, Any, dict[str, Any], Any]] = []
+        self._made: dict[int, UntypedStorage] = {}  # by the memory on the meta device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if [*_on_meta((args, kwargs, result))]:
+            self._noted.append((func, args, kwargs or {}, result))
+        return result
+
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor of the meta device with its value, on the CPU.
+
+        It is None if the value comes from random numbers, or from what was not seen.
+        """
+        memory = {_memory(tensor)}
+        needed = []
+        for operation in reversed(self._noted):
+            func, args, kwargs, result = operation
+            changed = (args, kwargs, result) if func._schema.is_mutable else result
+            if memory.isdisjoint(map(_memory, _on_meta(changed))):
+                continue
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                return None
+            memory.update(map(_memory, _on_meta((args, kwargs))))
+            needed.append(operation)
+        known: set[int] = set()
+        for func, args, kwargs, result in reversed(needed):
+            if not func._schema.name.startswith(_UNWRITTEN):
+                known.update(map(_memory, _on_meta((args, kwargs, result))))
+        if not memory <= known:
+            return None
+        for func, args, kwargs, result in reversed(needed):
+            again = func(*tree_map(self._on_cpu, args), **tree_map(self._on_cpu, kwargs))
+            for before, now in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(before, Tensor) and before.is_meta:
+                    self._made[_memory(before)] = now.untyped_storage()
+        return self._on_cpu(tensor)  # type: ignore[no-any-return]
+
+    def forget(self) -> None:
+        """Refer to no tensor any more."""
+        self._noted.clear()
+
+    def _on_cpu(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu") if value.type == "meta" else value
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        made = torch.empty(0, dtype=value.dtype)
+        form = value.storage_offset(), value.shape, value.stride()
+        return made.set_(self._made[_memory(value)], *form)  # type: ignore[call-overload]
+
+
+def _on_meta(values: Any) -> Iterator[Tensor]:
+    return (v for v in tree_leaves(values) if isinstance(v, Tensor) and v.is_meta)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

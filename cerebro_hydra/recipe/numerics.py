@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.kernels import KERNELS
-from cerebro_hydra.recipe.determinism import WORKSPACE, computes_portably
+from cerebro_hydra.recipe.randomness import WORKSPACE, computes_portably
 
 Product = Callable[[Tensor, Tensor], Tensor]
 

@@ -24,7 +24,7 @@ def _answer(asked: dict[str, str]) -> dict[str, object]:
     from dataclasses import asdict
 
     from cerebro_hydra.errors import CerebroHydraError, ReplayError
-    from cerebro_hydra.recipe.determinism import compute_as
+    from cerebro_hydra.recipe.randomness import compute_as
     from cerebro_hydra.replay.replay_trial import replay_here
     from cerebro_hydra.storage.estimator_factories import import_factory
 

@@ -19,8 +19,7 @@ from cerebro_hydra.recipe import (
     is_portable,
     numeric_fingerprint,
 )
-from cerebro_hydra.replay.record import read_trial, result_visit
-from cerebro_hydra.replay.run_data import RunData
+from cerebro_hydra.replay.record import RunData, read_trial, result_visit
 from cerebro_hydra.replay.states import Replayed, SavedState, read_saved
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, TrialSpec
 

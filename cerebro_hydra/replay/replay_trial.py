@@ -24,11 +24,11 @@ from cerebro_hydra.recipe import (
     merge_evaluations,
     numeric_fingerprint,
 )
-from cerebro_hydra.recipe.determinism import WORKSPACE, compute_as, deterministic
 from cerebro_hydra.recipe.placement import CPU
+from cerebro_hydra.recipe.randomness import WORKSPACE, compute_as, deterministic
 from cerebro_hydra.replay.child import replay_in_child
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
-from cerebro_hydra.replay.run_data import RunData, with_threads
+from cerebro_hydra.replay.record import RunData, with_threads
 from cerebro_hydra.replay.states import Replayed, go_on, load_model, read_saved
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.estimator_factories import find, importable_name

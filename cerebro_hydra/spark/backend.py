@@ -6,19 +6,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from cerebro_hydra.data.data_spec import DataSpec
+from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.hopper.loss_limits import LossLimits
-from cerebro_hydra.hopper.machine_facts import MachineFacts, machine_facts
-from cerebro_hydra.hopper.worker_resources import WorkerResources
+from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
+from cerebro_hydra.hopper.protocol.resources import MachineFacts, WorkerResources, machine_facts
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.checks import gpus_per_task
 from cerebro_hydra.spark.findings import raise_findings
-from cerebro_hydra.spark.gpu_memory import check_gpu_facts, gpu_facts
-from cerebro_hydra.spark.java_errors import explained_java
-from cerebro_hydra.spark.launcher import SparkLauncher
+from cerebro_hydra.spark.gpus import check_gpu_facts, gpu_facts
+from cerebro_hydra.spark.java import explained_java
+from cerebro_hydra.spark.launcher import SparkLauncher, no_progress_line
 from cerebro_hydra.spark.places import spark_folder
-from cerebro_hydra.spark.progress_line import no_progress_line
 from cerebro_hydra.spark.session import context_of, workers_of
 from cerebro_hydra.storage import Store, require_store
 from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import DataFrame, SparkSession
 
-    from cerebro_hydra.data.existing import ParquetMetadata
     from cerebro_hydra.data.manifest import Manifest
+    from cerebro_hydra.data.preparation.existing import ParquetMetadata
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -167,7 +165,7 @@ class SparkBackend:
         recheck: bool = False,
     ) -> Manifest:
         """Do what `prepare_data` does, for a search."""
-        from cerebro_hydra.data.prepare import prepare
+        from cerebro_hydra.data.preparation.prepare import prepare
 
         with (
             explained_java(self.spark_context, "preparing rows"),
@@ -206,7 +204,7 @@ class SparkBackend:
 
     def describe(self, store: Store, spec: DataSpec) -> Manifest:
         """Do what `existing_data` does, for a search."""
-        from cerebro_hydra.data.existing import describe
+        from cerebro_hydra.data.preparation.existing import describe
 
         reading = Waiting(self._report, "checking the rows of existing files")
         with (
@@ -231,7 +229,7 @@ class SparkBackend:
             ConfigurationError: the store has no data, or several sets with these columns.
             DataError: files or columns can't be used.
         """
-        from cerebro_hydra.data.existing import metadata_from
+        from cerebro_hydra.data.preparation.existing import metadata_from
 
         require_store(store)
         return metadata_from(store, DataSpec.checked(feature_columns, label_columns).columns)

@@ -1,34 +1,47 @@
-"""Runs agents as the tasks of one long Spark job."""
+"""Runs agents as the tasks of one long Spark job.
+
+An agent's death may not end the job, as the last failure of its task would. Spark's own progress
+line, "[Stage 3:>  (0 + 2) / 2]", is kept off the screen meanwhile.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import re
 import shutil
+import signal
 import threading
+import time
+import traceback
 import uuid
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cerebro_hydra.agent.device.watchdog import LEFT_LATE
 from cerebro_hydra.errors import Cancelled, ConfigurationError, JobStopped, SetupError
-from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
-from cerebro_hydra.hopper.launcher import Factory, OnExit
-from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
-from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
-from cerebro_hydra.spark.agent_gpus import pinned
-from cerebro_hydra.spark.last_attempt import run_in_child
+from cerebro_hydra.hopper.backend import Factory, OnExit
+from cerebro_hydra.hopper.protocol.agent_spec import (
+    DEFAULT_LIMITS,
+    AgentSpec,
+    AgentStart,
+    LossLimits,
+)
+from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES, WorkerResources
+from cerebro_hydra.spark.checks import parse_local_master
+from cerebro_hydra.spark.gpus import pinned
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder, with_kernels
-from cerebro_hydra.spark.progress_line import no_progress_line
-from cerebro_hydra.spark.slots import parse_local_master
-from cerebro_hydra.spark.worker_check import worker_failure
+from cerebro_hydra.spark.worker_checks import worker_failure
 from cerebro_hydra.wire.credentials import TLS
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+
 
 Agent = Callable[[AgentSpec, AgentStart, Factory], None]
 
@@ -286,3 +299,84 @@ def run_task(
             run_in_child(work)
     shutil.rmtree(scratch, ignore_errors=True)
     return ()
+
+
+KILL_SECONDS = 60.0
+"""How long a task waits to be killed after the coordinator has lost its agent."""
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_LONGEST_STORY = 32_768  # bytes, which fit into a pipe that nobody reads
+
+
+def run_in_child(agent: Callable[[], object]) -> None:
+    """Run an agent in a child of this process, whose death is no failure of the task.
+
+    Spark counts the deaths of a task's Python process, and ends the job of all agents at
+    `spark.task.maxFailures`. An attempt that is killed does not count. So when the child dies, this
+    process waits for the kill that follows each loss of an agent (`SparkLauncher.replace`).
+
+    Raises:
+        RuntimeError: the agent raised, or nobody missed it when it died.
+    """
+    parent = os.getpid()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            _die_with(parent)
+            agent()
+            code = 0
+        except BaseException:
+            os.write(writing, traceback.format_exc().encode()[-_LONGEST_STORY:])
+        finally:
+            os._exit(code)
+    os.close(writing)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.set_blocking(reading, False)
+    with open(reading, "rb") as pipe:
+        story = pipe.read() or b""
+    if story:
+        raise RuntimeError(story.decode(errors="replace"))
+    if code not in (0, LEFT_LATE):
+        time.sleep(KILL_SECONDS)
+        raise RuntimeError(f"the agent's process ended with {code}, and no coordinator missed it")
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, even while Python is locked."""
+    with contextlib.suppress(AttributeError):  # no Linux: the agent looks for its parent itself
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+_FOR_EVER = 2**62
+
+
+@contextmanager
+def no_progress_line(spark_context: SparkContext) -> Iterator[None]:
+    """Draw no progress line while the body lasts; afterwards there is one again.
+
+    Spark can only stop the line for good, so this changes how long it waits before it draws
+    one. Where that can't be done the line is drawn as ever.
+    """
+    from py4j.protocol import Py4JError
+
+    delay: Any = None
+    bar: Any = None
+    before = 0
+    with suppress(Py4JError):
+        option = spark_context._jsc.sc().progressBar()
+        if option.isDefined():
+            bar = option.get()
+            delay = bar.getClass().getDeclaredField("firstDelayMSec")
+            delay.setAccessible(True)
+            before = delay.getLong(bar)
+            delay.setLong(bar, _FOR_EVER)
+    try:
+        yield
+    finally:
+        if delay is not None:
+            with suppress(Py4JError):  # somebody has stopped Spark
+                delay.setLong(bar, before)

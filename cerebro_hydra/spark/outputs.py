@@ -1,18 +1,23 @@
-"""Makes the columns of a transform from a model's predictions."""
+"""Makes the columns of a transform from a model's predictions, by way of Arrow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
-from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.spark import arrow_columns
+from cerebro_hydra.data.decoder import decode
+from cerebro_hydra.data.manifest import ColumnSpec
+from cerebro_hydra.data.spec import column_problem
+from cerebro_hydra.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import DataType
 
 
@@ -48,11 +53,11 @@ class RawOutputs:
 
     def types(self, sample: Sequence[Tensor]) -> list[DataType]:
         """Return one type per prediction."""
-        return [arrow_columns.output_type(tensor) for tensor in self._counted(sample)]
+        return [output_type(tensor) for tensor in self._counted(sample)]
 
     def arrays(self, predictions: Sequence[Tensor]) -> list[pa.Array]:
         """Return one column per prediction."""
-        return [arrow_columns.from_tensor(tensor) for tensor in self._counted(predictions)]
+        return [from_tensor(tensor) for tensor in self._counted(predictions)]
 
     def _counted(self, predictions: Sequence[Tensor]) -> Sequence[Tensor]:
         if len(predictions) != len(self.names):
@@ -61,3 +66,107 @@ class RawOutputs:
                 "columns; name each with set_output_columns([...])"
             )
         return predictions
+
+
+def feature(df: DataFrame, spec: ColumnSpec) -> Column:
+    """Convert a feature column to the dtype that its model was trained with.
+
+    Vectors, dense or sparse, and floats become float32, integers int64 or float32.
+
+    Raises:
+        DataError: the column is missing or there twice, or its type can't become that without loss.
+    """
+    from cerebro_hydra.data.preparation.frame_columns import as_numbers, number_type
+
+    problem = column_problem(df, spec.name, "feature column")
+    if problem:
+        raise DataError(problem)
+    kind = df.schema[spec.name].dataType
+    dtype, depth = number_type(kind)
+    widened = (dtype, spec.dtype) == ("int64", "float32")
+    if depth != len(spec.shape) or not (dtype == spec.dtype or widened):
+        raise DataError(
+            f"feature column {spec.name!r} is {kind.simpleString()}, and the model was trained "
+            f"with {spec.dtype} of shape {spec.shape} per row; cast it to that"
+        )
+    return as_numbers(df, spec.name, spec.dtype)
+
+
+def to_tensor(array: pa.Array, spec: ColumnSpec, where: Callable[[int], str]) -> Tensor:
+    """Copy an Arrow column to a tensor of shape (rows, *spec.shape).
+
+    Args:
+        array: the column.
+        spec: what its model was trained with.
+        where: says in messages where the row at a position of the array lies.
+
+    Raises:
+        DataError: a value is null, NaN or infinite, or a row has another shape.
+    """
+    values = decode(array, spec.dtype).array(spec.name, where, spec.shape)
+    return torch.from_numpy(values.copy())
+
+
+def output_type(output: Tensor) -> DataType:
+    """Return the Spark type of a model's output: double for one value per row, else nested arrays.
+
+    Args:
+        output: predictions of shape (rows, ...).
+    """
+    from pyspark.sql import types
+
+    floating = output.is_floating_point()
+    if math.prod(output.shape[1:]) == 1:
+        return types.DoubleType() if floating else types.LongType()
+    data_type: DataType = types.FloatType() if floating else types.LongType()
+    for _ in output.shape[1:]:
+        data_type = types.ArrayType(data_type, containsNull=False)
+    return data_type
+
+
+def from_tensor(output: Tensor) -> pa.Array:
+    """Return a model's output of shape (rows, ...) as an Arrow array of `output_type`."""
+    single = math.prod(output.shape[1:]) == 1
+    dtype = torch.int64
+    if output.is_floating_point():
+        dtype = torch.float64 if single else torch.float32
+    array = _flat(output, dtype)
+    if not single:
+        for dimension in range(output.dim() - 1, 0, -1):
+            array = _lists(array, output.shape[: dimension + 1])
+    return array
+
+
+def vector_type() -> DataType:
+    """Return the Spark type of `from_vectors`."""
+    from pyspark.ml.linalg import VectorUDT
+
+    return VectorUDT()
+
+
+def from_vectors(values: Tensor) -> pa.Array:
+    """Return numbers of shape (rows, entries) as Spark ML's dense vectors in Arrow."""
+    import pyarrow as pa
+
+    rows = len(values)
+    fields = {
+        "type": pa.array([1] * rows, pa.int8()),
+        "size": pa.nulls(rows, pa.int32()),
+        "indices": pa.nulls(rows, pa.list_(pa.int32())),
+        "values": _lists(_flat(values, torch.float64), values.shape),
+    }
+    return pa.StructArray.from_arrays(list(fields.values()), names=list(fields))
+
+
+def _flat(values: Tensor, dtype: torch.dtype) -> pa.Array:
+    import pyarrow as pa
+
+    return pa.array(values.to(dtype).reshape(-1).contiguous().numpy())
+
+
+def _lists(values: pa.Array, shape: Sequence[int]) -> pa.Array:
+    """Group values into lists as long as the last dimension of the shape that they all have."""
+    import pyarrow as pa
+
+    offsets = torch.arange(math.prod(shape[:-1]) + 1, dtype=torch.int32) * shape[-1]
+    return pa.ListArray.from_arrays(pa.array(offsets.numpy()), values)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import cerebro_hydra
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, SetupError
-from cerebro_hydra.hopper.worker_resources import WorkerResources
-from cerebro_hydra.spark import checks, gpu_memory, network_check, session, worker_check
+from cerebro_hydra.hopper.protocol.resources import WorkerResources
+from cerebro_hydra.spark import checks, gpus, session, worker_checks
+from cerebro_hydra.spark.checks import Slots, parse_local_master, wait_for_slots
 from cerebro_hydra.spark.findings import Check, DoctorReport, Finding, raise_findings
-from cerebro_hydra.spark.java_errors import explained_java, has_ended
-from cerebro_hydra.spark.slots import Slots, parse_local_master, wait_for_slots
-from cerebro_hydra.spark.store_probe import StoreProbe
+from cerebro_hydra.spark.java import explained_java, has_ended
+from cerebro_hydra.spark.worker_checks import StoreProbe
 from cerebro_hydra.storage import HDFSStore, LocalStore, Store, require_store
 from cerebro_hydra.waits import Waiting, to_stderr
 
@@ -164,11 +164,9 @@ def _driver_checks(
 
 def _gpu_check(context: SparkContext, workers: int) -> Check:
     """Look at what each worker's CUDA says."""
-    facts = context.parallelize(range(workers), workers).map(gpu_memory.gpu_facts).collect()
+    facts = context.parallelize(range(workers), workers).map(gpus.gpu_facts).collect()
     has = [f"{nbytes / 2**30:.1f} GiB" for each in facts for nbytes in each.memory]
-    return Check(
-        "GPUs", f"for shards and tasks {', '.join(has)}", [*gpu_memory.check_gpu_facts(facts)]
-    )
+    return Check("GPUs", f"for shards and tasks {', '.join(has)}", [*gpus.check_gpu_facts(facts)])
 
 
 def _worker_checks(
@@ -176,23 +174,23 @@ def _worker_checks(
 ) -> Iterator[Check]:
     """Look at what one small job finds; the last check is of placement if agents can start."""
     try:
-        names = [*worker_check.required_modules(), *modules]
-        facts = worker_check.ask_workers(context, workers, names, numerics)
+        names = [*worker_checks.required_modules(), *modules]
+        facts = worker_checks.ask_workers(context, workers, names, numerics)
     except Exception as error:
         if has_ended(context._gateway, _END_SECONDS):
             raise
-        yield Check("executors", None, [worker_check.worker_failure(str(error))])
+        yield Check("executors", None, [worker_checks.worker_failure(str(error))])
         return
     pythons = ", ".join(sorted({f"{worker.python} on {worker.host}" for worker in facts}))
     executors = Check(
-        "executors", f"{workers} visited: {pythons}", worker_check.check_imports(facts)
+        "executors", f"{workers} visited: {pythons}", worker_checks.check_imports(facts)
     )
     yield executors
     if executors.verdict != "PROBLEM":
         kinds = sorted({str(each.numeric.get("processor", "unknown")) for each in facts})
-        found = worker_check.check_numerics(facts, numerics)
+        found = worker_checks.check_numerics(facts, numerics)
         yield Check("numerics", ", ".join(kinds), [*found])
-        found = worker_check.check_placement(facts, _is_local(context))
+        found = worker_checks.check_placement(facts, _is_local(context))
         yield Check("placement", "; ".join(map(str, facts)), [*found])
 
 
@@ -214,7 +212,7 @@ def _network_checks(
             problem = f"the driver can't use it: {error}"
             yield Check("store", None, [Finding("store", problem, "give another store")])
         try:
-            driver, reaches = network_check.dial_everybody(context, workers, probe)
+            driver, reaches = worker_checks.dial_everybody(context, workers, probe)
         except SetupError as error:
             finding = Finding("spark.driver.host", str(error), "set it to an address of the driver")
             yield Check("network", None, [finding])
@@ -230,7 +228,7 @@ def _network_checks(
         seen = f"driver {driver}, workers {addresses or 'none'}"
         yield Check("network", seen, [found for reach in reaches for found in reach.findings])
         if probe is not None and isinstance(store, Store):
-            yield Check("store", store.prefix, [*network_check.check_store(reaches, probe)])
+            yield Check("store", store.prefix, [*worker_checks.check_store(reaches, probe)])
 
 
 def _is_local(context: SparkContext) -> bool:

@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING
 
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.spark import java, java_heap
-from cerebro_hydra.spark.checks import DAEMON_MODULE, MAX_FAILURES, check_settings, check_slots
-from cerebro_hydra.spark.class_archive import archive_options
+from cerebro_hydra.spark import java
+from cerebro_hydra.spark import java as java_heap
+from cerebro_hydra.spark.checks import (
+    DAEMON_MODULE,
+    MAX_FAILURES,
+    Slots,
+    check_settings,
+    check_slots,
+    count_slots,
+    parse_local_master,
+)
 from cerebro_hydra.spark.findings import Finding, raise_findings
-from cerebro_hydra.spark.java_errors import has_ended
+from cerebro_hydra.spark.java import archive_options, has_ended
 from cerebro_hydra.spark.places import environment
-from cerebro_hydra.spark.slots import Slots, count_slots, parse_local_master
 from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
 
 if TYPE_CHECKING:

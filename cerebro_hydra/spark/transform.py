@@ -1,29 +1,38 @@
-"""Adds columns to a Spark DataFrame by batch inference with a trained model."""
+"""Adds columns to a Spark DataFrame by batch inference with a trained model.
+
+A predictor is a trained model in a form that travels to executors.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cerebro_hydra.data.arguments import matching_columns
 from cerebro_hydra.data.manifest import ColumnSpec
+from cerebro_hydra.data.spec import matching_columns
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
-from cerebro_hydra.spark import arrow_columns
-from cerebro_hydra.spark.java_errors import explained_java
+from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
+from cerebro_hydra.shards.export.program import EXPORTED_FILES, load_exported
+from cerebro_hydra.spark import outputs as arrow_columns
+from cerebro_hydra.spark.gpus import VISIBLE
+from cerebro_hydra.spark.java import explained_java
 from cerebro_hydra.spark.outputs import Outputs
-from cerebro_hydra.spark.predictors import Predict, Predictor
-from cerebro_hydra.spark.transform_device import task_device
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark import Broadcast, SparkContext
     from pyspark.sql import DataFrame
+
 
 _DTYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
 
@@ -223,3 +232,151 @@ class _Job:
             _loaded.clear()
             _loaded[self.name, device] = predict
         return _loaded[self.name, device]
+
+
+Predict = Callable[[tuple[Tensor, ...]], list[Tensor]]
+"""Turns features into predictions, both on the predictor's device, rows first."""
+
+
+class Predictor(Protocol):
+    """Holds a trained model in a form that travels: bytes and plain values."""
+
+    def load(self, device: torch.device) -> Predict:
+        """Build the model on a device; the process's random numbers go on as before.
+
+        Raises:
+            ConfigurationError: its weights don't fit.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class BuiltPredictor:
+    """Builds a model with a factory.
+
+    Args:
+        factory: the `estimator_gen_fn`, as `pickle_factory` gives it.
+        params: the factory's argument.
+        seed: the search's seed.
+        columns: the columns of training; `forward` takes the features among them.
+        state: safetensors files that together hold the model's `state_dict`, tied tensors once or
+            more.
+    """
+
+    factory: bytes
+    params: Mapping[str, Any]
+    seed: int
+    columns: Columns
+    state: Mapping[str, bytes]
+
+    def load(self, device: torch.device) -> Predict:
+        """Run the factory and put the weights into its model."""
+        from pyspark.serializers import CloudPickleSerializer
+
+        def factory(params: Any) -> Any:  # what it imports may draw random numbers, too
+            return CloudPickleSerializer().loads(self.factory)(params)
+
+        recipe = build_keeping_random_state(factory, self.params, self.seed, self.columns)
+        load_state(recipe.model, self.state.values())
+        recipe.to(device).model.eval()
+        return partial(_predict, recipe)
+
+
+@dataclass(frozen=True)
+class ExportedPredictor:
+    """Holds the files of `save_exported`, by name, which hold a model without its source."""
+
+    files: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, folder: str | Path) -> ExportedPredictor:
+        """Read what `save_exported` wrote to a folder."""
+        return cls({name: Path(folder, name).read_bytes() for name in EXPORTED_FILES})
+
+    def write(self, folder: str | Path) -> None:
+        """Write the files to a folder."""
+        for name, content in self.files.items():
+            Path(folder, name).write_bytes(content)
+
+    def module(self, device: torch.device) -> nn.Module:
+        """Return the model; its forward takes every feature and gives the tuple of predictions.
+
+        Raises:
+            ConfigurationError: the files hold what `save_exported` never writes.
+            StoreError: a file is not as it was written.
+        """
+        with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
+            self.write(folder)
+            return load_exported(folder, device)
+
+    def load(self, device: torch.device) -> Predict:
+        """Load graph and weights."""
+        model = self.module(device)
+        return lambda features: list(model(*features))
+
+
+def _predict(recipe: Recipe, features: tuple[Tensor, ...]) -> list[Tensor]:
+    features, _ = recipe.collated(features, (), None)
+    with torch.no_grad(), recipe.precision():
+        return recipe.predictions(recipe.call(recipe.model, features))
+
+
+def load_state(model: nn.Module, files: Iterable[bytes]) -> None:
+    """Copy the tensors of safetensors files into a model, and require that none is left out.
+
+    Raises:
+        ConfigurationError: names are missing or unknown, or a shape differs.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(safetensors.torch.load(bytes(file)))
+    own = model.state_dict(keep_vars=True)
+    unknown = sorted(set(tensors) - set(own))
+    covered = {id(own[name]) for name in tensors if name in own}
+    missing = sorted(name for name, tensor in own.items() if id(tensor) not in covered)
+    if unknown or missing:
+        raise ConfigurationError(
+            f"the saved weights are not this model's: missing {missing}, unknown {unknown}; give "
+            "the factory and params that they were trained with"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
+                raise ConfigurationError(
+                    f"saved {name} is {tensor.dtype} {tuple(tensor.shape)} and the model's is "
+                    f"{own[name].dtype} {tuple(own[name].shape)}; give the factory and params "
+                    "that it was trained with"
+                )
+            own[name].copy_(tensor)
+
+
+def task_device() -> torch.device:
+    """Return the GPU that Spark gave to this task, else one that is there, else the CPU."""
+    from pyspark import TaskContext
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    context = TaskContext.get()
+    given = context.resources().get("gpu") if context is not None else None
+    task = context.partitionId() if context is not None else 0
+    addresses = list(given.addresses) if given is not None else []
+    allowed = os.environ.get(VISIBLE)
+    return torch.device("cuda", gpu_index(addresses, torch.cuda.device_count(), task, allowed))
+
+
+def gpu_index(addresses: Sequence[str], visible: int, task: int, allowed: str | None = None) -> int:
+    """Return the index of the GPU that a task takes, of those that its process sees.
+
+    Args:
+        addresses: indices or uuids of the GPUs that Spark gave to the task; empty if it gave none.
+        visible: how many GPUs the process sees, at least 1.
+        task: the task's number; tasks without a GPU of their own take turns.
+        allowed: the value of `CUDA_VISIBLE_DEVICES`, in whose order CUDA counts.
+    """
+    names = [name.strip() for name in (allowed or "").split(",")]
+    if addresses and addresses[0] in names:
+        return names.index(addresses[0]) % visible
+    if addresses and addresses[0].isdecimal():
+        # Where only the executor's own GPUs are visible, they are numbered from 0 again.
+        return int(addresses[0]) % visible
+    return task % visible

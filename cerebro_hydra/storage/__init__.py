@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from cerebro_hydra.storage.hdfs import HDFSStore
-from cerebro_hydra.storage.local import LocalStore
-from cerebro_hydra.storage.remote import RemoteStore
+from cerebro_hydra.storage.remote import HDFSStore, RemoteStore
 from cerebro_hydra.storage.run_folder import RunFolder
-from cerebro_hydra.storage.store import Store, require_store
+from cerebro_hydra.storage.store import LocalStore, Store, require_store
 
 __all__ = ["HDFSStore", "LocalStore", "RemoteStore", "RunFolder", "Store", "require_store"]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import JournalError, StoreError
-from cerebro_hydra.storage.digest import digest as digest_of
-from cerebro_hydra.storage.digested_json import (
+from cerebro_hydra.storage.digest import (
     decode_document,
     decode_lines,
     encode_document,
     encode_lines,
 )
+from cerebro_hydra.storage.digest import digest as digest_of
 from cerebro_hydra.storage.names import checked_digest, checked_name, state_name, trial_name
 from cerebro_hydra.storage.run_document import (
     RUN_FILE,
@@ -27,7 +27,6 @@ from cerebro_hydra.storage.run_document import (
     TrialDocument,
     TrialSpec,
 )
-from cerebro_hydra.storage.segment_range import SegmentRange, in_order
 from cerebro_hydra.storage.store import Store, explained
 
 READ_BYTES = 4 << 20
@@ -385,3 +384,29 @@ def _check_run(part: Mapping[str, Any], path: str, run_id: str) -> None:
 def read_document(folder: RunFolder) -> RunDocument:
     """Read what a run is; StoreError if the document is absent or damaged."""
     return RunDocument.from_json(folder.read_json(RUN_FILE), repr(f"{folder.path}/{RUN_FILE}"))
+
+
+_NAME = re.compile(r"(\d{8,})(?:-(\d{8,}))?\.jsonl")
+
+
+class SegmentRange(NamedTuple):
+    """Names the file of the segments from `first` to `last`: `00000007.jsonl`, `0...0-0...7.jsonl`.
+
+    The ranges of a journal are disjoint or one contains the other, because a file is merged once.
+    """
+
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        """Return the file's name."""
+        end = "" if self.first == self.last else f"-{self.last:08d}"
+        return f"{self.first:08d}{end}.jsonl"
+
+
+def in_order(names: Iterable[str]) -> list[SegmentRange]:
+    """Return the ranges of a folder's files by their first segment, the widest of these first."""
+    found = (match for match in map(_NAME.fullmatch, names) if match)
+    ranges = (SegmentRange(int(each[1]), int(each[2] or each[1])) for each in found)
+    return sorted(ranges, key=lambda each: (each.first, -each.last))

@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.assignment import AffinePermutation, Assignment
-from cerebro_hydra.data.content_digest import ContentDigest
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
-from cerebro_hydra.data.partition_writer import to_arrow
-from cerebro_hydra.data.prepared import fingerprint_of, prepare_once
+from cerebro_hydra.data.preparation.partition_writer import to_arrow
+from cerebro_hydra.data.preparation.prepared import fingerprint_of, prepare_once
+from cerebro_hydra.data.rows import AffinePermutation, Assignment, ContentDigest
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.storage import Store
 

@@ -89,7 +89,7 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
 def _run(folder: str, features: str, outputs: str, refused: list[str]) -> None:
     import safetensors.torch
 
-    from cerebro_hydra.shards.exported import load_exported
+    from cerebro_hydra.shards.export.program import load_exported
 
     given = safetensors.torch.load_file(features)
     model = load_exported(folder)

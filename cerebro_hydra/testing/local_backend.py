@@ -1,22 +1,40 @@
-"""Runs a backend without Spark, with arrays for a DataFrame and processes for executors."""
+"""Runs a backend without Spark: arrays for a DataFrame, real processes for executors, no Java."""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.data_spec import DataSpec
-from cerebro_hydra.data.existing import describe
+from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
-from cerebro_hydra.hopper.machine_facts import machine_facts
-from cerebro_hydra.hopper.worker_resources import WorkerResources
+from cerebro_hydra.data.preparation.existing import describe
+from cerebro_hydra.data.spec import DataSpec
+from cerebro_hydra.errors import SetupError
+from cerebro_hydra.hopper.backend import Factory, OnExit
+from cerebro_hydra.hopper.protocol.agent_spec import (
+    DEFAULT_LIMITS,
+    AgentSpec,
+    AgentStart,
+    LossLimits,
+)
+from cerebro_hydra.hopper.protocol.resources import (
+    DEFAULT_RESOURCES,
+    WorkerResources,
+    machine_facts,
+)
+from cerebro_hydra.kernels import KERNELS
+from cerebro_hydra.spark.daemon import PRELOADED
+from cerebro_hydra.spark.places import environment
 from cerebro_hydra.storage import Store
 from cerebro_hydra.testing.datasets import write_dataset
-from cerebro_hydra.testing.local_launcher import LocalLauncher
 from cerebro_hydra.waits import to_nobody
 from cerebro_hydra.wire.credentials import TLS
 
@@ -101,3 +119,141 @@ class LocalBackend:
             resources=self.resources,
         )
         return self.agents
+
+
+_OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission.admit", "torch.export._trace")
+
+
+_starting = threading.Lock()
+"""Held while this process's environment is that of an agent that starts."""
+
+
+def fork_server(preloaded: Sequence[str] = ()) -> Any:
+    """Return a context whose processes are forked from one that has loaded what agents need."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
+    return context
+
+
+class LocalLauncher:
+    """Starts each agent as a process, and starts a dead one again, as Spark does.
+
+    Agents are forked from a process that has loaded torch, like those of Spark's daemon; the first
+    launcher starts that process, and it serves all later ones. The factory travels by name: it is a
+    module's function, or a `functools.partial` of one.
+
+    Args:
+        num_workers: how many agents.
+        max_failures: agents of one worker that may die in a row before they join a run.
+        preloaded: modules that this process loads too.
+        tls: whether control and shards use TLS, and with which certificate.
+        limits: which losses a run outlasts.
+        resources: what each agent may train with.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        max_failures: int = 8,
+        preloaded: Sequence[str] = (),
+        tls: bool | TLS = False,
+        limits: LossLimits = DEFAULT_LIMITS,
+        resources: WorkerResources = DEFAULT_RESOURCES,
+    ) -> None:
+        self.num_workers = num_workers
+        self.host = "127.0.0.1"
+        self.tls = tls
+        self.limits = limits
+        self._max_failures = max_failures
+        self._resources = resources
+        self._context = fork_server(preloaded)
+        self._variables: Mapping[str, str] = {}  # as the user has set this process's own
+        if resources.numerics != "fast":  # the server of forks has loaded what chooses kernels
+            self._context = multiprocessing.get_context("spawn")
+            self._variables = KERNELS[resources.numerics]
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._processes: dict[int, BaseProcess] = {}
+        self._starts: dict[int, int] = {}
+        self._failures: dict[int, int] = {}
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._running = num_workers
+        self._lock = threading.Lock()
+
+    def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
+        """Start a process per worker; see `Launcher`."""
+        self._scratch = tempfile.TemporaryDirectory(
+            prefix="cerebro-hydra-", dir=self._resources.scratch, ignore_cleanup_errors=True
+        )
+        for worker in range(self.num_workers):
+            thread = threading.Thread(
+                target=self._keep_up,
+                args=(worker, spec, self._scratch.name, factory, on_exit),
+                daemon=True,
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def replace(self, worker: int, start: int) -> None:
+        """Kill the process of a start, unless the next one has begun."""
+        with self._lock:
+            self._failures[worker] = 0  # the coordinator counts the losses that it knows of
+            if self._starts.get(worker) == start:
+                self._processes[worker].kill()
+
+    def stop(self, timeout: float) -> None:
+        """Wait for the agents, then kill those that are left."""
+        self._stopping.set()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes.values():
+            if process.is_alive():
+                process.kill()
+        for thread in self._threads:
+            thread.join(timeout)
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def pid(self, worker: int) -> int:
+        """Return the process id of a worker's present agent, for tests that kill it."""
+        pid = self._processes[worker].pid
+        assert pid is not None
+        return pid
+
+    def _keep_up(
+        self,
+        worker: int,
+        spec: AgentSpec,
+        scratch: str,
+        factory: Factory,
+        on_exit: OnExit,
+    ) -> None:
+        for number in itertools.count():
+            start = AgentStart(worker, number, scratch, resources=self._resources)
+            process = self._start_process(start, spec, factory)
+            process.join()
+            if process.exitcode == 0 or self._stopping.is_set():
+                self._leave(None, on_exit)
+                return
+            with self._lock:
+                failures = self._failures[worker] = self._failures.get(worker, 0) + 1
+            if failures >= self._max_failures:
+                error = SetupError(f"worker {worker} died {failures} times before it joined")
+                self._leave(error, on_exit)
+                return
+
+    def _start_process(self, start: AgentStart, spec: AgentSpec, factory: Factory) -> BaseProcess:
+        process: BaseProcess = self._context.Process(target=run_agent, args=(spec, start, factory))
+        with self._lock:
+            self._processes[start.worker], self._starts[start.worker] = process, start.number
+        with _starting, environment(**self._variables):
+            process.start()
+        return process
+
+    def _leave(self, error: BaseException | None, on_exit: OnExit) -> None:
+        with self._lock:
+            self._running -= 1
+            last = self._running == 0
+        if last or error is not None:
+            on_exit(error)

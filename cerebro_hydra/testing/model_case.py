@@ -17,19 +17,18 @@ from torch import Tensor
 import cerebro_hydra
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe, recipe_of
-from cerebro_hydra.shards.admission import admit
-from cerebro_hydra.shards.cut_model import CutModelCache
-from cerebro_hydra.shards.differences import same_bits
-from cerebro_hydra.shards.engine import Mode
-from cerebro_hydra.shards.exported import save_exported
-from cerebro_hydra.shards.sample import Example, Sample, copy_example
-from cerebro_hydra.shards.uncut import PlainStep
+from cerebro_hydra.shards.admission.admit import admit
+from cerebro_hydra.shards.cut.model import CutModelCache
+from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
+from cerebro_hydra.shards.engine.differences import same_bits
+from cerebro_hydra.shards.engine.engine import Mode
+from cerebro_hydra.shards.engine.uncut import PlainStep
+from cerebro_hydra.shards.export.program import save_exported
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.addresses import OddAddresses, move_state
-from cerebro_hydra.testing.cut_trial import CutTrial
 from cerebro_hydra.testing.load_alone import run_alone
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.testing.run_in_process import run_in_process
+from cerebro_hydra.testing.run_in_process import CutTrial, run_in_process
 from cerebro_hydra.tune import GridSearch, hp_choice
 
 Shards = int | list[str]

@@ -19,8 +19,9 @@ from random import Random
 
 import pytest
 
-from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.events import (
+from cerebro_hydra.plan.messages.codec import from_json, to_json
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.messages.events import (
     Checkpointed,
     Event,
     Hop,
@@ -32,11 +33,10 @@ from cerebro_hydra.plan.events import (
     TrialRefused,
     WorkerJoined,
 )
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.instructions import Cancel, Checkpoint, Instruction, StartSubEpoch
-from cerebro_hydra.plan.scheduler import Scheduler
+from cerebro_hydra.plan.messages.instructions import Cancel, Checkpoint, Instruction, StartSubEpoch
+from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.tune.search_course import SearchCourse
+from cerebro_hydra.tune.decisions import SearchCourse
 from cerebro_hydra.tune.searcher import Searcher
 
 MOST_EVENTS = 20_000

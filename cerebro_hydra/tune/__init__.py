@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from cerebro_hydra.tune.custom_search import CustomSearch
-from cerebro_hydra.tune.grid_search import GridSearch
-from cerebro_hydra.tune.random_search import RandomSearch
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.searcher import Fork, Pause, Searcher, Stop, TrainTo
+from cerebro_hydra.tune.searches import CustomSearch, GridSearch, RandomSearch
 from cerebro_hydra.tune.space import (
     hp_choice,
     hp_int,

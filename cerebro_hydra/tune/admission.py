@@ -1,27 +1,43 @@
-"""Admission: before it trains, a trial is built, cut, tried on real batches and written down."""
+"""Admission: before it trains, a trial is built, cut, tried on real batches and written down.
+
+Its model and loss take the smallest and largest values of each column, and what it needs of a
+worker's tiers is said; what can't fit is refused. A trial that is cut anew has its states laid out
+in the shards of the new cut: the same tensors, in other segments.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import json
+import re
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.data.batches import num_windows
-from cerebro_hydra.data.value_ranges import value_ranges
+from cerebro_hydra.data.preparation.prepared import Range, value_ranges
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.kernels import as_in_shell
 from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.human_units import bytes_text
-from cerebro_hydra.plan.instructions import CutFiner
-from cerebro_hydra.plan.recut_events import TrialRecut
+from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
+from cerebro_hydra.plan.messages.instructions import CutFiner
+from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.simulate.worker import MoveRates
+from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, table
 from cerebro_hydra.recipe import (
     Columns,
     Metric,
@@ -33,24 +49,43 @@ from cerebro_hydra.recipe import (
     load_warm_start,
     trial_seed,
 )
-from cerebro_hydra.recipe.blocks import AUTO
 from cerebro_hydra.recipe.numerics import mkl_mode
-from cerebro_hydra.shards.admission import AdmittedCut, admit, memory_needed, on_disk
-from cerebro_hydra.shards.admission_key import admission_key
-from cerebro_hydra.shards.cut_model import CutModelCache
-from cerebro_hydra.shards.cut_report import CutReport, ShardReport
-from cerebro_hydra.shards.layout import initial_segments
-from cerebro_hydra.shards.sample import Example
-from cerebro_hydra.shards.task_profile import TaskProfile
-from cerebro_hydra.shards.task_profiler import asked_recompute
+from cerebro_hydra.recipe.objective import is_log_odds
+from cerebro_hydra.recipe.recipe import AUTO
+from cerebro_hydra.replay.states import read_segment
+from cerebro_hydra.shards.admission.admit import (
+    AdmittedCut,
+    CutReport,
+    ShardReport,
+    admission_key,
+    admit,
+    memory_needed,
+    on_disk,
+)
+from cerebro_hydra.shards.admission.profile import (
+    TaskProfile,
+    TaskProfiler,
+    TrialProfile,
+    asked_recompute,
+)
+from cerebro_hydra.shards.cut.model import CutModelCache
+from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.engine.layout import (
+    EXISTS,
+    Bytes,
+    HostSegments,
+    SegmentLayout,
+    TrialLayout,
+    filled,
+    initial_segments,
+    is_optimizer_state,
+)
 from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
-from cerebro_hydra.tune.all_failed import reason
 from cerebro_hydra.tune.example_batches import ExampleBatches
-from cerebro_hydra.tune.memory_bill import MemoryBill
-from cerebro_hydra.tune.range_check import check_value_ranges
-from cerebro_hydra.tune.relaid_states import relaid_state, write_segments
+from cerebro_hydra.tune.trial import reason
 
 
 @dataclass(frozen=True)
@@ -357,3 +392,219 @@ def _room_of(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None:
     steps = parent.batch_size, parent.accumulate
     alike = asked_recompute(recipe) is None and steps == (recipe.batch_size, recipe.accumulate)
     return TaskProfile.from_json(parent.tasks) if alike else None
+
+
+# How torch says that a number is outside of a table's rows, of the classes, or of [0, 1].
+_OUT_OF_RANGE = re.compile(
+    r"out of (bounds|range)|smaller than num_classes|must be non-negative|is no class|"
+    r"between 0 and 1|Assertion.*n_classes",
+    re.I,
+)
+
+# How many places of an array are tried one by one; in a longer array they are spread evenly.
+_MOST_PLACES = 64
+
+
+def check_value_ranges(
+    recipe: Recipe, columns: Columns, example: Example, ranges: Mapping[str, Range]
+) -> None:
+    """Put each column's extremes, one after another, into a batch that the model is known to take.
+
+    The rows of a batch rarely hold the largest class or token id, and training would meet it late.
+    Errors of other kinds are ignored, because such a row need not exist. A value of an array is
+    fine if any one of its places takes it: each place may have a table of its own.
+
+    Raises:
+        ConfigurationError: a value is out of the range of forward or loss; names column and value.
+    """
+    model, training = recipe.model, recipe.model.training
+    model.eval()
+    try:
+        for number, name in enumerate((*columns.features, *columns.labels)):
+            is_feature = number < len(columns.features)
+            if name not in ranges or (is_feature and example[0][number].is_floating_point()):
+                continue
+            if not is_feature:
+                _check_probability(recipe, number - len(columns.features), name, ranges[name])
+            for value in ranges[name]:
+                _check(recipe, example, number, value, (name, is_feature, ranges[name]))
+    finally:
+        model.train(training)
+
+
+def _check_probability(recipe: Recipe, label: int, name: str, held: Range) -> None:
+    """Refuse targets outside of [0, 1], with which torch lets such a loss fall without bound."""
+    losses = recipe.losses
+    loss = losses[label] if len(losses) > 1 else losses[0]
+    if is_log_odds(loss) and (held[0] < 0 or held[1] > 1):
+        raise ConfigurationError(
+            f"label column {name!r} holds values from {held[0]} to {held[1]}, and the loss "
+            f"{getattr(loss, '__name__', type(loss).__name__)} takes 0, 1 and what lies between; "
+            "correct the column, or use a loss for classes or numbers"
+        )
+
+
+def _check(
+    recipe: Recipe, example: Example, number: int, value: float, column: tuple[str, bool, Range]
+) -> None:
+    failure = _failure(recipe, _changed(example, number, value, slice(None)))
+    if failure is None:
+        return
+    places = (*example[0], *example[1])[number][0].numel()
+    step = max(1, (places - 1) / (_MOST_PLACES - 1))
+    for place in (round(i * step) for i in range(min(places, _MOST_PLACES))):
+        if _failure(recipe, _changed(example, number, value, slice(place, place + 1))) is None:
+            return
+    part, error = failure
+    name, is_feature, held = column
+    kind, remedy = ("feature", "an embedding for every value") if is_feature else ("label", "")
+    story = f"{kind} column {name!r} holds values from {held[0]} to {held[1]}, and "
+    if isinstance(error, ConfigurationError):  # it has its own remedy
+        raise ConfigurationError(f"{story}{error}") from error
+    raise ConfigurationError(
+        f"{story}{part} fails at {value}: {type(error).__name__}: {error}; give the model "
+        f"{remedy or 'an output for every class'}, or correct the column"
+    ) from error
+
+
+def _changed(example: Example, number: int, value: float, places: slice) -> Example:
+    """Return the batch with another value in these places of the first row of one column."""
+    features, labels = copy_example(example)
+    (*features, *labels)[number][0].view(-1)[places] = value
+    return features, labels
+
+
+def _failure(recipe: Recipe, example: Example) -> tuple[str, Exception] | None:
+    """Return which of forward and loss fails because a value is out of range, and its error."""
+    part = "forward"
+    try:
+        with torch.no_grad(), recipe.precision():
+            features, targets = recipe.collated(*example, None)
+            inputs = recipe.inputs(features, targets)
+            outputs = recipe.call.evaluate(recipe.model, inputs, {})
+            shape = f" of outputs {list(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+            part = f"the loss{shape}"
+            recipe.compute_loss(outputs, targets)
+    except Exception as error:
+        return (part, error) if _OUT_OF_RANGE.search(str(error)) else None
+    return None
+
+
+_COPIED = 32 << 20  # bytes by which the speed of a device's memory is measured
+
+_OF_GPUS = "\nCosts were measured on the CPU here; GPUs compute and copy at another speed."
+
+
+class MemoryBill:
+    """Bills trials for workers that are all alike, where a user asks for more than the defaults.
+
+    Args:
+        resources: what each worker has.
+        num_workers: how many there are.
+        report: is given each table whose numbers are new.
+    """
+
+    def __init__(
+        self, resources: WorkerResources, num_workers: int, report: Callable[[str], None]
+    ) -> None:
+        self._resources = resources
+        self._num_workers = num_workers
+        self._report = report
+        self._reported: set[RunSpec] = set()
+
+    @cached_property
+    def profiler(self) -> TaskProfiler | None:
+        """Return what measures trials; None where none is billed."""
+        if not self._resources.asks_for_queues:
+            return None
+        return TaskProfiler(self._resources.device_memory)
+
+    def check(self, spec: TrialSpec, profile: TrialProfile) -> None:
+        """Report what a trial needs.
+
+        Raises:
+            ConfigurationError: it does not fit; the message has the numbers and what to change.
+        """
+        budget = self._resources.device_memory
+        recompute = profile.recomputes(spec.recompute, budget, spec.accumulate)
+        microbatches = max(spec.steps) * spec.accumulate
+        run = profile.training(
+            spec.trial, microbatches, spec.accumulate, recompute, self._resources.devices
+        )
+        workers = [self._memory] * self._num_workers
+        found = bill([run], workers)
+        found.check()
+        bill([profile.evaluation(spec.trial, 1)], workers).check()
+        shards = tuple(replace(each, forward=0.0, backward=0.0, update=0.0) for each in run.shards)
+        if (alike := replace(run, run=0, shards=shards)) not in self._reported:
+            self._reported.add(alike)
+            gpus = self._resources.device_kind == "cuda"
+            self._report(table(found.lines) + (_OF_GPUS if gpus else ""))
+
+    @cached_property
+    def _memory(self) -> WorkerMemory:
+        devices = (self._resources.device_memory,) * self._resources.devices
+        residents = self._resources.most_residents
+        rates = MoveRates(device=_copied_per_second())
+        host, disk = self._resources.queued_memory, self._resources.disk
+        return WorkerMemory(devices, host, disk, residents, rates)
+
+
+def _copied_per_second() -> float:
+    """Return how many bytes this machine copies in a second."""
+    source = np.ones(_COPIED, np.uint8)
+    target = np.ones(_COPIED, np.uint8)
+    begun = time.perf_counter()
+    target[:] = source
+    return _COPIED / (time.perf_counter() - begun)
+
+
+_SEGMENTS_AT_ONCE = 2
+"""A shard of a finer cut begins in one shard of the former cut, and may end in the next one."""
+
+
+def relaid_state(folder: RunFolder, trial: int, visit: int, layout: TrialLayout) -> RecutState:
+    """Write the segments of a state in another layout, and describe the state so.
+
+    Its document stays as it is.
+
+    Raises:
+        ConfigurationError: the state lacks a tensor of the layout.
+        StoreError: the store can't be read or written.
+    """
+    shards = folder.read_state(trial, visit, folder.run_id)["shards"]
+    cursors = [shard["cursor"] or None for shard in shards]
+    assert all(cursor == cursors[0] for cursor in cursors), "shards of a state have one cursor"
+    names = list(dict.fromkeys(name for s in shards for name in (s["frozen"], s["trainable"])))
+    made = [write_segments(folder, each) for each in _relaid(folder, names, layout)]
+    return RecutState(visit, tuple(made), None if cursors[0] is None else dict(cursors[0]))
+
+
+def write_segments(folder: RunFolder, segments: Mapping[str, Bytes]) -> tuple[str, str]:
+    """Write the segments of a shard by digest; return those of (frozen, trainable)."""
+    named = {name: digest(buffer) for name, buffer in segments.items()}
+    for name, buffer in segments.items():
+        folder.write_object(named[name], buffer.data)
+    return named["frozen"], named["trainable"]
+
+
+def _relaid(folder: RunFolder, names: Sequence[str], layout: TrialLayout) -> Iterator[HostSegments]:
+    """Yield the segments of each shard, with few others in memory beside them."""
+
+    @lru_cache(_SEGMENTS_AT_ONCE)
+    def tensors_of(segment: str) -> dict[str, Tensor]:
+        return read_segment(folder, segment)
+
+    where = {tensor: segment for segment in names for tensor in tensors_of(segment)}
+
+    def made(segment: SegmentLayout) -> Bytes:
+        found = {}
+        for name in (entry.name for entry in segment.entries if entry.name != EXISTS):
+            if name in where:
+                found[name] = tensors_of(where[name])[name]
+            elif not is_optimizer_state(name):
+                raise ConfigurationError(f"the former shards have no {name!r}")
+        return filled(segment, found)
+
+    for shard in layout.shards:
+        yield {"frozen": made(shard.frozen), "trainable": made(shard.trainable)}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from cerebro_hydra.data.batches import Batch, batch_sizes, batches
-from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.partition_rows import RowBlock, read_rows
+from cerebro_hydra.data.partition import CachedPartition, RowBlock, read_rows
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import Store

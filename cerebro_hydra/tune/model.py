@@ -7,26 +7,33 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, ReplayError, StoreError
-from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.shards.exported import save_exported
-from cerebro_hydra.shards.model_archive import ModelArchive, archived
+from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
+from cerebro_hydra.replay.record import result_visit
+from cerebro_hydra.replay.states import load_model, read_saved
+from cerebro_hydra.shards.export.archive import ModelArchive, archived
+from cerebro_hydra.shards.export.program import save_exported
 from cerebro_hydra.spark.launcher import pickle_factory
 from cerebro_hydra.spark.outputs import RawOutputs
-from cerebro_hydra.spark.predictors import BuiltPredictor
-from cerebro_hydra.spark.transform import Inference, feature_specs
+from cerebro_hydra.spark.transform import BuiltPredictor, Inference, feature_specs
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.tune.example_batches import ExampleBatches
-from cerebro_hydra.tune.prediction_kind import PredictionKind
-from cerebro_hydra.tune.saved_model import ModelFacts, SavedModel, checked_outputs, write_archive
-from cerebro_hydra.tune.trained_recipe import saved_tensors, trained_recipe, weights_file
+from cerebro_hydra.tune.saved_model import (
+    ModelFacts,
+    PredictionKind,
+    SavedModel,
+    checked_outputs,
+    write_archive,
+)
 from cerebro_hydra.tune.trial import History, Trial
 
 if TYPE_CHECKING:
@@ -242,3 +249,44 @@ class TrainedModel:
 def _two_of(columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the first two rows; of a single one, two copies."""
     return tuple(torch.cat([column[:2], column[:2]])[:2] for column in columns)
+
+
+def trained_recipe(
+    folder: RunFolder, document: RunDocument, spec: TrialSpec, factory: Callable[[Any], Any]
+) -> Recipe:
+    """Build a trial and load its result into the model: moving averages, where they are kept.
+
+    The model is in eval mode. The caller's random numbers go on as if nothing had been built.
+
+    Raises:
+        ReplayError: the factory builds another model than the run trained.
+        StoreError: a file of the result is missing or damaged.
+    """
+    recipe = build_keeping_random_state(factory, spec.params, document.seed, Columns.of(document))
+    where = f"{spec.trial_id} of run {folder.path!r}"
+    load_model(recipe.model, saved_tensors(folder, spec.trial), where)
+    recipe.model.eval()
+    return recipe
+
+
+def saved_tensors(folder: RunFolder, trial: int) -> dict[str, Tensor]:
+    """Return `param:NAME` and `buffer:NAME` of the result, as evaluation used them."""
+    run_id = read_document(folder).run_id
+    tensors = read_saved(folder, trial, result_visit(folder, trial), run_id).tensors
+    tensors |= {
+        f"param:{name.removeprefix('ema:')}": t
+        for name, t in tensors.items()
+        if name.startswith("ema:")
+    }
+    return {name: t for name, t in tensors.items() if name.startswith(("param:", "buffer:"))}
+
+
+def weights_file(model: nn.Module) -> bytes:
+    """Return the model's `state_dict` as one safetensors file, tied tensors once."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach().contiguous().clone()
+    return bytes(safetensors.torch.save(tensors))

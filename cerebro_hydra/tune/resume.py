@@ -9,31 +9,30 @@ from dataclasses import replace
 from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, StoreError
-from cerebro_hydra.hopper.launcher import Factory
+from cerebro_hydra.hopper.backend import Factory
 from cerebro_hydra.hopper.resumed_run import ResumedRun
-from cerebro_hydra.plan.events import (
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.messages.events import (
     BudgetExtended,
     Event,
     SearchClosed,
     SearchReopened,
     TrialProposed,
 )
-from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.instructions import Instruction
+from cerebro_hydra.plan.messages.instructions import Instruction
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.tune.admission import Admission
+from cerebro_hydra.tune.decisions import SearchCourse
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.run_claim import run_claim
-from cerebro_hydra.tune.running import Surroundings, run_trials
-from cerebro_hydra.tune.search_course import SearchCourse
-from cerebro_hydra.tune.search_trials import SearchTrials
+from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
 from cerebro_hydra.tune.searcher import Searcher
+from cerebro_hydra.tune.trials import SearchTrials
 
 LIMITS = ("batch_seconds", "sub_epoch_seconds", "admission_seconds", "audit_share")
 """The arguments of a search that change no bit, so that a run may go on with others."""

@@ -1,15 +1,19 @@
-"""Runs the trials of a run to their end, first or again, with what is shown of it."""
+"""Runs the trials of a run to their end, first or again, with what is shown of it.
+
+Meanwhile a claim in the run's folder says that a program works on it. The best model stays there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from cerebro_hydra.data.claim import CLAIM_SECONDS, CLAIMS, Claims
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import CerebroHydraError, Interrupted
-from cerebro_hydra.hopper.backend import Backend
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, Interrupted, StoreError
+from cerebro_hydra.hopper.backend import Backend, Factory
 from cerebro_hydra.hopper.coordinator import Coordinator
-from cerebro_hydra.hopper.launcher import Factory
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.observe import (
     Decision,
@@ -19,14 +23,15 @@ from cerebro_hydra.observe import (
     RunEnded,
     console_observer,
 )
-from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch
+from cerebro_hydra.shards.export.archive import keep_archive
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RunDocument
-from cerebro_hydra.tune.all_failed import all_failed
-from cerebro_hydra.tune.memory_bill import MemoryBill
+from cerebro_hydra.tune.admission import MemoryBill
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.search_trials import SearchTrials
-from cerebro_hydra.tune.winner_archive import WinnerArchive
+from cerebro_hydra.tune.trial import all_failed
+from cerebro_hydra.tune.trials import SearchTrials
 from cerebro_hydra.waits import Waiting
 
 
@@ -124,3 +129,60 @@ def how_to_resume(folder: RunFolder) -> str:
     return (
         f"resume it: cerebro-hydra resume {folder.path}\nor: search.fit(df, resume={folder.path!r})"
     )
+
+
+_WAITING = "worked on the same run: looking for {:g} seconds at most whether it still does"
+
+
+@contextmanager
+def run_claim(folder: RunFolder) -> Iterator[None]:
+    """Claim a run while the body lasts; a store that takes no claim keeps no run from going on.
+
+    Raises:
+        ConfigurationError: another program works on the run.
+    """
+    claims, path = Claims(folder.store, folder.path, CLAIM_SECONDS, _WAITING), None
+    with suppress(StoreError):
+        while (path := claims.take()) is None:
+            if claims.living is not None:
+                raise ConfigurationError(
+                    f"{claims.living} works on the run {folder.path!r}; end it, or wait until it "
+                    "has ended, before you resume the run"
+                )
+    if path is None:
+        yield
+        return
+    try:
+        with claims.renewed(path):
+            yield
+    finally:
+        with suppress(StoreError):
+            folder.store.delete(f"{folder.path}/{CLAIMS}")
+
+
+class WinnerArchive:
+    """Saves the best model when every trial is over; an observer.
+
+    A run that ends before that keeps no archive, because an interrupt must not take long.
+    """
+
+    def __init__(self, folder: RunFolder, report: Callable[[str], None]) -> None:
+        """Save nothing yet; `report` is given what is done and why it can't be done."""
+        self._folder = folder
+        self._report = report
+        self._view = RunView()
+
+    def on_record(self, record: Record) -> None:
+        """Save the model when the run has ended; all that it needs is read from the folder."""
+        self._view.apply(record)
+        winner = self._view.winner
+        if not isinstance(record, RunEnded) or winner is None:
+            return
+        if not all(trial.over for trial in self._view.trials.values()):
+            return
+        self._report(f"saving {winner.trial_id}, the best model, to load without its source")
+        try:
+            model = SearchResult.open(self._folder.path).get_model(winner.trial_id)
+            keep_archive(self._folder, winner.trial_id, model.archive())
+        except CerebroHydraError as error:
+            self._report(f"{winner.trial_id} needs its source: {error}")

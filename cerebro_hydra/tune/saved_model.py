@@ -1,4 +1,7 @@
-"""Saves and loads trained models that need neither their source nor their run."""
+"""Saves and loads trained models that need neither their source nor their run.
+
+What a model's prediction is, and of which kind, is decided here.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,30 @@ import shutil
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.documents import Positive, one_of, part_of
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.shards.model_archive import ModelArchive
+from cerebro_hydra.recipe.objective import CLASS_INDEX_LOSSES, is_likelihood, is_log_odds
+from cerebro_hydra.shards.export.archive import ModelArchive
 from cerebro_hydra.spark import hadoop_files
 from cerebro_hydra.spark.outputs import RawOutputs
-from cerebro_hydra.spark.predictors import ExportedPredictor
-from cerebro_hydra.spark.transform import Inference
+from cerebro_hydra.spark.transform import ExportedPredictor, Inference
 from cerebro_hydra.storage.store import explained
-from cerebro_hydra.tune.prediction_kind import PredictionKind
 from cerebro_hydra.tune.trial import History, Trial
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from torch import nn
+
 
 SPARK_CLASS = "cerebro_hydra.ml.model.SparkModel"
 """The stage of Spark ML that a saved model is when Spark loads it."""
@@ -211,3 +219,74 @@ def checked_outputs(output_columns: Sequence[str], labels: Sequence[str]) -> lis
             f"for each of {list(labels)}"
         )
     return list(output_columns)
+
+
+_CLASS_INDEX_FUNCTIONS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
+
+
+class PredictionKind(StrEnum):
+    """Names what a network gives for a row."""
+
+    RAW = "raw"  # anything
+    NUMBER = "number"  # one number
+    SOFTMAX = "softmax"  # one score per class
+    SIGMOID = "sigmoid"  # one score: of class 1 against class 0
+    PROBABILITY = "probability"  # one number: how likely class 1 is
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether the prediction is about classes."""
+        return self not in (PredictionKind.RAW, PredictionKind.NUMBER)
+
+    @classmethod
+    def choose(
+        cls, output: str | None, loss: Any, shapes: Sequence[tuple[int, ...]]
+    ) -> PredictionKind:
+        """Decide what a model's predictions are.
+
+        Args:
+            output: "classification", "regression" or "raw"; None takes what the loss says.
+            loss: the recipe's, or None if it isn't known.
+            shapes: of the predictions, rows first.
+
+        Raises:
+            ConfigurationError: predictions of these shapes can't be what was asked for.
+        """
+        if output == "raw":
+            return cls.RAW
+        single = len(shapes) == 1
+        one_number = single and shapes[0][1:] in ((), (1,))
+        scores = single and len(shapes[0]) == 2 and shapes[0][1] > 1
+        if output == "regression":
+            if not one_number:
+                raise _misfit(output, "one number per row", shapes)
+            return cls.NUMBER
+        if output == "classification":
+            if scores:
+                return cls.SOFTMAX
+            if not one_number:
+                raise _misfit(output, "a score per class, or one number per row", shapes)
+            return cls.PROBABILITY if is_likelihood(loss) else cls.SIGMOID
+        if scores and (isinstance(loss, CLASS_INDEX_LOSSES) or loss in _CLASS_INDEX_FUNCTIONS):
+            return cls.SOFTMAX
+        if one_number and is_log_odds(loss):
+            return cls.SIGMOID
+        return cls.PROBABILITY if one_number and is_likelihood(loss) else cls.RAW
+
+    def scores(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and probabilities, each of shape (rows, classes); only for classes."""
+        if self == PredictionKind.SOFTMAX:
+            return predictions, predictions.softmax(1)
+        one = predictions.reshape(-1)
+        if self == PredictionKind.SIGMOID:
+            return torch.stack([-one, one], 1), torch.stack([(-one).sigmoid(), one.sigmoid()], 1)
+        both = torch.stack([1 - one, one], 1)
+        return both, both
+
+
+def _misfit(output: str, needed: str, shapes: Sequence[tuple[int, ...]]) -> ConfigurationError:
+    found = [tuple(shape[1:]) for shape in shapes]
+    return ConfigurationError(
+        f"output is {output!r}, which needs {needed}, and forward gives {len(shapes)} tensors of "
+        f"shape {found} per row; set output to None or 'raw'"
+    )

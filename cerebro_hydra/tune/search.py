@@ -1,40 +1,43 @@
-"""The base of all searches: checks the arguments, and runs the trials that a searcher proposes."""
+"""The base of all searches: checks the arguments, and runs the trials that a searcher proposes.
+
+Ctrl-C ends a run whatever has become of Spark, and SIGTERM does as Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import datetime
+import signal
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from cerebro_hydra.data.arguments import column_names, require_dataframe
-from cerebro_hydra.data.data_spec import DataSpec
-from cerebro_hydra.data.existing import existing_paths
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.prepared import choose_prepared
+from cerebro_hydra.data.preparation.existing import existing_paths
+from cerebro_hydra.data.preparation.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
+from cerebro_hydra.data.spec import DataSpec, column_names, require_dataframe
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, Interrupted, StoreError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.observe import Observer
-from cerebro_hydra.plan.hop_config import CHECKPOINTS, KEEPS, ORDERS
+from cerebro_hydra.plan.messages.config import CHECKPOINTS, KEEPS, ORDERS
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, loading_exporter
+from cerebro_hydra.tune.decisions import SearchCourse
 from cerebro_hydra.tune.example_batches import ExampleBatches
-from cerebro_hydra.tune.interrupts import interruptible
-from cerebro_hydra.tune.numbers import seconds, share, whole
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.resume import LIMITS, RunToResume
-from cerebro_hydra.tune.run_claim import run_claim
-from cerebro_hydra.tune.running import Surroundings, run_trials
-from cerebro_hydra.tune.search_course import SearchCourse
-from cerebro_hydra.tune.search_trials import SearchTrials
+from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
 from cerebro_hydra.tune.searcher import Searcher
+from cerebro_hydra.tune.space import seconds, share, whole
+from cerebro_hydra.tune.trials import SearchTrials
 from cerebro_hydra.waits import Waiting
 
 if TYPE_CHECKING:
@@ -379,3 +382,44 @@ def _checked_metric(metric: Any, validation: Any) -> str:
             "training loss"
         )
     return metric
+
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGTERM and Ctrl-C while the body runs, so that no agent is left.
+
+    A handler that the program has set for SIGTERM stays; one for Ctrl-C, which mostly is pyspark's,
+    is asked first. Only the main thread can set any.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    term, ctrl_c = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    if term is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupt)
+    if callable(ctrl_c):
+        signal.signal(signal.SIGINT, _interrupting(ctrl_c))
+    try:
+        yield
+    finally:
+        if term is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, term)
+        if callable(ctrl_c):
+            signal.signal(signal.SIGINT, ctrl_c)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt("SIGTERM")
+
+
+def _interrupting(handler: Handler) -> Handler:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except Exception:  # pyspark's fails if its SparkContext is stopped
+            raise KeyboardInterrupt from None
+
+    return interrupt

@@ -1,8 +1,11 @@
-"""Defines a searcher: what a search proposes, and what it decides when a trial ends an epoch."""
+"""Defines a searcher: what a search proposes, and what it decides when a trial ends an epoch.
+
+`CandidateList` is one whose candidates are all known beforehand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -89,3 +92,26 @@ class Searcher(Protocol):
             metrics: what the last of them measured, such as "val_loss"; or None if the trial is
                 over: it was refused, has failed, was stopped, or does not improve any more.
         """
+
+
+class CandidateList:
+    """Is the searcher of a grid, of random draws, and of every other list of candidates."""
+
+    def __init__(self, candidates: Sequence[Mapping[str, Any]], epochs: int) -> None:
+        self.epochs = epochs
+        self._left = list(reversed(candidates))
+
+    @property
+    def closed(self) -> bool:
+        """Whether every candidate was proposed."""
+        return not self._left
+
+    def ask(self) -> Mapping[str, Any] | None:
+        """Return the next candidate."""
+        return self._left.pop() if self._left else None
+
+    def tell(
+        self, trial: int, epochs: int, metrics: Mapping[str, float] | None
+    ) -> Iterable[SearchDecision]:
+        """Decide nothing: no trial depends on another."""
+        return ()

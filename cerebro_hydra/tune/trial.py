@@ -1,11 +1,22 @@
-"""Describes one trial of a search, as its result shows it."""
+"""Describes one trial of a search, as its result shows it, and says why all of them failed."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
 
-from cerebro_hydra.observe.trial_view import TrialView
+import cerebro_hydra
+from cerebro_hydra.errors import AllTrialsFailed
+from cerebro_hydra.observe.text import without_addresses
+from cerebro_hydra.observe.view import TrialView
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 History = dict[str, list[float]]
 """Measured values by name, one per ended epoch."""
@@ -59,3 +70,73 @@ class Trial:
             None if view.result_epoch is None else view.result_epoch + 1,
             view.seconds,
         )
+
+
+def by_trial(trials: Iterable[Trial]) -> pd.DataFrame:
+    """Return one row per trial, with the metrics of its result; absent values are missing."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        {
+            "trial_id": trial.trial_id,
+            "status": trial.status,
+            **_params(trial),
+            **trial.result_metrics,
+            "epochs": len(next(iter(trial.history.values()), ())),
+            "result_epoch": trial.result_epoch,
+            "seconds": trial.seconds,
+            "error": trial.error,
+        }
+        for trial in trials
+    ).astype({"result_epoch": "Int64"})
+
+
+def by_epoch(trials: Iterable[Trial]) -> pd.DataFrame:
+    """Return one row per trial and ended epoch, for plots and group-by."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        {"trial_id": trial.trial_id, "epoch": epoch, **_params(trial), **trial.metrics_of(epoch)}
+        for trial in trials
+        for epoch in range(1, 1 + len(next(iter(trial.history.values()), ())))
+    )
+
+
+def _params(trial: Trial) -> dict[str, Any]:
+    return {f"param_{name}": value for name, value in trial.params.items()}
+
+
+_FRAME = re.compile(
+    r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)\n(    .*\n)*', re.M
+)
+_OUR_ERROR = re.compile(r"^cerebro_hydra\.errors\.\w+: ")
+_PACKAGE = [str(Path(cerebro_hydra.__file__).parent)]
+_ROOMS = "|".join(module.name for module in iter_modules(_PACKAGE) if module.ispkg)
+_LIBRARY = re.compile(rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/")
+
+
+def all_failed(errors: Sequence[str], run_path: str | None = None) -> AllTrialsFailed:
+    """Return the error of a search whose trials ended with these tracebacks.
+
+    It begins with the most frequent reason. The whole tracebacks stay in the run's folder, if a
+    trial was admitted.
+    """
+    counts = Counter(map(reason, errors)).most_common()
+    who = f"all {len(errors)} trials" if len(errors) > 1 else "the only trial"
+    lines = [f"{who} failed: {counts[0][0]}"]
+    for text, count in counts[1:]:
+        lines.append(f"{count} of them: {text}")
+    if run_path is not None:
+        lines.append(f"the tracebacks are in SearchResult.open({run_path!r}).trials")
+    return AllTrialsFailed("\n".join(lines))
+
+
+def reason(error: str) -> str:
+    """Return the first line of a traceback's last error, and where the user's code raised it."""
+    frames = list(_FRAME.finditer(error + "\n"))
+    own = [frame for frame in frames if not _LIBRARY.search(frame["file"].replace("\\", "/"))]
+    text = error[frames[-1].end() :] if frames else error
+    text = without_addresses(_OUR_ERROR.sub("", text.strip().partition("\n")[0]))
+    if own:
+        text += f" ({own[-1]['file']}, line {own[-1]['line']}, in {own[-1]['name']})"
+    return text

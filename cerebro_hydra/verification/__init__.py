@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cerebro_hydra.verification.report import VerificationReport, VerifiedPart
-from cerebro_hydra.verification.verify import verify
+from cerebro_hydra.verification.verify import VerificationReport, VerifiedPart, verify
 
 __all__ = ["VerificationReport", "VerifiedPart", "verify"]

@@ -1,17 +1,34 @@
-"""Verifies a run with its data, or all that lies in a store."""
+"""Verifies runs with their data, or all that lies in a store, and reports what is damaged."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any
 
-from cerebro_hydra.data.prepared import read_manifest
-from cerebro_hydra.data.verify import check_partitions
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.data.partition import check_partitions
+from cerebro_hydra.data.preparation.prepared import read_manifest
+from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
+from cerebro_hydra.hopper.run_config import hop_config, trial_config
+from cerebro_hydra.plan.hop.journal import fold
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.messages.codec import from_json
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.shards.export.archive import archived
 from cerebro_hydra.storage import RunFolder, Store
-from cerebro_hydra.verification.report import VerificationReport, VerifiedPart
-from cerebro_hydra.verification.run import document_of, verify_run
+from cerebro_hydra.storage.names import trial_name
+from cerebro_hydra.storage.run_document import (
+    NUMERIC_FILE,
+    RUN_FILE,
+    TRIAL_FILE,
+    WORKERS_FILE,
+    RunDocument,
+)
+from cerebro_hydra.storage.run_folder import read_document
 
 
 def verify(
@@ -74,3 +91,243 @@ def verify_data(store: Store, fingerprint: str) -> Iterator[VerifiedPart]:
                 where = f"{name}: {part.split}/{part.index}"
                 problems = () if part.problem is None else (part.problem,)
                 yield VerifiedPart(where, f"{part.rows} rows", problems)
+
+
+Digests = tuple[tuple[str, str], ...]
+"""The digests of the frozen and the trainable segment of each shard of a state."""
+
+_SUFFIX = ".safetensors"
+
+
+def document_of(folder: RunFolder) -> RunDocument | None:
+    """Return what describes a run; None if it can't be read, which its part of documents says."""
+    with suppress(CerebroHydraError):
+        return read_document(folder)
+    return None
+
+
+def verify_run(folder: RunFolder) -> Iterator[VerifiedPart]:
+    """Verify a run without the data that it was trained on."""
+    name = f"run {folder.run_id}"
+    there = set(folder.store.list(folder.path))
+    if not there & {RUN_FILE, "journal"}:
+        yield VerifiedPart(name, notes=("it never began, because no trial was admitted",))
+        return
+    readers: dict[str, Callable[[RunFolder], object]] = {
+        RUN_FILE: read_document,
+    }
+    for optional in sorted(there & {NUMERIC_FILE, WORKERS_FILE}):
+        readers[optional] = methodcaller("read_json", optional)
+    problems = []
+    for read in readers.values():
+        try:
+            read(folder)
+        except StoreError as error:
+            problems.append(str(error))
+    yield VerifiedPart(f"{name}: documents", ", ".join(readers), tuple(problems))
+    if (document := document_of(folder)) is not None:
+        yield from _Verification(folder, document).parts()
+
+
+class _Verification:
+    """Reads a run whose document can be read, and every object of it once."""
+
+    def __init__(self, folder: RunFolder, document: RunDocument) -> None:
+        self._folder = folder
+        self._name = f"run {folder.run_id}"
+        self._document = document
+        self._added: dict[int, TrialConfig] = {}
+        """What a sound journal says of each trial that it adds."""
+        self._made: dict[tuple[int, int], Digests] = {}
+        """The digests of a trial's state after a visit, as its agent reported them."""
+        self._results: dict[int, int] = {}
+        """The visit whose state is a trial's result, of each trial that has one."""
+        self._forks: set[int] = set()
+        """The trials that begin with a state of another one."""
+        self._objects: dict[str, str | None] = {}
+        """What is wrong with each object that was read."""
+
+    def parts(self) -> Iterator[VerifiedPart]:
+        """Verify the journal, the trials, and what belongs to none."""
+        yield self._journal()
+        for number in sorted({*self._added, *self._folder.trials()}):
+            yield self._trial(number)
+        yield from self._models()
+        files = self._folder.store.list(f"{self._folder.path}/objects")
+        left = sorted({file.removesuffix(_SUFFIX) for file in files} - self._objects.keys())
+        problems = tuple(filter(None, map(self._object, left)))
+        notes = (f"{len(left)} objects belong to no state",) if left else ()
+        yield VerifiedPart(f"{self._name}: objects", f"{len(files)} files", problems, notes)
+
+    def _models(self) -> Iterator[VerifiedPart]:
+        """Load the archives of models that need no source."""
+        kept = self._folder.store.list(f"{self._folder.path}/models")
+        problems = []
+        for trial_id in kept:
+            try:
+                if archived(self._folder, trial_id) is None:
+                    problems.append(f"the model of {trial_id} has no metadata; save it again")
+            except CerebroHydraError as error:
+                problems.append(str(error))
+        if kept:
+            yield VerifiedPart(f"{self._name}: models", ", ".join(kept), tuple(problems))
+
+    def _journal(self) -> VerifiedPart:
+        """Decide everything again that the journal says was decided."""
+        lines: list[dict[str, Any]] = []
+        problems: list[str] = []
+        notes: list[str] = []
+        try:
+            for segment in self._folder.read_segments():
+                lines += segment
+            state = self._fold(lines)
+        except CerebroHydraError as error:
+            problems.append(str(error))
+        else:
+            self._follow(lines[1:])
+            over = sum(trial.over for trial in state.trials.values())
+            if not state.finished:
+                notes.append(f"the run did not end: {over} of {len(state.trials)} trials did")
+        name = f"{self._name}: journal"
+        return VerifiedPart(name, f"{len(lines)} lines", tuple(problems), tuple(notes))
+
+    def _fold(self, lines: Sequence[dict[str, Any]]) -> HopState:
+        path, document = self._folder.path, self._document
+        self._folder.check_journal(document)
+        config = from_json(lines[0]["config"]) if lines and "config" in lines[0] else None
+        if not isinstance(config, HopConfig):
+            raise JournalError(
+                f"the journal of {path!r} does not begin with its configuration; restore its first "
+                "segment from a copy"
+            )
+        state = fold(config, lines[1:])
+        self._added = {number: trial.config for number, trial in state.trials.items()}
+        budget = max((trial.budget for trial in state.trials.values()), default=0)
+        if config != hop_config(document) or budget > document.num_epochs:
+            raise JournalError(
+                f"the journal of {path!r} is that of another run than {RUN_FILE} describes; "
+                "restore both from one copy"
+            )
+        return state
+
+    def _follow(self, records: Sequence[dict[str, Any]]) -> None:
+        """Note what a sound journal says of states."""
+        reported: dict[int, Digests] = {}
+        for record in records:
+            event = record["event"]
+            if event["type"] == "SubEpochDone":
+                reported[event["attempt"]] = tuple((f, t) for f, t in event["digests"])
+            elif event["type"] == "TrialForked":
+                self._forks.add(event["config"]["trial"])
+            for told in record["instructions"]:
+                if told["type"] == "Commit":
+                    self._made[told["trial"], told["visit"]] = reported[told["attempt"]]
+                elif told["type"] == "ForkState" and (visit := told["visit"]):
+                    self._made[told["trial"], visit] = self._made[told["parent"], visit]
+                elif told["type"] == "ChangeCut":
+                    for state in event["states"]:
+                        digests = tuple((f, t) for f, t in state["digests"])
+                        self._made[told["trial"], state["visit"]] = digests
+                elif told["type"] == "FinishTrial" and told["visit"]:
+                    self._results[told["trial"]] = told["visit"]
+                elif told["type"] == "ReopenTrial":
+                    self._results.pop(told["trial"], None)
+
+    def _trial(self, number: int) -> VerifiedPart:
+        """Compare a trial and its states with the journal, and read the objects that they name."""
+        problems: list[str] = []
+        made = dict(self._made)
+        try:
+            config = trial_config(self._folder.read_trial(number, self._document.run_id))
+        except CerebroHydraError as error:
+            problems.append(str(error))
+        else:
+            made[number, 0] = config.initial_digests
+            if self._added.get(number, config) != config:
+                problems.append(
+                    f"{TRIAL_FILE} describes another trial than the journal of "
+                    f"{self._folder.path!r} adds; restore both from one copy"
+                )
+        visits = self._folder.states(number)
+        needed = set() if number in self._forks else {0}
+        needed |= {self._results[number]} if number in self._results else set()
+        problems += [
+            f"the state after visit {visit} is not in {self._folder.path!r}; restore it from a copy"
+            for visit in sorted(needed - set(visits))
+        ]
+        named: set[str] = set()
+        for visit in visits:
+            try:
+                state = self._folder.read_state(number, visit, self._document.run_id)
+            except CerebroHydraError as error:
+                problems.append(str(error))
+                continue
+            digests = tuple((shard["frozen"], shard["trainable"]) for shard in state["shards"])
+            named.update(digest for pair in digests for digest in pair)
+            if digests != (expected := made.get((number, visit), digests)):
+                problems.append(
+                    f"the state after visit {visit} names the objects {digests}, but {expected} "
+                    "were made; restore it from a copy"
+                )
+        problems += filter(None, map(self._object, sorted(named)))
+        seen = f"{len(visits)} states, {len(named)} objects"
+        return VerifiedPart(f"{self._name}: {trial_name(number)}", seen, tuple(problems))
+
+    def _object(self, digest: str) -> str | None:
+        """Say what is wrong with an object, or None."""
+        if digest not in self._objects:
+            self._objects[digest] = None
+            try:
+                self._folder.read_object(digest)
+            except StoreError as error:
+                self._objects[digest] = str(error)
+        return self._objects[digest]
+
+
+@dataclass(frozen=True)
+class VerifiedPart:
+    """Says of one part of a store whether it is as it was written."""
+
+    name: str
+    """The part, such as "run 20260101-120000-abc123: journal"."""
+    seen: str = ""
+    """How much of it was read."""
+    problems: tuple[str, ...] = ()
+    """What is damaged, with the file's path, and what to do."""
+    notes: tuple[str, ...] = ()
+    """What is unusual and does no harm."""
+
+    def __str__(self) -> str:
+        verdict = "DAMAGED" if self.problems else "ok"
+        lines = [f"{verdict:9}{self.name}{'  ' if self.seen else ''}{self.seen}"]
+        lines += [f"         {problem}" for problem in self.problems]
+        lines += [f"         note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """Holds every part that was read; printing it shows a line for each, and what is damaged."""
+
+    parts: tuple[VerifiedPart, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Say whether everything is as it was written."""
+        return not self.problems
+
+    @property
+    def problems(self) -> list[str]:
+        """List what is damaged in any part."""
+        return [problem for part in self.parts for problem in part.problems]
+
+    @property
+    def summary(self) -> str:
+        """Say the verdict in one line."""
+        damaged = sum(bool(part.problems) for part in self.parts)
+        if damaged:
+            return f"{damaged} of {len(self.parts)} parts are damaged."
+        return f"All {len(self.parts)} parts are as they were written."
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.parts), self.summary])

@@ -15,7 +15,7 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, HDFSStore, LocalStore, SparkBackend, hp_choice
-from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.testing.stores import StoreCase

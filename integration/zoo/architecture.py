@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.shards.sample import Example
+from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.testing.model_case import ModelCase, Shards
 
 WORDS, LENGTH, CLASSES = 50, 12, 3

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import PlainTrainer
-from cerebro_hydra.shards.admission import AdmittedCut, admit
-from cerebro_hydra.shards.cut_model import CutModelCache
-from cerebro_hydra.shards.engine import Mode
-from cerebro_hydra.shards.sample import Sample
-from cerebro_hydra.testing.cut_trial import CutTrial
+from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
+from cerebro_hydra.shards.cut.model import CutModelCache
+from cerebro_hydra.shards.cut.sample import Sample
+from cerebro_hydra.shards.engine.engine import Mode
 from cerebro_hydra.testing.model_case import STEPS_PER_EPOCH, TRIAL_SEED, assert_same_state
+from cerebro_hydra.testing.run_in_process import CutTrial
 from integration.zoo.architecture import Architecture, Specimen
 
 SHARDS = (2, 4)

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra.agent.device_messages import Done, RunOrder
-from cerebro_hydra.plan.actions import Action, ActionKind
-from cerebro_hydra.plan.instructions import StartSubEpoch
+from cerebro_hydra.agent.device.messages import Done, RunOrder
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.layout import Bytes, HostSegments, Segments
-from cerebro_hydra.shards.trial_profile import ShardBytes, TrialProfile
+from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
+from cerebro_hydra.shards.engine.layout import Bytes, HostSegments, Segments
 from cerebro_hydra.storage.digest import digest
 from tests.agent.standins import SECONDS
 

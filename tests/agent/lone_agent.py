@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from cerebro_hydra.agent.buffer_pool import BufferPool
-from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.segment_store import SegmentStore
-from cerebro_hydra.agent.shard_store import ShardStore
-from cerebro_hydra.agent.task_watch import TaskWatch
+from cerebro_hydra.agent.device.builder import TrialBuilder
+from cerebro_hydra.agent.device.task_watch import TaskWatch
+from cerebro_hydra.agent.memory.fetch import FetchManager
+from cerebro_hydra.agent.memory.pool import BufferPool
+from cerebro_hydra.agent.memory.segment_store import SegmentStore
+from cerebro_hydra.agent.memory.shard_store import ShardStore
 from cerebro_hydra.agent.trainer import Trainer
-from cerebro_hydra.agent.trial_builder import TrialBuilder
 from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.prepared import find_prepared
-from cerebro_hydra.plan.instructions import StartSubEpoch, StateSource
+from cerebro_hydra.data.partition import CachedPartition
+from cerebro_hydra.data.preparation.prepared import find_prepared
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_folder import read_document

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra.agent.buffer_pool import BufferPool
-from cerebro_hydra.agent.segment_store import SegmentStore
-from cerebro_hydra.agent.shard_store import Shard, ShardStore
+from cerebro_hydra.agent.memory.pool import BufferPool
+from cerebro_hydra.agent.memory.segment_store import SegmentStore
+from cerebro_hydra.agent.memory.shard_store import Shard, ShardStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.agent import auditor
-from cerebro_hydra.agent.buffer_pool import BufferPool
-from cerebro_hydra.agent.segment_store import SegmentStore
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.instructions import Evaluate, StateSource
+from cerebro_hydra.agent import audits
+from cerebro_hydra.agent.memory.pool import BufferPool
+from cerebro_hydra.agent.memory.segment_store import SegmentStore
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.instructions import Evaluate, StateSource
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards import sub_epoch
+from cerebro_hydra.shards.engine import sub_epoch
 from cerebro_hydra.storage import RunFolder
 from tests.agent.lone_agent import BATCH, ROWS, Agent, recipe, recipe_of
 
@@ -97,13 +97,13 @@ def test_a_break_in_the_last_step_is_caught_after_it_was_published(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = ROWS // BATCH - 1
-    is_due = auditor.SubEpochAudit._is_due
+    is_due = audits.SubEpochAudit._is_due
 
     def late(self: Any, seconds: float) -> bool:
         self.asked = getattr(self, "asked", 0) + 1
         return self.asked == last and is_due(self, seconds)
 
-    monkeypatch.setattr(auditor.SubEpochAudit, "_is_due", late)
+    monkeypatch.setattr(audits.SubEpochAudit, "_is_due", late)
     monkeypatch.setattr(sub_epoch.SubEpoch, "update", broken_from(last, lambda p: p[0].mul_(1.5)))
     failed = agent.train()
     assert isinstance(failed, events.AuditFailed)
@@ -124,7 +124,7 @@ def test_where_memory_is_short_a_line_says_that_nothing_is_audited(
     monkeypatch.setattr(agent.memory, "has_room", lambda nbytes: False)
     for visit in (1, 2):
         assert agent.train(visit).digests == agent.known(visit)
-    (line,) = [r.getMessage() for r in caplog.records if r.name == auditor.__name__]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == audits.__name__]
     assert "no longer audited on worker 0" in line and "memory budget" in line
     assert len(agent.built) == 2, "it is not tried again"
 

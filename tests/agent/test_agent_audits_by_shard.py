@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.plain_run import PlainRun
-from cerebro_hydra.agent.step_by_shard import memory_of_step
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.graph import TaskGraph
-from cerebro_hydra.shards import graph_tasks, sub_epoch
-from cerebro_hydra.shards.layout import Bytes, aligned, on_host
-from cerebro_hydra.shards.shard_run import ShardRun
+from cerebro_hydra.agent.audits import memory_of_step
+from cerebro_hydra.agent.device.runs import PlainRun
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.shards.engine import graph_tasks, sub_epoch
+from cerebro_hydra.shards.engine.layout import Bytes, aligned, on_host
+from cerebro_hydra.shards.engine.shard_run import ShardRun
 from cerebro_hydra.storage.digest import digest
 from tests.agent.lone_agent import Agent
-from tests.agent.many_shards import BLOCKS, WIDTH, trained_many
+from tests.agent.queues.many_shards import BLOCKS, WIDTH, trained_many
 from tests.agent.test_agent_auditor import broken_from
 
 

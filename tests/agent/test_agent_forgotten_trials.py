@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.agent import trial_builder
-from cerebro_hydra.agent.checkpoint import write_segments
-from cerebro_hydra.agent.shard_store import KEPT_TRIALS, Shard
-from cerebro_hydra.agent.trial_builder import TrialBuilder
+from cerebro_hydra.agent.device import builder as trial_builder
+from cerebro_hydra.agent.device.builder import TrialBuilder
+from cerebro_hydra.agent.memory.checkpoint import write_segments
+from cerebro_hydra.agent.memory.shard_store import KEPT_TRIALS, Shard
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest

@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.agent.buffer_pool import BufferPool
-from cerebro_hydra.agent.checkpoint import write_segments
-from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.segment_store import BUDGET_STATES, SegmentStore
-from cerebro_hydra.agent.shard_store import ShardStore
-from cerebro_hydra.agent.task_watch import TaskWatch
+from cerebro_hydra.agent.device.task_watch import TaskWatch
+from cerebro_hydra.agent.memory.checkpoint import write_segments
+from cerebro_hydra.agent.memory.fetch import FetchManager
+from cerebro_hydra.agent.memory.pool import BufferPool
+from cerebro_hydra.agent.memory.segment_store import BUDGET_STATES, SegmentStore
+from cerebro_hydra.agent.memory.shard_store import ShardStore
 from cerebro_hydra.agent.trainer import Trainer
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.closed_search import ClosedSearch
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.instructions import (
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.messages.instructions import (
     Checkpoint,
     Drop,
     Evaluate,
@@ -31,7 +30,8 @@ from cerebro_hydra.plan.instructions import (
     FinishTrial,
     StartSubEpoch,
 )
-from cerebro_hydra.plan.scheduler import Scheduler
+from cerebro_hydra.plan.policy.policy import Scheduler
+from cerebro_hydra.plan.simulate.run import ClosedSearch
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.fetch_manager import FetchManager
-from cerebro_hydra.agent.task_watch import TaskWatch
+from cerebro_hydra.agent.device.task_watch import TaskWatch
+from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.errors import TransferError
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.instructions import FetchShards, StartSubEpoch, StateSource
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.instructions import FetchShards, StartSubEpoch, StateSource
 from cerebro_hydra.storage.digest import digest
 from tests.agent.standins import SECONDS, Peer, StandInBuilder, empty_store
 

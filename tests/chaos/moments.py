@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cerebro_hydra.errors import CerebroHydraError
 from cerebro_hydra.observe.records import Decision
-from cerebro_hydra.plan.events import TrialAdded
-from cerebro_hydra.plan.instructions import Checkpoint, Commit, Evaluate, FetchShards
+from cerebro_hydra.plan.messages.events import TrialAdded
+from cerebro_hydra.plan.messages.instructions import Checkpoint, Commit, Evaluate, FetchShards
 from cerebro_hydra.storage import RunFolder
 
 LOOKS = 0.005

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from cerebro_hydra import SparkBackend
-from cerebro_hydra.plan.instructions import Commit
+from cerebro_hydra.plan.messages.instructions import Commit
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import WORKERS_FILE
 from tests.chaos.moments import LOOKS, Moment, run_of
-from tests.end_to_end.mixed_models import named
-from tests.end_to_end.mixed_searches import LARGEST_STATE, dataframe, search
+from tests.end_to_end.queues.mixed_models import named
+from tests.end_to_end.queues.mixed_searches import LARGEST_STATE, dataframe, search
 from tests.processes import children_of
 
 WORKERS, ROWS = 2, 24

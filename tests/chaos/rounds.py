@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cerebro_hydra.plan.events import RunResumed
-from cerebro_hydra.plan.instructions import Commit, StartSubEpoch
+from cerebro_hydra.plan.messages.events import RunResumed
+from cerebro_hydra.plan.messages.instructions import Commit, StartSubEpoch
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import RUN_FILE, WORKERS_FILE, RunDocument
 from cerebro_hydra.tune.result import SearchResult

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra import SearchResult, replay
-from cerebro_hydra.plan.events import TrialForked
+from cerebro_hydra.plan.messages.events import TrialForked
 from cerebro_hydra.verification import verify
 from tests.chaos import models
 from tests.chaos.moments import decisions, run_of

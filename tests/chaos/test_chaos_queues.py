@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.moments import run_of
 from tests.chaos.queue_rounds import WORKERS, Killer, train
 from tests.chaos.rounds import bits
-from tests.end_to_end.mixed_models import NAMES
+from tests.end_to_end.queues.mixed_models import NAMES
 from tests.end_to_end.test_runs import assert_replays
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.spark(group=1)]

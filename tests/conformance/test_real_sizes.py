@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.shards.admission import AdmittedCut, admit
+from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from tests.conformance import tables, text, vision
 
 pytestmark = pytest.mark.long

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cerebro_hydra.data.assignment import AffinePermutation, Assignment
-from cerebro_hydra.data.row_ids import checksum
+from cerebro_hydra.data.rows import AffinePermutation, Assignment, checksum
 from cerebro_hydra.errors import DataError
 
 

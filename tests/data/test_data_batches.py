@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cerebro_hydra.data.batches import batch_sizes, batches, num_windows, row_order
-from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.errors import ConfigurationError, DataError
 
 

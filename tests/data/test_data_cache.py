@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cerebro_hydra.data.cache import CachedPartition
 from cerebro_hydra.data.manifest import ROW_ID, Manifest, stored_name
+from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.reader import read_columns
 from cerebro_hydra.errors import DataError, StoreError
 from cerebro_hydra.storage import LocalStore
@@ -322,7 +322,7 @@ def test_open_maps_outlive_their_folder(store: LocalStore, manifest: Manifest) -
 
 BUILDER = """
 import json, sys
-from cerebro_hydra.data.cache import CachedPartition
+from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.storage import LocalStore
 import cerebro_hydra.data.reader

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.column_decoder import decode, dtype_from_arrow
+from cerebro_hydra.data.decoder import decode, dtype_from_arrow
 from cerebro_hydra.errors import DataError
 
 NULL = "is null, or holds null"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.content_digest import ContentDigest, row_hashes
+from cerebro_hydra.data.rows import ContentDigest, row_hashes
 
 RANDOM = np.random.default_rng(0)
 ROWS = 300

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.data.data_spec import DataSpec
+from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
 
 

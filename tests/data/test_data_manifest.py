@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
-from cerebro_hydra.data.prepared import find_prepared, read_manifest
+from cerebro_hydra.data.preparation.prepared import find_prepared, read_manifest
 from cerebro_hydra.errors import DataError, StoreError
 from cerebro_hydra.storage import LocalStore
-from cerebro_hydra.storage.digested_json import encode_document
+from cerebro_hydra.storage.digest import encode_document
 
 FINGERPRINT = "ab12" * 8
 

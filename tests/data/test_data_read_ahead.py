@@ -14,10 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cerebro_hydra.data import read_ahead
-from cerebro_hydra.data.batches import batches, row_order
-from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.read_ahead import may_leave_memory, page_runs
+from cerebro_hydra.data import batches as read_ahead
+from cerebro_hydra.data.batches import batches, may_leave_memory, page_runs, row_order
+from cerebro_hydra.data.partition import CachedPartition
 
 ROWS, WIDTH = 3000, 700  # 2.8 kB a row
 

@@ -13,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cerebro_hydra.data import petastorm_reader, reader
-from cerebro_hydra.data.arrow_reader import ArrowReader
-from cerebro_hydra.data.parquet_folder import ParquetFolder
+from cerebro_hydra.data.parquet import ArrowReader, ParquetFolder
 from cerebro_hydra.data.petastorm_reader import PetastormReader
 from cerebro_hydra.testing.reader_case import Layout, PartFile, ReaderCase
 

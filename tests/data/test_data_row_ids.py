@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cerebro_hydra.data.row_ids import checksum, mix64, mixed_key, permutation
+from cerebro_hydra.data.rows import checksum, mix64, mixed_key, permutation
 
 MASK = (1 << 64) - 1
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cerebro_hydra.data.manifest import PartitionInfo, RowRange
-from cerebro_hydra.data.row_ranges import assign_ranges, partitions_of, split_evenly, split_mask
+from cerebro_hydra.data.rows import assign_ranges, partitions_of, split_evenly, split_mask
 
 FILES = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cerebro_hydra.data.verify import check_partitions
+from cerebro_hydra.data.partition import check_partitions
 from cerebro_hydra.storage import LocalStore, Store
 from cerebro_hydra.testing.datasets import write_dataset
-from tests.data.existing_stores import describe, write_plain
+from tests.data.existing.existing_stores import describe, write_plain
 from tests.storage.shared_files import SharedStore
 
 COLUMNS = {"x": np.random.default_rng(0).normal(size=(90, 3)), "y": np.arange(90)}

@@ -13,7 +13,7 @@ import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.testing.local_backend import LocalBackend
-from tests.data.existing_stores import CEREBRO_STORE, joined, read_all
+from tests.data.existing.existing_stores import CEREBRO_STORE, joined, read_all
 from tests.end_to_end import models
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from cerebro_hydra.spark.places import with_kernels
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import NUMERIC_FILE
 from tests.end_to_end import models
-from tests.end_to_end.test_spark_runs import labelled_rows
+from tests.end_to_end.drivers.test_spark_runs import labelled_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=2)]
 

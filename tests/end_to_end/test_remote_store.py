@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cerebro_hydra
-from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import DataError
 from cerebro_hydra.storage import LocalStore, RunFolder, Store
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cerebro_hydra.recipe.determinism import deterministic
+from cerebro_hydra.recipe.randomness import deterministic
 
 
 @pytest.fixture(scope="session")

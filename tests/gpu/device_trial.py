@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from cerebro_hydra.agent.plain_run import PlainRun
-from cerebro_hydra.plan.actions import ActionKind
-from cerebro_hydra.plan.graph import TaskGraph
+from cerebro_hydra.agent.device.runs import PlainRun
+from cerebro_hydra.plan.messages.actions import ActionKind
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
-from cerebro_hydra.shards.engine import TrainTotals
-from cerebro_hydra.shards.gradient_layout import GradientLayout
-from cerebro_hydra.shards.layout import Segments
-from cerebro_hydra.shards.parameter_values import absent_value
-from cerebro_hydra.shards.shard_evaluation import ShardEvaluation
-from cerebro_hydra.shards.shard_run import ShardRun
+from cerebro_hydra.shards.cut.values import absent_value
+from cerebro_hydra.shards.engine.engine import TrainTotals
+from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
+from cerebro_hydra.shards.engine.layout import GradientLayout, Segments
+from cerebro_hydra.shards.engine.shard_run import ShardRun
 from tests.shards import plain
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from cerebro_hydra.agent.visible_gpus import VISIBLE
+from cerebro_hydra.agent.device.visible_gpus import VISIBLE
 
 NEEDS_GPU = [
     pytest.mark.gpu,

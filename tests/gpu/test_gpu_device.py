@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.device_starts import gpu_memory, numeric_on_gpu
-from cerebro_hydra.agent.visible_gpus import show_gpu
-from cerebro_hydra.plan import events
-from tests.agent.begun_trials import BegunTrials
-from tests.agent.queue_bench import bench
-from tests.agent.test_agent_queue_trainer import SIZES, assert_trained, begin, end
+from cerebro_hydra.agent.device.process import gpu_memory, numeric_on_gpu
+from cerebro_hydra.agent.device.visible_gpus import show_gpu
+from cerebro_hydra.plan.messages import events
+from tests.agent.queues.begun_trials import BegunTrials
+from tests.agent.queues.queue_bench import bench
+from tests.agent.queues.test_agent_queue_trainer import SIZES, assert_trained, begin, end
 from tests.gpu.marks import GPU, NEEDS_GPU
 
 pytestmark = NEEDS_GPU

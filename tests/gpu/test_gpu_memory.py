@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from cerebro_hydra.agent.cuda_runtime import CudaRuntime
-from cerebro_hydra.agent.device_memory import DeviceMemory
-from cerebro_hydra.agent.device_starts import gpu_memory
-from cerebro_hydra.agent.slabs import MappedSlabs, Slabs
-from cerebro_hydra.agent.visible_gpus import THE_GPU
-from cerebro_hydra.shards.layout import Bytes
-from tests.agent.device_memory_promises import DeviceMemoryPromises, content, of, shard
+from cerebro_hydra.agent.device.device import DeviceMemory
+from cerebro_hydra.agent.device.process import gpu_memory
+from cerebro_hydra.agent.device.runtime import CudaRuntime
+from cerebro_hydra.agent.device.visible_gpus import THE_GPU
+from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs
+from cerebro_hydra.shards.engine.layout import Bytes
+from tests.agent.device.device_memory_promises import DeviceMemoryPromises, content, of, shard
 from tests.gpu.marks import NEEDS_GPU
 
 pytestmark = NEEDS_GPU

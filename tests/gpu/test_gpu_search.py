@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cerebro_hydra import SparkBackend, doctor
-from tests.end_to_end.mixed_models import NAMES
-from tests.end_to_end.mixed_searches import cut_to_fit, dataframe, search
+from tests.end_to_end.queues.mixed_models import NAMES
+from tests.end_to_end.queues.mixed_searches import cut_to_fit, dataframe, search
 from tests.end_to_end.test_runs import assert_replays
 from tests.gpu.gpu_spark import gpu_spark
 from tests.gpu.marks import NEEDS_GPU

@@ -10,13 +10,22 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
-from cerebro_hydra.hopper.loss_limits import DEFAULT_LIMITS, LossLimits
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.codec import from_json, to_json
-from cerebro_hydra.plan.instructions import AdoptPartitions, Checkpoint, Evaluate, StartSubEpoch
+from cerebro_hydra.hopper.protocol.agent_spec import (
+    DEFAULT_LIMITS,
+    AgentInfo,
+    AgentSpec,
+    LossLimits,
+)
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.codec import from_json, to_json
+from cerebro_hydra.plan.messages.instructions import (
+    AdoptPartitions,
+    Checkpoint,
+    Evaluate,
+    StartSubEpoch,
+)
 from cerebro_hydra.storage.digest import digest
-from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.control import ControlClient
 from cerebro_hydra.wire.credentials import TLS
 from cerebro_hydra.wire.messages import ControlFailed
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
 from cerebro_hydra.hopper.coordinator import Coordinator
-from cerebro_hydra.hopper.trial_source import GivenTrials, MergeStates
+from cerebro_hydra.hopper.trials import GivenTrials, MergeStates
 from cerebro_hydra.observe import (
     Decision,
     Record,
 )
-from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.journal_fold import comparable, fold
+from cerebro_hydra.plan.hop.journal import comparable, fold
+from cerebro_hydra.plan.messages.codec import from_json
+from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
+from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.wire.credentials import Credentials
 from tests.hopper.scripted_runs import document, manifest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from cerebro_hydra.hopper.collector import Collector
-from cerebro_hydra.plan.instructions import Collect
+from cerebro_hydra.hopper.journal import Collector
+from cerebro_hydra.plan.messages.instructions import Collect
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
 

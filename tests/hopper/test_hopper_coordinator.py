@@ -12,8 +12,8 @@ import pytest
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper import journal as journal_module
-from cerebro_hydra.hopper.agent_spec import AgentInfo
 from cerebro_hydra.hopper.journal import Journal
+from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo
 from cerebro_hydra.hopper.run_config import hop_config
 from cerebro_hydra.observe import (
     AgentStarted,
@@ -21,13 +21,13 @@ from cerebro_hydra.observe import (
     RunEnded,
     RunStarted,
 )
-from cerebro_hydra.plan import events
-from cerebro_hydra.plan.instructions import Cancel, FinishTrial, StartSubEpoch
-from cerebro_hydra.plan.journal_fold import comparable, fold
+from cerebro_hydra.plan.hop.journal import comparable, fold
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.instructions import Cancel, FinishTrial, StartSubEpoch
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_folder import RunFolder
-from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.control import ControlClient
 from cerebro_hydra.wire.messages import ControlFailed
 from tests.hopper.scripted_agents import ScriptedLauncher
 from tests.hopper.scripted_runs import described, document, journal, restored, run

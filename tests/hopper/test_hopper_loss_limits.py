@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.hopper.absences import TELL_SECONDS, Absences
-from cerebro_hydra.hopper.agent_spec import AgentInfo, AgentSpec
-from cerebro_hydra.hopper.loss_limits import LossLimits
-from cerebro_hydra.hopper.roster import Roster
+from cerebro_hydra.hopper.agents import TELL_SECONDS, Absences, Roster
+from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec, LossLimits
 from cerebro_hydra.observe import WorkersMissing
 from tests.hopper.test_hopper_agent_spec import spec
 

@@ -11,16 +11,15 @@ import pytest
 
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.hopper import absences
-from cerebro_hydra.hopper.agent_spec import AgentSpec, AgentStart
-from cerebro_hydra.hopper.loss_limits import LossLimits
+from cerebro_hydra.hopper import agents
+from cerebro_hydra.hopper.protocol.agent_spec import AgentSpec, AgentStart, LossLimits
 from cerebro_hydra.observe import (
     Decision,
     WorkersMissing,
 )
-from cerebro_hydra.plan.events import WorkerGivenUp
-from cerebro_hydra.plan.instructions import FinishTrial, StartSubEpoch
-from cerebro_hydra.plan.journal_fold import comparable
+from cerebro_hydra.plan.hop.journal import comparable
+from cerebro_hydra.plan.messages.events import WorkerGivenUp
+from cerebro_hydra.plan.messages.instructions import FinishTrial, StartSubEpoch
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import WORKERS_FILE
@@ -87,7 +86,7 @@ def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
 def test_one_worker_that_came_does_the_work_of_all_and_waits_are_told(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(absences, "TELL_SECONDS", 0.3)
+    monkeypatch.setattr(agents, "TELL_SECONDS", 0.3)
     launcher = ScriptedLauncher(3, present=1, limits=LossLimits(join_timeout=1.0))
     _, state, tape = run(tmp_path, launcher, described(2, 3, 2))
     assert [trial.status for trial in state.trials.values()] == ["finished"] * 2

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from cerebro_hydra.hopper.journal import Journal
-from cerebro_hydra.hopper.recut_documents import is_written, write_recut
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.run_config import trial_config
+from cerebro_hydra.hopper.trials import is_written, write_recut
 from cerebro_hydra.observe.records import Decision
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.recut_events import RecutState, TrialRecut
-from cerebro_hydra.plan.scheduler import Scheduler
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages.config import HopConfig
+from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
+from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import TrialSpec
 

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import JournalError, StoreError
-from cerebro_hydra.hopper.collector import Collector
 from cerebro_hydra.hopper.coordinator import Coordinator
-from cerebro_hydra.hopper.journal import Journal
+from cerebro_hydra.hopper.journal import Collector, Journal
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.run_config import hop_config
-from cerebro_hydra.hopper.trial_source import GivenTrials
+from cerebro_hydra.hopper.trials import GivenTrials
 from cerebro_hydra.observe.records import Decision, NotSaved, records_of
 from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.events import CheckpointFailed, SearchClosed, StateDiffers
-from cerebro_hydra.plan.instructions import Checkpoint, Collect, StartSubEpoch
-from cerebro_hydra.plan.journal_fold import comparable
+from cerebro_hydra.plan.hop.journal import comparable
+from cerebro_hydra.plan.messages.codec import from_json
+from cerebro_hydra.plan.messages.events import CheckpointFailed, SearchClosed, StateDiffers
+from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect, StartSubEpoch
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import RunFolder

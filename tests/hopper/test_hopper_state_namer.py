@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.hopper.state_namer import StateNamer
-from cerebro_hydra.plan.events import Checkpointed, CheckpointFailed
+from cerebro_hydra.hopper.coordinator import StateNamer
+from cerebro_hydra.plan.messages.events import Checkpointed, CheckpointFailed
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.test_hopper_resume import Refusing
 
@@ -42,7 +42,7 @@ def test_what_the_store_refuses_for_long_is_told(
     store: Refusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = iter([0.0, 0.0, None])
-    monkeypatch.setattr("cerebro_hydra.hopper.state_namer.wait_after", lambda n: next(waits))
+    monkeypatch.setattr("cerebro_hydra.hopper.coordinator.wait_after", lambda n: next(waits))
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     store.refused = ("/trials/",)
     namer = StateNamer(RunFolder(store, "run"), told.put)

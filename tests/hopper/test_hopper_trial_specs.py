@@ -7,7 +7,7 @@ from typing import Any
 
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.observe import Decision, TrialAdmitted
-from cerebro_hydra.plan.events import TrialAdded
+from cerebro_hydra.plan.messages.events import TrialAdded
 from cerebro_hydra.storage.run_document import TrialSpec
 from tests.hopper.scripted_agents import DiesOnce, ScriptedLauncher
 from tests.hopper.scripted_runs import described, run

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.hopper.machine_facts import MachineFacts, machine_facts
-from cerebro_hydra.hopper.worker_resources import DEFAULT_RESOURCES, WorkerResources
+from cerebro_hydra.hopper.protocol.resources import (
+    DEFAULT_RESOURCES,
+    MachineFacts,
+    WorkerResources,
+    machine_facts,
+)
 
 
 def test_who_asks_for_nothing_gets_no_queues() -> None:

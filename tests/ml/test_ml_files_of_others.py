@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from cerebro_hydra import HDFSStore, LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
-from cerebro_hydra.ml.trained_network import ExportedNetwork
-from cerebro_hydra.shards.exported import save_exported
-from cerebro_hydra.shards.model_archive import ModelArchive
-from cerebro_hydra.storage.digested_json import encode_document
-from cerebro_hydra.tune.prediction_kind import PredictionKind
-from cerebro_hydra.tune.saved_model import ModelFacts, SavedModel
+from cerebro_hydra.ml.model import ExportedNetwork
+from cerebro_hydra.shards.export.archive import ModelArchive
+from cerebro_hydra.shards.export.program import save_exported
+from cerebro_hydra.storage.digest import encode_document
+from cerebro_hydra.tune.saved_model import ModelFacts, PredictionKind, SavedModel
 from cerebro_hydra.tune.trial import Trial
 from tests.examples import examples
 from tests.forgeries import digested, forged_bytes, forged_json

@@ -13,15 +13,14 @@ from torch import nn
 from cerebro_hydra import SparkModel
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
-from cerebro_hydra.ml.trained_network import ExportedNetwork
+from cerebro_hydra.ml.model import ExportedNetwork
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.exported import EXPORTED_FILES, GRAPH_FILE, save_exported
-from cerebro_hydra.shards.model_archive import FORMAT, METADATA_FILE, ModelArchive
-from cerebro_hydra.storage.digested_json import decode_format, encode_format
-from cerebro_hydra.tune.prediction_kind import PredictionKind
-from cerebro_hydra.tune.saved_model import ModelFacts, SavedModel, load_model
+from cerebro_hydra.shards.export.archive import FORMAT, METADATA_FILE, ModelArchive
+from cerebro_hydra.shards.export.program import EXPORTED_FILES, GRAPH_FILE, save_exported
+from cerebro_hydra.storage.digest import decode_format, encode_format
+from cerebro_hydra.tune.saved_model import ModelFacts, PredictionKind, SavedModel, load_model
 from cerebro_hydra.tune.trial import Trial
-from tests.shards import forged_archives
+from tests.shards.export import forged_archives
 
 pytestmark = pytest.mark.spark(group=2)
 

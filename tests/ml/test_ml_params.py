@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.errors import ConfigurationError, ReplayError
+from cerebro_hydra.ml.estimator import GRID_OPTIONS, RecipeCopier, optimizer_numbers
+from cerebro_hydra.ml.factory_estimator import TrialEstimator, equal_settings
 from cerebro_hydra.ml.params import OutputParams, RunParams
-from cerebro_hydra.ml.recipe_copier import GRID_OPTIONS, RecipeCopier, optimizer_numbers
-from cerebro_hydra.ml.trial_estimator import TrialEstimator, equal_settings
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from tests.ml import nets
 

@@ -18,8 +18,8 @@ from torch import nn
 import cerebro_hydra
 from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
 from cerebro_hydra.errors import ConfigurationError, ReplayError
-from cerebro_hydra.ml import trial_estimator
-from cerebro_hydra.shards.exported import EXPORTED_FILES, WEIGHTS_FILE
+from cerebro_hydra.ml import factory_estimator
+from cerebro_hydra.shards.export.program import EXPORTED_FILES, WEIGHTS_FILE
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import SearchResult
@@ -259,7 +259,7 @@ def test_instances_under_a_validator_regress(
     require_ready, alone = preflight.require_ready, []
 
     def checked(*given: Any) -> None:
-        alone.append(trial_estimator._one_run.locked())
+        alone.append(factory_estimator._one_run.locked())
         require_ready(*given)
 
     monkeypatch.setattr(preflight, "require_ready", checked)

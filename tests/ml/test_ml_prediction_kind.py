@@ -12,11 +12,9 @@ from pyspark.sql.types import DoubleType
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.evaluator_outputs import EvaluatorOutputs
-from cerebro_hydra.ml.trained_network import ExportedNetwork
-from cerebro_hydra.shards.model_archive import ModelArchive
-from cerebro_hydra.tune.prediction_kind import PredictionKind
-from cerebro_hydra.tune.saved_model import ModelFacts, SavedModel
+from cerebro_hydra.ml.model import EvaluatorOutputs, ExportedNetwork
+from cerebro_hydra.shards.export.archive import ModelArchive
+from cerebro_hydra.tune.saved_model import ModelFacts, PredictionKind, SavedModel
 from cerebro_hydra.tune.trial import Trial
 
 RAW, NUMBER, SOFTMAX, SIGMOID, PROBABILITY = PredictionKind

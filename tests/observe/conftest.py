@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted, TrialAdmitted
-from cerebro_hydra.plan.closed_search import ClosedSearch
-from cerebro_hydra.plan.events import TrialAdded
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.simulate import Simulation, WorkerCrash
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.messages.events import TrialAdded
+from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend

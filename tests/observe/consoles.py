@@ -13,8 +13,8 @@ from cerebro_hydra.observe import (
     RunView,
     TrialAdmitted,
 )
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
 from tests.observe.conftest import begin
 
 

@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from cerebro_hydra.observe import Decision
-from cerebro_hydra.plan.instructions import Commit
+from cerebro_hydra.plan.messages.instructions import Commit
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.testing.local_backend import LocalBackend
 from tests.end_to_end import models

@@ -21,13 +21,12 @@ from cerebro_hydra.observe import (
     WorkersMissing,
     console_observer,
 )
-from cerebro_hydra.observe.lines import LogLines, PlainLines
-from cerebro_hydra.observe.table import LiveTable, frame
+from cerebro_hydra.observe.console import LiveTable, LogLines, PlainLines, frame
 from cerebro_hydra.observe.text import duration
-from cerebro_hydra.observe.totals import human_bytes
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.simulate import WorkerCrash
+from cerebro_hydra.observe.view import human_bytes
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.simulate.run import WorkerCrash
 from tests.observe.conftest import begin
 from tests.observe.consoles import drawn, pipe, printed, terminal
 

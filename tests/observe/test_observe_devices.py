@@ -13,16 +13,15 @@ import pytest
 from rich.console import Console
 
 from cerebro_hydra.observe import Decision, RunStarted, RunView, TrialAdmitted
+from cerebro_hydra.observe.console import frame
 from cerebro_hydra.observe.report import render
-from cerebro_hydra.observe.table import frame
 from cerebro_hydra.observe.text import summary
-from cerebro_hydra.observe.timeline import Timeline
-from cerebro_hydra.observe.trace import trace
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.actions import HOST
-from cerebro_hydra.plan.device_work import DeviceWork
-from cerebro_hydra.plan.hop_config import TrialConfig
+from cerebro_hydra.observe.timeline import Timeline, trace
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.actions import HOST
+from cerebro_hydra.plan.messages.config import TrialConfig
+from cerebro_hydra.plan.messages.device_work import DeviceWork
 from cerebro_hydra.storage import LocalStore, RunFolder
 from tests.observe.conftest import begin
 from tests.observe.test_observe_trace import faults

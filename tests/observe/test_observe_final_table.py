@@ -8,9 +8,9 @@ from cerebro_hydra.observe import (
     Decision,
     RunView,
 )
-from cerebro_hydra.observe.columns import final_table
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.observe.console import final_table
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
 from tests.observe.conftest import begin
 from tests.observe.consoles import crowd, drawn
 

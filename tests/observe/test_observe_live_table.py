@@ -13,11 +13,9 @@ from cerebro_hydra.observe import (
     Progress,
     RunView,
 )
-from cerebro_hydra.observe.columns import abbreviated
-from cerebro_hydra.observe.screen import NotebookScreen
-from cerebro_hydra.observe.table import LiveTable, frame
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.observe.console import LiveTable, NotebookScreen, abbreviated, frame
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
 from tests.observe.conftest import begin
 from tests.observe.consoles import crowd, drawn, printed, terminal
 

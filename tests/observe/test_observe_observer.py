@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from cerebro_hydra.observe import Decision, Observers, Record, RunEnded
-from cerebro_hydra.plan.events import TrialStopped
+from cerebro_hydra.plan.messages.events import TrialStopped
 from tests.observe.conftest import begin
 
 

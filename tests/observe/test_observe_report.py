@@ -20,9 +20,9 @@ from cerebro_hydra import cli
 from cerebro_hydra.observe import RunEnded
 from cerebro_hydra.observe.report import REPORT_FILE, ReportWriter, _reasons, is_running, render
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.digested_json import encode_document
+from cerebro_hydra.storage.digest import encode_document
 from cerebro_hydra.tune import SearchResult
-from cerebro_hydra.tune.run_claim import run_claim
+from cerebro_hydra.tune.running import run_claim
 from tests.journals import rewrite_journal
 from tests.observe.hostile import HOSTILE
 

@@ -14,12 +14,12 @@ import pytest
 from cerebro_hydra.observe import Decision, RunStarted, TrialAdmitted
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.watch import ReportServer
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.hop_config import TrialConfig
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.config import TrialConfig
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import SearchResult
-from cerebro_hydra.tune.run_claim import run_claim
+from cerebro_hydra.tune.running import run_claim
 from tests.journals import rewrite_journal
 from tests.observe.conftest import begin
 from tests.observe.test_observe_devices import written

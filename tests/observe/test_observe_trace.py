@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.observe import Decision, RunStarted, TrialAdmitted
-from cerebro_hydra.observe.timeline import Timeline
-from cerebro_hydra.observe.trace import trace
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.hop_config import TrialConfig
-from cerebro_hydra.plan.simulate import WorkerCrash
+from cerebro_hydra.observe.timeline import Timeline, trace
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.config import TrialConfig
+from cerebro_hydra.plan.simulate.run import WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import SearchResult
 from tests.observe.conftest import begin

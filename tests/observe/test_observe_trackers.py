@@ -14,8 +14,8 @@ from cerebro_hydra import MLflowTracker, TensorBoardTracker
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.observe import Decision, RunEnded
 from cerebro_hydra.observe.report import render
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import SearchResult
 from tests.observe.conftest import begin

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.observe import Decision, Progress, Record, RunView, TrialAdmitted, records_of
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.simulate import WorkerCrash
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.simulate.run import WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
 from tests.observe.conftest import begin
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan.closed_search import ClosedSearch
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.instructions import Instruction
-from cerebro_hydra.plan.progress import visit_order
-from cerebro_hydra.plan.scheduler import Scheduler
+from cerebro_hydra.plan.hop.trials import visit_order
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.messages.instructions import Instruction
+from cerebro_hydra.plan.policy.policy import Scheduler
+from cerebro_hydra.plan.simulate.run import ClosedSearch
 
 
 def config(

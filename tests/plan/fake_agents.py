@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import inf, nan
 from random import Random
 
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.seeds import seed_of
 
 Content = tuple[tuple[int, int], ...]  # (epoch, partition) of every visit

@@ -5,10 +5,10 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.lost_agents import MOST_LOST_AGENTS
+from cerebro_hydra.plan.hop.trials import MOST_LOST_AGENTS
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.codec import from_json
 from tests.plan.fake_agents import FakeAgent
 
 if TYPE_CHECKING:

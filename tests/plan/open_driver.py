@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.hop_config import HopConfig, TrialConfig
-from cerebro_hydra.plan.scheduler import Scheduler
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.policy.policy import Scheduler
 from tests.plan.driver import done
 
 

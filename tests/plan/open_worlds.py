@@ -7,19 +7,15 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.hop_config import CHECKPOINTS, HopConfig
-from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.progress import visit_order
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.hop.trials import visit_order
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.codec import from_json
+from cerebro_hydra.plan.messages.config import CHECKPOINTS, HopConfig
 from tests.plan.fake_agents import score, val_loss
+from tests.plan.hop.test_plan_hop_chaos import expected_result, places, surviving_commits
 from tests.plan.open_driver import trial
-from tests.plan.test_plan_hop_chaos import (
-    expected_result,
-    places,
-    surviving_commits,
-)
 from tests.plan.world import Proposal, World
 
 

@@ -12,16 +12,16 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from random import Random
 
-from cerebro_hydra.plan import events as ev
-from cerebro_hydra.plan import instructions as ins
-from cerebro_hydra.plan.closed_search import ClosedSearch
-from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.hop_config import HopConfig
-from cerebro_hydra.plan.hop_state import HopState
-from cerebro_hydra.plan.journal_fold import fold, record
-from cerebro_hydra.plan.recut_events import RecutRefused, RecutState, TrialRecut
-from cerebro_hydra.plan.scheduler import Scheduler
-from cerebro_hydra.plan.view import View
+from cerebro_hydra.plan.hop.journal import fold, record
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.codec import from_json
+from cerebro_hydra.plan.messages.config import HopConfig
+from cerebro_hydra.plan.messages.events import RecutRefused, RecutState, TrialRecut
+from cerebro_hydra.plan.policy.policy import Scheduler
+from cerebro_hydra.plan.policy.view import View
+from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.plan.fake_agents import Content, FakeAgent, laid, score, val_loss
 from tests.plan.faults import inject_fault
 

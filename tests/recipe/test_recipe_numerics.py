@@ -20,7 +20,7 @@ from cerebro_hydra.recipe import (
     numeric_fingerprint,
 )
 from cerebro_hydra.recipe.numerics import is_portable, same_at_every_offset
-from cerebro_hydra.shards.sample import Example
+from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.testing.model_case import ModelCase, Shards
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def test_a_fingerprint_tells_the_cpu_and_how_kernels_are_chosen() -> None:
 def test_square_roots_of_a_portable_process_are_the_nearest_numbers() -> None:
     code = """
 import torch
-from cerebro_hydra.recipe.determinism import compute_as
+from cerebro_hydra.recipe.randomness import compute_as
 compute_as("fast")
 u = torch.rand(1 << 16)
 wanted = u.double().sqrt().float()
@@ -172,7 +172,7 @@ def test_unlike_cpus_differ_unless_both_take_portable_kernels() -> None:
 def test_the_portable_variables_give_a_portable_process() -> None:
     code = """
 from cerebro_hydra.recipe import has_portable_kernels, is_portable, numeric_fingerprint
-from cerebro_hydra.recipe.determinism import compute_as
+from cerebro_hydra.recipe.randomness import compute_as
 kernels = has_portable_kernels(numeric_fingerprint())
 before = is_portable(numeric_fingerprint())
 compute_as("portable")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import cerebro_hydra
 from cerebro_hydra.data.manifest import FORMAT, Manifest
-from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.documents import parse
 from cerebro_hydra.errors import (
     CerebroHydraError,
@@ -26,12 +26,12 @@ from cerebro_hydra.errors import (
     StoreError,
 )
 from cerebro_hydra.observe.report import render
-from cerebro_hydra.observe.trace import trace
-from cerebro_hydra.plan.codec import from_json
-from cerebro_hydra.plan.journal_fold import fold
+from cerebro_hydra.observe.timeline import trace
+from cerebro_hydra.plan.hop.journal import fold
+from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.digested_json import decode_document, encode_document
+from cerebro_hydra.storage.digest import decode_document, encode_document
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, RUN_FILE, TRIAL_FILE
 from cerebro_hydra.tune import SearchResult
 from tests.examples import examples

@@ -15,7 +15,7 @@ from torch import nn
 import cerebro_hydra
 from cerebro_hydra.errors import ReplayError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.sample import Example
+from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.model_case import ModelCase, Shards

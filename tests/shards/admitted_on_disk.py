@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe, load_warm_start
-from cerebro_hydra.shards.admission import admit, on_disk
-from cerebro_hydra.shards.layout import initial_segments
+from cerebro_hydra.shards.admission.admit import admit, on_disk
+from cerebro_hydra.shards.engine.layout import initial_segments
 from cerebro_hydra.storage.digest import digest
 
 SHARDS, ROWS = 8, 4

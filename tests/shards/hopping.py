@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission import AdmittedCut, admit
-from cerebro_hydra.shards.cut_model import CutModel, CutModelCache
-from cerebro_hydra.shards.engine import Mode
-from cerebro_hydra.shards.layout import in_place, on_host
-from cerebro_hydra.shards.parameter_values import absent_value
-from cerebro_hydra.shards.sample import Sample
-from cerebro_hydra.shards.state import ShardState
-from cerebro_hydra.testing.cut_trial import CutTrial
+from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
+from cerebro_hydra.shards.cut.model import CutModel, CutModelCache
+from cerebro_hydra.shards.cut.sample import Sample
+from cerebro_hydra.shards.cut.values import absent_value
+from cerebro_hydra.shards.engine.engine import Mode
+from cerebro_hydra.shards.engine.layout import in_place, on_host
+from cerebro_hydra.shards.engine.state import ShardState
+from cerebro_hydra.testing.run_in_process import CutTrial
 from tests.shards import plain
 
 STEPS_PER_EPOCH = 4

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 from pathlib import Path
 import torch
-from cerebro_hydra.shards.kept_heap import kept_heap
+from cerebro_hydra.shards.heap import kept_heap
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

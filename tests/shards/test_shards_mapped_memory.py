@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.shards.differences import same_bits
-from cerebro_hydra.shards.layout import aligned
+from cerebro_hydra.shards.engine.differences import same_bits
+from cerebro_hydra.shards.engine.layout import aligned
 from cerebro_hydra.shards.mapped_memory import LEAST_MAPPED, MappedMemory
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.recipe import ForwardCall
-from cerebro_hydra.shards.sample import Sample
+from cerebro_hydra.shards.cut.sample import Sample
 
 
 class Block(nn.Module):

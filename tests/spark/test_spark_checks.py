@@ -9,8 +9,7 @@ import pytest
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.spark import checks, session
-from cerebro_hydra.spark.checks import check_settings, check_slots
-from cerebro_hydra.spark.slots import Slots
+from cerebro_hydra.spark.checks import Slots, check_settings, check_slots
 
 DAEMON = {"spark.python.daemon.module": checks.DAEMON_MODULE}
 LOCAL = {"spark.master": "local[3,8]", "spark.task.maxFailures": "8"} | DAEMON

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.spark import java
-from cerebro_hydra.spark.class_archive import archive_options
-from cerebro_hydra.spark.java import Java
+from cerebro_hydra.spark.java import Java, archive_options
 
 
 @pytest.fixture

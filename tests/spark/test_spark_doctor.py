@@ -15,8 +15,8 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.spark import SparkBackend, preflight, slots
-from cerebro_hydra.spark.slots import Slots, count_slots
+from cerebro_hydra.spark import SparkBackend, checks, preflight
+from cerebro_hydra.spark.checks import Slots, count_slots
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -79,8 +79,8 @@ def test_the_backend_waits_for_slots_that_other_jobs_hold_and_says_so_if_it_may(
             end()
         return counted[-1]
 
-    monkeypatch.setattr(slots, "count_slots", counting)
-    monkeypatch.setattr(slots, "_FIRST_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(checks, "count_slots", counting)
+    monkeypatch.setattr(checks, "_FIRST_LINE_SECONDS", 0.0)
     with other_job(spark, tasks=2) as end:
         SparkBackend(spark, num_workers=3, verbose=verbose)
     assert counted[:3] == [Slots(4, 2)] * 3 and counted[-1].free >= 3
@@ -114,7 +114,7 @@ def test_the_backend_costs_one_job(spark: SparkSession) -> None:
 def test_a_driver_address_that_is_none_of_its_machine_is_named(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight.network_check, "driver_host", lambda context: "192.0.2.1")
+    monkeypatch.setattr(preflight.worker_checks, "driver_host", lambda context: "192.0.2.1")
     report = cerebro_hydra.doctor(spark, num_workers=1)
     (finding,) = report.findings
     assert finding.setting == "spark.driver.host" and "'192.0.2.1'" in finding.problem
@@ -127,7 +127,7 @@ def test_a_network_job_that_spark_does_not_run_is_a_problem_of_the_network_alone
     def refused(*_: Any) -> Any:
         raise RuntimeError("calling o1.collect.\n: SparkException: no barrier today\n\tat line 1")
 
-    monkeypatch.setattr(preflight.network_check, "dial_everybody", refused)
+    monkeypatch.setattr(preflight.worker_checks, "dial_everybody", refused)
     report = cerebro_hydra.doctor(spark, num_workers=1)
     (finding,) = report.findings
     assert finding.setting == "network" and "SparkException: no barrier today" in finding.problem

@@ -11,13 +11,13 @@ import pytest
 from py4j.protocol import Py4JError
 
 from cerebro_hydra.errors import SetupError, StoreError
-from cerebro_hydra.spark.java_errors import explained_java
+from cerebro_hydra.spark.java import explained_java
 
 SCRIPT = """
 import os, signal, sys, threading, time, types
 import torch
 import cerebro_hydra
-from cerebro_hydra.data.data_spec import DataSpec
+from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.spark.transform import Inference

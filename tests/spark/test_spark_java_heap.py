@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cerebro_hydra.spark.java_heap import chosen_heap, heap_line
+from cerebro_hydra.spark.java import chosen_heap, heap_line
 
 GIB = 2**30
 

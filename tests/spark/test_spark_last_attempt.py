@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cerebro_hydra.agent.watchdog import LEFT_LATE
-from cerebro_hydra.spark import last_attempt
-from cerebro_hydra.spark.last_attempt import run_in_child
+from cerebro_hydra.agent.device.watchdog import LEFT_LATE
+from cerebro_hydra.spark import launcher
+from cerebro_hydra.spark.launcher import run_in_child
 
 
 @pytest.mark.parametrize("end", [lambda: None, lambda: os._exit(LEFT_LATE)])
@@ -27,14 +27,14 @@ def test_what_an_agent_raises_is_the_tasks_failure() -> None:
 
 
 def test_a_death_that_nobody_misses_fails_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_attempt, "KILL_SECONDS", 0.1)
+    monkeypatch.setattr(launcher, "KILL_SECONDS", 0.1)
     with pytest.raises(RuntimeError, match="ended with -9, and no coordinator missed it"):
         run_in_child(lambda: os.kill(os.getpid(), 9))
 
 
 PARENT = """
 import os, sys, ctypes
-from cerebro_hydra.spark.last_attempt import run_in_child
+from cerebro_hydra.spark.launcher import run_in_child
 
 def lock_python():
     print(os.getpid(), flush=True)

@@ -17,7 +17,7 @@ import pytest
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
-from cerebro_hydra.hopper.agent_spec import AgentSpec
+from cerebro_hydra.hopper.protocol.agent_spec import AgentSpec
 from cerebro_hydra.spark import SparkLauncher
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.wire.credentials import Credentials

@@ -14,8 +14,14 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.spark.network_check import Address, Reach, check_store, listening, reach
-from cerebro_hydra.spark.store_probe import StoreProbe
+from cerebro_hydra.spark.worker_checks import (
+    Address,
+    Reach,
+    StoreProbe,
+    check_store,
+    listening,
+    reach,
+)
 from cerebro_hydra.storage import LocalStore
 
 SECRET = "5ec2e7"

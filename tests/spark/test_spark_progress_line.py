@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.long]
 PROGRAM = """
 import os, sys, time
 import pyspark
-from cerebro_hydra.spark.progress_line import no_progress_line
+from cerebro_hydra.spark.launcher import no_progress_line
 from cerebro_hydra.spark.session import started
 
 settings = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "true"}

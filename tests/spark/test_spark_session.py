@@ -11,10 +11,10 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.hopper.loss_limits import LossLimits
+from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.spark import SparkBackend
-from cerebro_hydra.spark.slots import count_slots
-from cerebro_hydra.spark.worker_check import ask_workers, check_imports, required_modules
+from cerebro_hydra.spark.checks import count_slots
+from cerebro_hydra.spark.worker_checks import ask_workers, check_imports, required_modules
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

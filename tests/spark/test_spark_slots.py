@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.spark.slots import (
+from cerebro_hydra.spark.checks import (
     LocalMaster,
     Slots,
     count_slots,

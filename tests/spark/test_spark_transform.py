@@ -14,12 +14,10 @@ from torch import nn
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.spark import arrow_columns
+from cerebro_hydra.spark import outputs as arrow_columns
 from cerebro_hydra.spark.launcher import pickle_factory
 from cerebro_hydra.spark.outputs import RawOutputs
-from cerebro_hydra.spark.predictors import BuiltPredictor, load_state
-from cerebro_hydra.spark.transform import Inference
-from cerebro_hydra.spark.transform_device import gpu_index
+from cerebro_hydra.spark.transform import BuiltPredictor, Inference, gpu_index, load_state
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import cerebro_hydra
-from cerebro_hydra.spark.worker_check import (
+from cerebro_hydra.spark.worker_checks import (
     COMPARED,
     LEAST_SCRATCH,
     WorkerFacts,

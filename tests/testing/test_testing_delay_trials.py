@@ -6,10 +6,9 @@ import time
 
 import numpy as np
 
-from cerebro_hydra.plan import events
-from cerebro_hydra.testing.delay_trials import DelayMemory, DelayTrials
-from cerebro_hydra.testing.queue_worker import train
-from tests.agent.queue_bench import QueueBench, bench
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.testing.queue_worker import DelayMemory, DelayTrials, train
+from tests.agent.queues.queue_bench import QueueBench, bench
 
 ROWS, BATCH, DEVICES, FORWARD, NBYTES = 12, 4, 4, 0.03, 100_000
 

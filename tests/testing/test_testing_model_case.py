@@ -8,12 +8,12 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards import graph_tasks, sub_epoch
-from cerebro_hydra.shards.layout import memory_of
-from cerebro_hydra.testing import cut_trial
-from cerebro_hydra.testing.cut_trial import CutTrial
+from cerebro_hydra.shards.engine import graph_tasks, sub_epoch
+from cerebro_hydra.shards.engine.layout import memory_of
+from cerebro_hydra.testing import run_in_process
 from cerebro_hydra.testing.load_alone import run_alone
 from cerebro_hydra.testing.model_case import ModelCase
+from cerebro_hydra.testing.run_in_process import CutTrial
 
 
 def net():
@@ -208,13 +208,13 @@ def test_a_model_that_is_not_cut_as_asked_is_noticed():
 
 
 def test_a_trip_through_safetensors_that_rounds_is_noticed(monkeypatch):
-    read = cut_trial.read_tensors
+    read = run_in_process.read_tensors
 
     def rounded(buffer):
         return {n: t.half().to(t.dtype) if t.is_floating_point() else t
                 for n, t in read(buffer).items()}  # fmt: skip
 
-    monkeypatch.setattr(cut_trial, "read_tensors", rounded)
+    monkeypatch.setattr(run_in_process, "read_tensors", rounded)
     with pytest.raises(AssertionError):
         Fine().test_state_survives_safetensors()
 

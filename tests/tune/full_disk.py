@@ -18,7 +18,7 @@ from typing import Any
 
 from cerebro_hydra.errors import CerebroHydraError
 from cerebro_hydra.observe import Decision, Record
-from cerebro_hydra.plan.events import SubEpochDone
+from cerebro_hydra.plan.messages.events import SubEpochDone
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import GridSearch, hp_choice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cerebro_hydra.hopper import journal
-from cerebro_hydra.plan import write_retries
+from cerebro_hydra.plan.hop import checkpoints
 
-write_retries.WAITS = (0.05,) * len(write_retries.WAITS)
+checkpoints.WAITS = (0.05,) * len(checkpoints.WAITS)
 journal.LONGEST_WAIT = 0.05

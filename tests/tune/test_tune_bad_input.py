@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from cerebro_hydra.data.data_spec import DataSpec
+from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import LocalStore

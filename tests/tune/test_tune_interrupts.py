@@ -8,12 +8,12 @@ from types import FrameType
 
 import pytest
 
-from cerebro_hydra.agent.watchdog import LEAVE_SECONDS
+from cerebro_hydra.agent.device.watchdog import LEAVE_SECONDS
 from cerebro_hydra.hopper.coordinator import INTERRUPT_SECONDS
 from cerebro_hydra.spark.launcher import CANCEL_SECONDS
-from cerebro_hydra.tune.interrupts import interruptible
-from cerebro_hydra.tune.timed_call import GRACE_SECONDS
-from cerebro_hydra.wire.control_server import CLOSE_SECONDS
+from cerebro_hydra.tune.search import interruptible
+from cerebro_hydra.tune.trials import GRACE_SECONDS
+from cerebro_hydra.wire.control import CLOSE_SECONDS
 
 told = []
 

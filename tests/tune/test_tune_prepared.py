@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 import cerebro_hydra
-from cerebro_hydra.data.data_spec import DataSpec
+from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
 from cerebro_hydra.storage import LocalStore
-from cerebro_hydra.testing.local_backend import LocalBackend
-from cerebro_hydra.testing.local_launcher import LocalLauncher
+from cerebro_hydra.testing.local_backend import LocalBackend, LocalLauncher
 from cerebro_hydra.tune import GridSearch
 from tests.tune.test_tune_search import arguments, rows
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import cerebro_hydra
-from cerebro_hydra.data.cache import CachedPartition
-from cerebro_hydra.data.prepared import find_prepared
+from cerebro_hydra.data.partition import CachedPartition
+from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayError, StoreError
 from cerebro_hydra.storage import LocalStore, RunFolder, estimator_factories
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice, hp_uniform
-from cerebro_hydra.tune.all_failed import all_failed
+from cerebro_hydra.tune.trial import all_failed
 from tests.tune import tune_models
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from queue import SimpleQueue
 from typing import Any
 
-from cerebro_hydra.wire.control_client import ControlClient
-from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire.control import ControlClient, ControlServer
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
 
 GUARD = 60  # seconds; only a hang comes near it

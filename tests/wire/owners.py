@@ -11,8 +11,7 @@ import numpy as np
 
 from cerebro_hydra.wire.credentials import Credentials
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
-from cerebro_hydra.wire.shard_client import ShardClient
-from cerebro_hydra.wire.shard_server import Look, ShardServer
+from cerebro_hydra.wire.shards import Look, ShardClient, ShardServer
 
 
 @dataclass(frozen=True)

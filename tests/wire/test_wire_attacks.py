@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cerebro_hydra.wire import listener
+from cerebro_hydra.wire import connection as listener
 from cerebro_hydra.wire.connection import encode
-from cerebro_hydra.wire.control_client import ControlClient
+from cerebro_hydra.wire.control import ControlClient
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
-from cerebro_hydra.wire.shard_client import ShardClient
+from cerebro_hydra.wire.shards import ShardClient
 from tests.wire.conftest import Peer
 from tests.wire.owners import fetch, request
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError, SetupError
-from cerebro_hydra.wire import connection, control_connection
-from cerebro_hydra.wire.control_client import ControlClient
-from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire import connection, control
+from cerebro_hydra.wire.control import ControlClient, ControlServer
 from cerebro_hydra.wire.messages import ControlFailed
 from tests.wire.control_driver import GUARD, PLAIN, Driver, dial, ignore
 
@@ -149,7 +148,7 @@ def test_a_line_that_is_too_long_ends_its_connection(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of those who open from now on.
-    monkeypatch.setattr(control_connection, "LONGEST_MESSAGE", 1 << 20)
+    monkeypatch.setattr(control, "LONGEST_MESSAGE", 1 << 20)
     client = dial(driver)
     client.send({"first": "word"})
     assert [driver.next()[0] for _ in range(2)] == ["hello", "message"]  # so the driver has opened

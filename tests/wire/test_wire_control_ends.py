@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.wire.control_client import ControlClient
-from cerebro_hydra.wire.control_connection import ControlConnection
+from cerebro_hydra.wire.connection import GOODBYE_SECONDS
+from cerebro_hydra.wire.control import ControlClient, ControlConnection
 from cerebro_hydra.wire.credentials import Credentials
-from cerebro_hydra.wire.heartbeat import GOODBYE_SECONDS
 from tests.wire.control_driver import GUARD, Driver, dial, ignore
 
 

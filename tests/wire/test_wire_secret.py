@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError, TransferError
-from cerebro_hydra.wire import listener
+from cerebro_hydra.wire import connection as listener
 from cerebro_hydra.wire.connection import encode
-from cerebro_hydra.wire.control_client import ControlClient
-from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire.control import ControlClient, ControlServer
 from cerebro_hydra.wire.credentials import Credentials, new_credentials, new_secret
 from cerebro_hydra.wire.messages import ControlFailed
-from cerebro_hydra.wire.shard_client import ShardClient
-from cerebro_hydra.wire.shard_server import ShardServer
+from cerebro_hydra.wire.shards import ShardClient, ShardServer
 from tests.wire.owners import Owner, Published, fetch, noise, request
 
 PLAIN = new_credentials()

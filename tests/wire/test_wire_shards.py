@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.errors import Cancelled, TransferError
-from cerebro_hydra.wire import shard_server
-from cerebro_hydra.wire.client_pool import ClientPool
+from cerebro_hydra.wire import shards as shard_server
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
 from cerebro_hydra.wire.messages import ShardRequest
-from cerebro_hydra.wire.shard_client import ShardClient
+from cerebro_hydra.wire.shards import ClientPool, ShardClient
 from tests.wire.owners import Owner, Published, empty, fetch, noise, nothing, request
 
 GUARD = 60  # seconds; only a hang comes near it

@@ -16,13 +16,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from cerebro_hydra.errors import ConfigurationError, SetupError, TransferError
-from cerebro_hydra.wire import listener
-from cerebro_hydra.wire.control_client import ControlClient
-from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire import connection
+from cerebro_hydra.wire.control import ControlClient, ControlServer
 from cerebro_hydra.wire.credentials import TLS, Credentials, new_credentials
 from cerebro_hydra.wire.messages import ControlFailed
-from cerebro_hydra.wire.shard_client import ShardClient
-from cerebro_hydra.wire.shard_server import ShardServer
+from cerebro_hydra.wire.shards import ShardClient, ShardServer
 from tests.wire.certificates import make
 from tests.wire.owners import Owner, Published, fetch
 
@@ -169,7 +167,7 @@ def test_a_receiver_that_asks_a_port_of_the_other_sort_fails_with_its_address(
 def test_a_peer_that_never_shakes_hands_is_hung_up_on(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "GREETING_SECONDS", 0.5)
     server = serve(OWN)
     port = int(server.uri.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=60) as idle:

@@ -11,11 +11,9 @@ import sys
 import threading
 from typing import Any
 
-from cerebro_hydra.wire.control_client import ControlClient
-from cerebro_hydra.wire.control_server import ControlServer
+from cerebro_hydra.wire.control import ControlClient, ControlServer
 from cerebro_hydra.wire.credentials import Credentials
-from cerebro_hydra.wire.shard_client import ShardClient
-from cerebro_hydra.wire.shard_server import ShardServer
+from cerebro_hydra.wire.shards import ShardClient, ShardServer
 from tests.wire.owners import Published, fetch, noise
 
 

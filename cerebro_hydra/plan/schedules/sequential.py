@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cerebro_hydra.plan.actions import Action, ActionKind
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 
 
 def sequential(

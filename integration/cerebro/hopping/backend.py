@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cerebro_hydra.data.data_spec import DataSpec
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.prepared import choose_prepared
+from cerebro_hydra.data.preparation.prepared import choose_prepared
+from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.recipe import Columns

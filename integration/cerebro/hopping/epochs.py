@@ -12,11 +12,11 @@ from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.recipe import Columns, build_recipe
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.names import trial_name
-from cerebro_hydra.tune.list_search import ListSearch
 from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.resume import RunToResume
 from cerebro_hydra.tune.running import Surroundings
+from cerebro_hydra.tune.searches import ListSearch
 
 Factory = Callable[[dict[str, Any]], SparkEstimator]
 

@@ -1,0 +1,245 @@
+"""Builds what an agent needs to train one trial: recipe, cut, layout and engine, once each.
+
+It decodes the partitions that are an agent's own, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cerebro_hydra.data.batches import Batch, batches, row_order, windows
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.partition import CachedPartition
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state, build_recipe
+from cerebro_hydra.recipe.placement import CPU
+from cerebro_hydra.shards.cut.model import CutModel, CutModelCache, Recent
+from cerebro_hydra.shards.cut.sample import Sample
+from cerebro_hydra.shards.cut.spec import CutSpec
+from cerebro_hydra.shards.cut.values import absent_value
+from cerebro_hydra.shards.engine.engine import Engine
+from cerebro_hydra.shards.engine.layout import TrialLayout
+from cerebro_hydra.shards.engine.optimizer import StateTemplate
+from cerebro_hydra.shards.engine.uncut import UncutEngine
+from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap
+from cerebro_hydra.storage import Store
+from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+
+EXAMPLE_ROWS = 4
+"""Rows in the batch that a model is traced with; the batch dimension is dynamic."""
+
+
+MOST_RUNTIMES = 64
+"""Trials that an agent keeps ready to train; it builds the others anew when they come back."""
+
+MOST_RUNTIME_BYTES = 256 << 20
+"""Bytes that their buffers may have together."""
+
+
+@dataclass(frozen=True)
+class TrialRuntime:
+    """Holds one trial, ready to train on this agent."""
+
+    spec: TrialSpec
+    recipe: Recipe
+    layout: TrialLayout
+    cut_model: CutModel
+    engine: Engine
+    uncut: UncutEngine
+    build_seconds: float
+    """What the user's factory took."""
+
+    @property
+    def num_shards(self) -> int:
+        return self.cut_model.num_shards
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the model's buffers, which are not freed like its parameters."""
+        return sum(buffer.nbytes for buffer in self.recipe.model.buffers())
+
+    @classmethod
+    def of(
+        cls,
+        spec: TrialSpec,
+        recipe: Recipe,
+        layout: TrialLayout,
+        cut_model: CutModel,
+        build_seconds: float,
+        device: torch.device,
+    ) -> TrialRuntime:
+        """Make the engines of a recipe, free its weights, and bring the rest of it to a device."""
+        of_engine = (cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
+        engine, uncut = Engine(*of_engine), UncutEngine(*of_engine)
+        _free_weights(recipe)
+        recipe.to(device)
+        return cls(spec, recipe, layout, cut_model, engine, uncut, build_seconds)
+
+
+class TrialBuilder:
+    """Builds trials with the user's factory, and keeps those that were used last.
+
+    Equal models are exported and cut once. A trial that is built anew has the same bits, because
+    its state comes from the shards alone, as on another worker.
+
+    Args:
+        device: where the trials are trained; they are built and cut on the CPU.
+    """
+
+    def __init__(
+        self,
+        document: RunDocument,
+        factory: Callable[..., Any],
+        training: dict[int, CachedPartition],
+        validation: dict[int, CachedPartition],
+        device: torch.device = CPU,
+    ) -> None:
+        self._document = document
+        self._device = device
+        self._columns = Columns.of(document)
+        self._factory = factory
+        self._training = training
+        self._validation = validation
+        self._cut_models = CutModelCache(device)
+        self._specs: dict[int, TrialSpec] = {}
+        self._runtimes = Recent[int, TrialRuntime](
+            MOST_RUNTIMES, MOST_RUNTIME_BYTES, lambda runtime: runtime.nbytes
+        )
+
+    def add(self, spec: TrialSpec) -> None:
+        """Take in what a trial is, before anything else is asked of it."""
+        self._specs[spec.trial] = spec
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
+        self._specs.pop(trial, None)
+        self._runtimes.drop(trial)
+
+    def has(self, partition: int) -> bool:
+        """Return whether the rows of a partition are here."""
+        return partition in self._training
+
+    def add_partitions(
+        self, training: dict[int, CachedPartition], validation: dict[int, CachedPartition]
+    ) -> None:
+        """Take in further partitions, from another thread than the one that trains."""
+        self._training = {**self._training, **training}
+        self._validation = {**self._validation, **validation}
+
+    def num_shards(self, trial: int) -> int:
+        """Return how many shards a trial has, without building it."""
+        return len(self._specs[trial].shards)
+
+    def get(self, trial: int) -> TrialRuntime:
+        """Return the runtime of a trial; runs the user's factory unless it is kept."""
+        return self._runtimes.get(trial, lambda: self._build(self._specs[trial]))
+
+    def keeps(self, trial: int) -> bool:
+        """Return whether the trial is ready to train."""
+        return trial in self._runtimes
+
+    def _build(self, spec: TrialSpec) -> TrialRuntime:
+        begun = time.perf_counter()
+        recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
+        build_seconds = time.perf_counter() - begun
+        part = next(iter(self._training.values()))
+        example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
+        sample = Sample.of(recipe, (example.features, example.labels))
+        cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
+        layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
+        return TrialRuntime.of(spec, recipe, layout, cut_model, build_seconds, self._device)
+
+    def another_recipe(self, trial: int) -> Recipe:
+        """Run the user's factory again, while no engine uses the trial's model; free the weights.
+
+        The process's random numbers go on as if nothing had been built.
+
+        Raises:
+            ConfigurationError: the factory gave a part of the same model again.
+        """
+        mine = self.get(trial)
+        other = build_keeping_random_state(
+            self._factory, mine.spec.params, self._document.seed, self._columns
+        )
+        if not set(_parts(mine.recipe.model)).isdisjoint(_parts(other.model)):
+            # The factory may have changed the model, which fits the newer recipe then.
+            self._runtimes.put(
+                trial,
+                TrialRuntime.of(
+                    mine.spec, other, mine.layout, mine.cut_model, mine.build_seconds, self._device
+                ),
+            )
+            raise ConfigurationError(
+                "estimator_gen_fn gives the same model twice; let it build one at each call"
+            )
+        _free_weights(other)
+        return other.to(self._device)
+
+    def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
+        """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
+        spec = self._specs[trial]
+        part = self._training[partition]
+        order = row_order(part.rows, self._document.seed, epoch, partition)
+        stream = self._batches(part, spec.batch_size, order)
+        return windows(stream, spec.accumulate)
+
+    def rows(self, partition: int) -> int:
+        """Return how many training rows a partition has."""
+        return self._training[partition].rows
+
+    def validation(self, trial: int, partition: int) -> Iterator[Batch]:
+        """Yield the validation rows of a partition, in stored order."""
+        spec = self._specs[trial]
+        return self._batches(self._validation[partition], spec.batch_size, None)
+
+    def _batches(self, part: CachedPartition, batch_size: int, order: Any) -> Iterator[Batch]:
+        return batches(part, self._columns.features, self._columns.targets, batch_size, order)
+
+
+def _parts(model: nn.Module) -> Iterator[int]:
+    """Yield the identities of a model's modules, parameters and buffers."""
+    return map(id, itertools.chain(model.modules(), model.parameters(), model.buffers()))
+
+
+def _free_weights(recipe: Recipe) -> None:
+    """Free the weights that the factory made: only their names are needed, states are fetched."""
+    recipe.optimizer.state.clear()
+    freed = 0
+    for parameter in recipe.model.parameters():
+        freed += parameter.nbytes
+        parameter.data = absent_value(parameter)
+    if freed >= LEAST_TRIMMED:
+        gc.collect()  # torch.export leaves its copy of the model in reference cycles
+    trim_heap(freed)
+
+
+Partitions = dict[int, CachedPartition]
+
+
+def decode_partitions(
+    manifest: Manifest,
+    store: Store,
+    scratch: str,
+    stopping: threading.Event | None,
+    own: Sequence[int],
+) -> dict[str, Partitions]:
+    """Return partitions by split and number; those that come after ``stopping`` are left out.
+
+    Raises:
+        DataError: the rows read differ from those that were prepared.
+    """
+    splits: dict[str, Partitions] = {"train": {}, "val": {}}
+    for info in manifest.partitions:
+        if info.index in own and not (stopping is not None and stopping.is_set()):
+            cached = CachedPartition.build(info, manifest, store, scratch)
+            splits[info.split][info.index] = cached
+    return splits

@@ -1,0 +1,201 @@
+"""What an agent and its devices tell one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
+from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.engine.differences import TensorDigests
+from cerebro_hydra.shards.engine.layout import Bytes
+from cerebro_hydra.shards.engine.pass_record import PassRecord
+from cerebro_hydra.storage.run_document import TrialSpec
+
+Cursor = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOrder:
+    """Describes a run to the device that is to open it.
+
+    Args:
+        run: its number, which its actions carry as their trial.
+        trial: what is trained or evaluated.
+        task: what the coordinator asked for.
+        start_step: the optimizer steps that the trial has done before.
+        recompute: whether a backward computes its forward again.
+        watched: whether the first step may be audited.
+        audits: whether the uncut model takes the first step alone, to audit another run.
+        task_bytes: what tasks of each shard may have beside their shards; None for any amount.
+        moves: whether microbatches go from device to device between two units.
+    """
+
+    run: int
+    trial: TrialSpec
+    task: StartSubEpoch | Evaluate
+    start_step: int
+    recompute: bool
+    watched: bool = False
+    audits: bool = False
+    task_bytes: tuple[int, ...] | None = None
+    moves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The device is to build a trial, because an attempt needs it, and to tell its profile."""
+
+    trial: TrialSpec
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The device is to forget a trial, which is over."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """The device is to open a run, of which actions follow."""
+
+    order: RunOrder
+
+    @property
+    def run(self) -> int:
+        """Return the run's number."""
+        return self.order.run
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The device is to do the tasks of a unit, one after the other.
+
+    Args:
+        slabs: host memory by the name "boundary", in which the unit finds its microbatch and leaves
+            it; none where microbatches stay on one device.
+        record: says what lies there.
+    """
+
+    tasks: tuple[Action, ...]
+    slabs: Mapping[str, Bytes] = field(default_factory=dict)
+    record: PassRecord | None = None
+
+    @property
+    def run(self) -> int:
+        """Return the number of the tasks' run."""
+        return self.tasks[0].trial
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The device is to take a shard, to write it back, or to let it go.
+
+    Args:
+        slabs: host memory by the names "frozen", "trainable" and "gradients"; LOAD reads them all,
+            SPILL writes to those that it is given.
+        cursor: of the shard that is loaded.
+        gradients: bytes to keep on the device for gradients, if LOAD is given none to read.
+    """
+
+    action: Action
+    slabs: Mapping[str, Bytes] = field(default_factory=dict)
+    cursor: Cursor | None = None
+    gradients: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The run is over on the device, at its end or, if it is ``cancelled``, where it stands."""
+
+    run: int
+    cancelled: bool = False
+
+
+Order = Profile | Forget | Open | Compute | Move | Close
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The device takes orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The device's process is not frozen, whatever it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The device has built a trial."""
+
+    trial: int
+    profile: TrialProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The device has opened a run, or failed to."""
+
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The device has carried out an action.
+
+    Args:
+        seconds: what it took, without the wait for its turn.
+        nbytes: the bytes that were moved.
+        cursor: of a shard that was written back.
+        has_gradients: whether its gradients were written back too.
+        losses: the mean loss and the rows of microbatches that have ended, by their numbers.
+        digests: those of a shard's tensors, after an update that may be audited.
+        record: says what a unit has left of its microbatch in the memory that it was given.
+    """
+
+    action: Action
+    seconds: float = 0.0
+    nbytes: int = 0
+    cursor: Cursor | None = None
+    has_gradients: bool = False
+    losses: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    digests: TensorDigests | None = None
+    record: PassRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The device has done the tasks of a unit."""
+
+    tasks: tuple[Done, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The device has ended a run that was not cancelled, with what an evaluation gave."""
+
+    run: int
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Code of a trial has failed: a run's, or the factory that was to build the trial.
+
+    ``kind`` names the exception's class, and ``lacking`` says what memory ran out.
+    """
+
+    run: int | None
+    trial: int
+    kind: str
+    error: str
+    lacking: str | None = None
+
+
+Answer = Ready | Alive | Profiled | Opened | Computed | Done | Closed | Failed

@@ -1,0 +1,278 @@
+"""Times tasks, on an agent's main thread and in the queues, and tells how far they are.
+
+It says when a task exceeds a limit or seems to hang. A wait for shards, devices or neighbours is no
+time of a run.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
+
+SLOW_FACTOR = 20
+"""Times the median of its trial's batches: a batch that takes longer is told of."""
+
+LEAST_SLOW_SECONDS = 5.0
+"""Seconds that a batch may take in any case before it is told of."""
+
+FIRST_BATCH_SECONDS = 60.0
+"""Seconds after which a batch is told of while its trial has no batch to compare with."""
+
+_POLL_SECONDS = 0.25
+_REMEMBERED = 200  # batches per trial that the median is taken of
+
+Task = StartSubEpoch | Evaluate
+
+
+@dataclass(slots=True)
+class _Timed:
+    """Records the task that is timed; its moments leave out the wait for shards."""
+
+    task: Task
+    thread: int | None  # None if it is none of this process
+    begun: float | None = None  # with its first batch, when its model is built
+    batch_begun: float = 0.0
+    batches: int = 1  # that are timed together, because they make one optimizer step
+    waiting_since: float | None = None
+    told: bool = False
+
+
+class TaskWatch:
+    """Watches one task at a time from a thread of its own; it sees nothing while Python is locked.
+
+    The wait for shards counts as time of no task and of no batch.
+
+    Args:
+        batch_seconds: how long one batch may take, or None.
+        sub_epoch_seconds: how long a sub-epoch or an evaluation of a partition may take from its
+            first batch on, or None.
+        on_slow: told once per task, with the seconds of a batch so far and the median, if any.
+        on_overdue: told the task that exceeds a limit, and why, in words.
+        clock: seconds from any start.
+    """
+
+    def __init__(
+        self,
+        batch_seconds: float | None,
+        sub_epoch_seconds: float | None,
+        on_slow: Callable[[Task, float, float | None], object],
+        on_overdue: Callable[[Task, str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._batch_seconds = batch_seconds
+        self._sub_epoch_seconds = sub_epoch_seconds
+        self._on_slow = on_slow
+        self._on_overdue = on_overdue
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._timed: _Timed | None = None
+        self._seconds: dict[tuple[int, type], deque[float]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED)
+        )
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        threading.Thread(target=self._run, name="task-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def forget(self, trial: int) -> None:
+        """Forget how long the batches of a trial took that is over."""
+        with self._lock:
+            for kind in (StartSubEpoch, Evaluate):
+                self._seconds.pop((trial, kind), None)
+
+    def begin(self, task: Task, thread: int | None = None) -> None:
+        """Time a task, on a thread of this process or elsewhere, until another one begins."""
+        with self._lock:
+            self._timed = _Timed(task, thread)
+
+    @contextmanager
+    def task(self, task: Task) -> Iterator[None]:
+        """Time the body, which is a task on the calling thread."""
+        self.begin(task, threading.get_ident())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._timed = None
+
+    def batch(self, batches: int = 1) -> None:
+        """Note that the next batch begins, or so many of them that make one step."""
+        with self._lock:
+            timed, now = self._timed, self._clock()
+            if timed is None:
+                return
+            if timed.begun is None:
+                timed.begun = now
+            else:
+                seconds = (now - timed.batch_begun) / timed.batches
+                self._seconds[timed.task.trial, type(timed.task)].append(seconds)
+            timed.batch_begun, timed.batches = now, batches
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave the time of the body out: it waits for shards."""
+        timed = self._timed
+        if timed is not None:
+            timed.waiting_since = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if timed is not None and timed.waiting_since is not None:
+                    waited = self._clock() - timed.waiting_since
+                    timed.waiting_since = None
+                    timed.batch_begun += waited
+                    if timed.begun is not None:
+                        timed.begun += waited
+
+    def check(self) -> None:
+        """Tell of what is slow or overdue now."""
+        with self._lock:
+            timed = self._timed
+            if timed is None or timed.begun is None:
+                return
+            now = self._clock() if timed.waiting_since is None else timed.waiting_since
+            batch, task = (now - timed.batch_begun) / timed.batches, now - timed.begun
+            if self._batch_seconds is not None and batch > self._batch_seconds:
+                why = f"a batch took {batch:.1f} s, longer than batch_seconds="
+                why += f"{self._batch_seconds:g}"
+            elif self._sub_epoch_seconds is not None and task > self._sub_epoch_seconds:
+                why = f"it took {task:.1f} s, longer than sub_epoch_seconds="
+                why += f"{self._sub_epoch_seconds:g}"
+            else:
+                self._tell_slow(timed, batch)
+                return
+            self._timed = None
+            self._on_overdue(timed.task, f"{why}, {_where(timed)}")
+
+    def _run(self) -> None:
+        limits = (self._batch_seconds, self._sub_epoch_seconds)
+        poll = min([_POLL_SECONDS, *(limit / 4 for limit in limits if limit is not None)])
+        while not self._closed.wait(poll):
+            self.check()
+
+    def _tell_slow(self, timed: _Timed, seconds: float) -> None:
+        if timed.told or seconds < LEAST_SLOW_SECONDS:
+            return
+        known = self._seconds[timed.task.trial, type(timed.task)]
+        usual = median(known) if known else None
+        if seconds >= (FIRST_BATCH_SECONDS if usual is None else SLOW_FACTOR * usual):
+            timed.told = True
+            self._on_slow(timed.task, seconds, usual)
+
+
+def _where(timed: _Timed) -> str:
+    """Return which task it is, and the stack of its thread if that is one of this process."""
+    where = f"in {described(timed.task)}; allow more, or look for what hangs"
+    if timed.thread is None:
+        return where
+    frame = sys._current_frames().get(timed.thread)
+    return f"{where}:\n" + "".join(traceback.format_stack(frame))
+
+
+def described(task: Task) -> str:
+    """Return what a task does, and where."""
+    doing = "training" if isinstance(task, StartSubEpoch) else "evaluation"
+    return f"{doing} of epoch {task.epoch + 1} on partition {task.partition} (worker {task.worker})"
+
+
+def located(task: StartSubEpoch, step: int) -> str:
+    """Return which step of a sub-epoch it is, and where it was trained."""
+    return (
+        f"at step {step}, in epoch {task.epoch + 1} on partition {task.partition} "
+        f"(worker {task.worker})"
+    )
+
+
+MakeWatch = Callable[[Callable[[Task, str], object], Callable[[], float]], TaskWatch]
+"""Makes a watch, given what is told of an overdue task, and a clock."""
+
+
+class RunTime:
+    """Counts the seconds that devices compute for a run, and watches its batches by that clock."""
+
+    def __init__(
+        self, task: Task, make_watch: MakeWatch, on_overdue: Callable[[Task, str], object]
+    ) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+        self._building = False
+        self._watch = make_watch(on_overdue, self._clock)
+        self._watch.begin(task)
+        self._watch.batch()
+
+    def _clock(self) -> float:
+        if self._since is None or self._building:
+            return self._seconds
+        return self._seconds + time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Return how long devices have computed for the run."""
+        return self._clock()
+
+    def build(self) -> None:
+        """Note that a device builds the trial before it computes."""
+        self._building = True
+
+    def built(self) -> None:
+        """Note that it has done so."""
+        self._building = False
+        if self._since is not None:
+            self._since = time.monotonic()
+
+    def start(self) -> None:
+        """Note that a device computes for the run."""
+        self._since = time.monotonic()
+
+    def stop(self, ends_batch: bool) -> None:
+        """Note that it has ended a task, and with it maybe a batch."""
+        self._seconds, self._since = self._clock(), None
+        if ends_batch:
+            self._watch.batch()
+
+    def check(self) -> None:
+        """Tell if the run is slow or overdue."""
+        self._watch.check()
+
+
+PROGRESS_SECONDS = 0.5
+
+
+class Progress:
+    """Sends messages of progress for the coordinator; one thread uses it.
+
+    Args:
+        send: takes a message.
+    """
+
+    def __init__(self, send: Callable[[dict[str, Any]], object]) -> None:
+        self._send = send
+        self._next = time.monotonic() + PROGRESS_SECONDS
+
+    def is_due(self) -> bool:
+        """Return whether a while has gone by since it was due before."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + PROGRESS_SECONDS
+        return True
+
+    def send(self, progress: dict[str, Any]) -> None:
+        """Send how far a sub-epoch is."""
+        self._send({"progress": progress})

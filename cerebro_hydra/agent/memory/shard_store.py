@@ -1,0 +1,314 @@
+"""Holds the states of trials: which segments make up each of them.
+
+While its worker trains it, the home of a shard is slabs in DRAM, or a file on scratch disk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cerebro_hydra.agent.memory.pool import ScratchFile
+from cerebro_hydra.agent.memory.segment_store import SegmentStore
+from cerebro_hydra.errors import TransferError
+from cerebro_hydra.shards.engine.layout import Bytes
+from cerebro_hydra.storage.digest import digest as content_digest
+
+Cursor = Mapping[str, Any]
+
+KEPT_TRIALS = 4
+"""Trials whose frozen segments stay here although they are over: the next trial may share them."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard of one state, immutable: name of a segment → (digest, bytes)."""
+
+    segments: Mapping[str, tuple[str, Bytes]]
+    cursor: Cursor
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """Return the digests of the frozen and the trainable segment."""
+        return self.segments["frozen"][0], self.segments["trainable"][0]
+
+
+@dataclass(frozen=True)
+class HeldShard:
+    """One shard that is here: name of a segment → digest.
+
+    It refers to no bytes, so that they can be spilled.
+    """
+
+    names: Mapping[str, str]
+    cursor: Cursor
+    _store: SegmentStore = field(repr=False)
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """Return the digests of the frozen and the trainable segment."""
+        return self.names["frozen"], self.names["trainable"]
+
+    @property
+    def segments(self) -> Mapping[str, tuple[str, Bytes]]:
+        """Return (digest, bytes) by name; bytes that lie on disk are read now.
+
+        Raises:
+            TransferError: a segment was dropped meanwhile, or the disk lost it.
+        """
+        return {name: (digest, self._store.read(digest)) for name, digest in self.names.items()}
+
+
+@dataclass(eq=False)
+class State:
+    """One announced state, which only those who announced it can fill or retract.
+
+    After a redo a visit is made again, and the new state has the old one's name: identity tells
+    them apart.
+    """
+
+    trial: int
+    visit: int
+    shards: list[HeldShard | None]
+
+
+class ShardStore:
+    """States of trials, shard by shard, as they arrive or are published.
+
+    Thread-safe. A state is announced by `expect` before its shards come, so that peers can wait
+    for it; `withdraw` and `retract` end their waits. Equal segments are kept once, whatever trial
+    they belong to. Frozen ones stay until their trials are over, and those of the latest that
+    ended stay longer, so that trials which share them are not sent them twice. `on_change` is
+    called after each change, and must return at once.
+
+    Args:
+        segments: holds the bytes.
+    """
+
+    def __init__(self, segments: SegmentStore) -> None:
+        self.segments = segments
+        self._changed = threading.Condition()
+        self._states: dict[tuple[int, int], State] = {}
+        self._frozen: dict[int, set[str]] = {}
+        """Digests of frozen segments, by the trials that were here."""
+        self._over: deque[int] = deque()
+        self.on_change: Callable[[], None] = lambda: None
+
+    def expect(self, trial: int, visit: int, shards: int) -> State:
+        """Announce a state that will be published here, forgetting an older one of its name."""
+        with self._changed:
+            self.withdraw(trial, visit)
+            state = self._states[trial, visit] = State(trial, visit, [None] * shards)
+            self.wake()
+            return state
+
+    def put(self, state: State, number: int, shard: Shard) -> None:
+        """Publish one shard of an announced state; ignored if that was withdrawn meanwhile."""
+        with self._changed:
+            if self._states.get((state.trial, state.visit)) is not state:
+                return
+            for name, (digest, buffer) in shard.segments.items():
+                self.segments.add(digest, buffer)
+                if name == "frozen":
+                    self._frozen.setdefault(state.trial, set()).add(digest)
+            names = {name: digest for name, (digest, _) in shard.segments.items()}
+            state.shards[number] = HeldShard(names, shard.cursor, self.segments)
+            self.wake()
+
+    def follow(self, trial: int, visit: int) -> Callable[[int], HeldShard | None]:
+        """Return what looks for a shard of a state, announced or not: None while it isn't there.
+
+        What is returned raises TransferError if the state that it saw first was withdrawn.
+        """
+        seen: State | None = None
+
+        def look(number: int) -> HeldShard | None:
+            nonlocal seen
+            with self._changed:
+                state = self._states.get((trial, visit))
+                if seen is not None and state is not seen:
+                    raise TransferError(f"state {visit} of trial {trial} was withdrawn here")
+                seen = state
+                if state is None:
+                    return None
+                if number >= len(state.shards):
+                    raise TransferError(
+                        f"state {visit} of trial {trial} has no shard {number}, only "
+                        f"{len(state.shards)} of them"
+                    )
+                return state.shards[number]
+
+        return look
+
+    def wait(
+        self, trial: int, visit: int, number: int, given_up: Callable[[], bool] = lambda: False
+    ) -> HeldShard:
+        """Return one shard, as soon as it is there.
+
+        Raises:
+            TransferError: the state was withdrawn, or `given_up()` after a `wake`.
+        """
+        look = self.follow(trial, visit)
+        with self._changed:
+            while (shard := look(number)) is None:
+                if given_up():
+                    raise TransferError(f"waiting for state {visit} of trial {trial} was given up")
+                self._changed.wait()
+            return shard
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        with self._changed:
+            self._changed.notify_all()
+            self.on_change()
+
+    def whole(self, trial: int, visit: int) -> bool:
+        """Return whether every shard of a state is here."""
+        with self._changed:
+            state = self._states.get((trial, visit))
+            return state is not None and None not in state.shards
+
+    def num_shards(self, trial: int, visit: int) -> int:
+        """Return how many shards a state has.
+
+        Raises:
+            TransferError: it is neither here nor on its way.
+        """
+        with self._changed:
+            if (state := self._states.get((trial, visit))) is None:
+                raise TransferError(f"state {visit} of trial {trial} is not here")
+            return len(state.shards)
+
+    def knows(self, trial: int, visit: int) -> bool:
+        """Return whether a state is here or on its way."""
+        with self._changed:
+            return (trial, visit) in self._states
+
+    def withdraw(self, trial: int, visit: int) -> None:
+        """Forget a state, with the trainable segments that no other state names."""
+        with self._changed:
+            state = self._states.pop((trial, visit), None)
+            if state is None:
+                return
+            self._discard(_digests(state))
+            self.wake()
+
+    def forget(self, trial: int) -> None:
+        """Note that a trial is over, and forget the frozen segments of one that ended long ago."""
+        with self._changed:
+            if trial in self._frozen:
+                self._over.append(trial)
+            if len(self._over) > KEPT_TRIALS:
+                self._discard(self._frozen.pop(self._over.popleft()))
+
+    def _discard(self, digests: set[str]) -> None:
+        """Discard those segments that neither a state nor a trial that is kept names."""
+        for digest in digests.difference(
+            *self._frozen.values(), *map(_digests, self._states.values())
+        ):
+            self.segments.discard(digest)
+
+    def retract(self, state: State) -> None:
+        """Withdraw this state, but not another that took its name meanwhile."""
+        with self._changed:
+            if self._states.get((state.trial, state.visit)) is state:
+                self.withdraw(state.trial, state.visit)
+
+
+def _digests(state: State) -> set[str]:
+    """Return the digests of all segments of a state that are here."""
+    return {each for shard in state.shards if shard is not None for each in shard.digests}
+
+
+class ShardHome:
+    """Holds one shard of a run; one thread at a time uses it.
+
+    At first its bytes are those of the state before, which is never changed: what a device writes
+    back gets slabs of its own.
+
+    Args:
+        held: the shard of the state before.
+        segments: has the bytes of that state, and gives memory.
+        scratch: a folder on a disk of this machine.
+    """
+
+    def __init__(self, held: HeldShard, segments: SegmentStore, scratch: str) -> None:
+        self._names = held.names
+        self._segments = segments
+        self._scratch = scratch
+        self.cursor: Mapping[str, Any] | None = held.cursor or None
+        self._stored = {name: buffer for name, (_, buffer) in held.segments.items()}
+        self._own: dict[str, Bytes] = {}
+        self._files: dict[str, ScratchFile] = {}
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def slabs(self) -> Mapping[str, Bytes]:
+        """Return the shard's bytes, which are in DRAM, by name."""
+        return self._stored | self._own
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Return the bytes of the shard's files, which are what moves between disk and DRAM."""
+        return sum(self._sizes[name] for name in self._files)
+
+    def room_for(self, sizes: Mapping[str, int]) -> Mapping[str, Bytes]:
+        """Return slabs that a device may write the shard's changes to."""
+        for name, nbytes in sizes.items():
+            if name not in self._own:
+                self._own[name] = self._segments.allocate(nbytes)
+        return {name: self._own[name] for name in sizes}
+
+    def changed(self, cursor: Mapping[str, Any] | None, has_gradients: bool) -> None:
+        """Note that a device has written to the slabs."""
+        self.cursor = cursor
+        self._files.clear()
+        self._stored.pop("trainable", None)
+        if not has_gradients:
+            self._own.pop("gradients", None)
+
+    def to_disk(self) -> None:
+        """Move what is in slabs of its own to files; the state before has its own place.
+
+        Raises:
+            ScratchFull: the disk has no room for it.
+        """
+        for name, slab in self._own.items():
+            self._files[name] = ScratchFile(self._scratch, slab)
+            self._sizes[name] = slab.nbytes
+        self.leave_dram()
+
+    def to_dram(self) -> None:
+        """Bring back what `leave_dram` let go."""
+        for name, file in self._files.items():
+            slab = self._own[name] = self._segments.allocate(self._sizes[name])
+            file.read_into(slab)
+        for name in self._names:
+            if name not in self._own:
+                buffer = self._segments.get(self._names[name])
+                assert buffer is not None, "a task keeps the state that it began with"
+                self._stored[name] = buffer
+
+    def leave_dram(self) -> None:
+        """Let go of all memory; what is not on disk is lost."""
+        self._own.clear()
+        self._stored.clear()
+
+    def leave(self) -> None:
+        """Let go of all memory and files."""
+        self.leave_dram()
+        self._files.clear()
+
+    def published(self) -> Shard:
+        """Return the shard as the newest state has it."""
+        if not self._own and not self._stored:
+            self.to_dram()
+        trainable = self.slabs["trainable"]
+        named = {
+            "frozen": (self._names["frozen"], self.slabs["frozen"]),
+            "trainable": (content_digest(trainable), trainable),
+        }
+        return Shard(named, self.cursor or {})

@@ -1,0 +1,199 @@
+"""Tells whether a query reads files and nothing else, and which: their names, sizes and times.
+
+What the rows of such files became is remembered, so that they need not be read again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from py4j.protocol import Py4JError
+from pyspark.sql import DataFrame
+
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.preparation.prepared import digest_of, find_prepared
+from cerebro_hydra.data.spec import DataSpec
+from cerebro_hydra.documents import decode
+from cerebro_hydra.errors import StoreError
+from cerebro_hydra.storage import Store
+from cerebro_hydra.storage.digest import decode_document, encode_document
+from cerebro_hydra.storage.names import Digest
+
+# What gives the same rows again from the same input, a row at a time.
+_OPERATORS = ("Project", "Filter", "SubqueryAlias", "View", "Union")
+_SOURCES = ("LogicalRelation", "Range", "LocalRelation", "OneRowRelation")
+_UNSTEADY = re.compile(
+    r"^Current|^Now$|^LocalTimestamp|UDF|Udf|^Rand|^Uuid|^Shuffle|Query|Subquery|InputFile"
+    r"|^MonotonicallyIncreasingID$|^SparkPartitionID$|Invoke|^CallMethodViaReflection$"
+)
+_OWN_SETTINGS = (
+    "spark.sql.warehouse.dir",
+    "spark.sql.shuffle.partitions",
+    "spark.sql.execution.arrow.pyspark.enabled",
+)
+"""Settings of Spark SQL that change no row."""
+_CLASS = re.compile(r'"class":"([^"]*)"')
+_JVM = re.compile(r'"jvmId":"[^"]*"')
+
+
+class SourceFiles(NamedTuple):
+    """Describes a query over files: all that decides its rows."""
+
+    query: str
+    """Its plan, without names that Spark draws anew each time."""
+    files: tuple[File, ...]
+
+
+def reads_files_only(df: DataFrame) -> bool:
+    """Say whether a query reads files, or makes numbers, row by row, and gives the same again."""
+    nodes = _nodes(df)
+    return nodes is not None and all(map(_is_steady, nodes))
+
+
+def source_files(df: DataFrame) -> SourceFiles | None:
+    """Return the query and its files; None if anything else may change its rows, or can't be seen.
+
+    Only files of this machine and of mounted file systems are looked at.
+    """
+    nodes = _nodes(df)
+    if nodes is None or not all(map(_is_steady, nodes)):
+        return None
+    plan = _plan(df)
+    leaves = plan.collectLeaves()
+    sources = []
+    for leaf in map(leaves.apply, range(leaves.size())):
+        if leaf.nodeName() != "LogicalRelation":
+            return None
+        relation = leaf.relation()
+        if not relation.getClass().getName().endswith(".HadoopFsRelation"):
+            return None
+        schema = f"{relation.dataSchema().json()} {relation.partitionSchema().json()}"
+        form = relation.fileFormat().getClass().getName()
+        sources.append(f"{form} {relation.options().toString()} {schema}")
+    canonical = plan.canonicalized()
+    settings = df.sparkSession.sql("SET").collect()
+    query = {
+        "plan": _JVM.sub("", canonical.toJSON()),
+        "shown": canonical.toString(),  # has the modes of casts, which the other leaves out
+        "columns": df.schema.json(),
+        "sources": sources,
+        "settings": sorted(
+            (row["key"], row["value"])
+            for row in settings
+            if row["key"].startswith("spark.sql.") and row["key"] not in _OWN_SETTINGS
+        ),
+        "version": df.sparkSession.version,
+    }
+    files = _stated(sorted(df.inputFiles()))
+    return None if not files else SourceFiles(json.dumps(query), files)
+
+
+def _stated(urls: list[str]) -> tuple[File, ...]:
+    """Return what the file system says of files; nothing if it can't be asked."""
+    files = []
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("", "file"):
+            return ()
+        try:
+            found = os.stat(unquote(parts.path))
+        except OSError:
+            return ()
+        files.append((url, found.st_size, found.st_mtime_ns))
+    return tuple(files)
+
+
+def _plan(df: DataFrame) -> Any:
+    # With what the user has cached, which may be older than the files.
+    return df._jdf.queryExecution().withCachedData()
+
+
+def _nodes(df: DataFrame) -> list[str] | None:
+    """Return the classes of all operators and expressions; None if Spark can't tell."""
+    try:
+        plan = _plan(df)
+        if not plan.deterministic():
+            return None
+        return _CLASS.findall(plan.toJSON())
+    except Py4JError:
+        return None  # some operators of others have no text
+
+
+def _is_steady(name: str) -> bool:
+    """Say whether a node gives the same rows again."""
+    package, _, short = name.rpartition(".")
+    if ".expressions" in package:
+        return not _UNSTEADY.search(short)
+    return short in _OPERATORS or short in _SOURCES
+
+
+_FOLDER = "sources"
+_SETTLED_SECONDS = 2.0  # a file that is younger may change without its time
+
+File = tuple[str, int, int]
+"""URL, bytes, and time of the last change in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class _Checked:
+    fingerprint: Digest
+    at: float
+
+
+class CheckedSource:
+    """Names a preparation by all that decides its rows.
+
+    Args:
+        store: of the prepared data.
+        query: the text of the query.
+        files: those that it reads.
+        num_partitions: of the data.
+        spec: of the data.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        query: str,
+        files: tuple[File, ...],
+        num_partitions: int,
+        spec: DataSpec,
+    ) -> None:
+        """Look at nothing yet."""
+        name = digest_of(
+            query=query,
+            files=files,
+            num_partitions=num_partitions,
+            columns=spec.columns,
+            validation=spec.validation,
+            seed=spec.seed,
+        )
+        self._store, self._path = store, f"{store.prefix}/{_FOLDER}/{name}.json"
+        self._settled = time.time() - max(time for *_, time in files) / 1e9 > _SETTLED_SECONDS
+
+    def find(self) -> tuple[Manifest, str] | None:
+        """Return the data that these files became, and when they were read; None if unknown."""
+        if not self._store.exists(self._path):
+            return None
+        try:
+            document: Any = decode_document(self._path, self._store.read(self._path))
+            checked = decode(_Checked, document, "the note of what files became")
+        except StoreError:
+            return None  # whoever reads the rows writes another
+        manifest = find_prepared(self._store, checked.fingerprint)
+        if manifest is None:
+            return None
+        return manifest, f"{datetime.fromtimestamp(checked.at):%Y-%m-%d %H:%M}"
+
+    def remember(self, manifest: Manifest) -> None:
+        """Note what the files became, if none of them is so new that it may still be written."""
+        if self._settled:
+            document = {"fingerprint": manifest.fingerprint, "at": time.time()}
+            self._store.write(self._path, encode_document(document))

@@ -1,0 +1,282 @@
+"""Gives tasks to agents and follows each attempt by one table of transitions.
+
+::
+
+    reserved ──► fetching ──► running ──► ending ──► done ──► (committed)
+        │            │           │           │          │
+        └────────────┴───────────┴───────────┴──────────┴────► cancelled
+
+An attempt is ``reserved`` until its worker has a place for it, behind another that is ending.
+Started, it is a resident of its worker: ``fetching`` until the state that it begins from is whole
+there, then ``running``, and ``ending`` from its last window on. A sub-epoch that is ``done`` before
+the one that it follows is held back until that one is committed. A trial trains at one worker at a
+time, so a visit that follows another at the same worker stays reserved until that one is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from cerebro_hydra.plan.hop.holders import STORE
+from cerebro_hydra.plan.hop.tables import LiveAgent, RunTables
+from cerebro_hydra.plan.hop.trials import Attempt, AttemptStatus, TrialProgress
+from cerebro_hydra.plan.messages.instructions import (
+    Cancel,
+    Drop,
+    Evaluate,
+    FetchShards,
+    Instruction,
+    StartSubEpoch,
+    StateSource,
+)
+
+
+class Attempts:
+    """Changes the status of attempts, with everything that hangs on it."""
+
+    def __init__(self, tables: RunTables) -> None:
+        self._tables = tables
+        self._freed: set[int] = set()  # workers with a task that ended in the present event
+
+    def running(self, number: int, incarnation: str) -> Attempt | None:
+        """Return the started attempt that an event names, or None if it is over."""
+        attempt = self._tables.attempts.get(number)
+        if attempt is None or attempt.incarnation != incarnation:
+            return None
+        return None if attempt.status in ("reserved", "done") else attempt
+
+    def has_source(self, attempt: Attempt) -> bool:
+        """Return whether the state that the attempt begins from is whole at its worker."""
+        at = (attempt.source.visit, attempt.incarnation)
+        held = self._tables.holders.holds(attempt.trial, *at)
+        return held or at in self._tables.trials[attempt.trial].arrived
+
+    @staticmethod
+    def beginning_from(trial: int, visit: int, agent: LiveAgent) -> list[Attempt]:
+        """Return the agent's attempts that begin from this state."""
+        return [a for a in agent.attempts if a.trial == trial and a.source.visit == visit]
+
+    # ------------------------------------------------------------------ giving tasks
+
+    def assign(self, number: int, partition: int, agent: LiveAgent) -> None:
+        """Give an agent the open task of a trial on one partition."""
+        tables = self._tables
+        trial, kind = tables.trials[number], tables.phase(tables.trials[number])
+        before = trial.newest + len(trial.pending_visits)
+        attempt = Attempt(
+            number=tables.take_number(),
+            kind=kind,
+            trial=number,
+            visit=before + (kind == "train"),
+            epoch=len(trial.history),
+            partition=partition,
+            worker=agent.worker,
+            incarnation=agent.incarnation,
+            source=self._source(trial, number, partition, agent),
+        )
+        tables.attempts[attempt.number] = attempt
+        if kind == "train":
+            trial.pending_visits.append(attempt)
+        else:
+            trial.evaluations[partition] = attempt
+            trial.evaluating |= 1 << partition
+        if trial.status == "waiting":
+            tables.set_status(number, "running")
+        agent.reserved.append(attempt)
+        self._start_reserved(agent)
+        waits = attempt.status == "reserved" and attempt.source.incarnation != agent.incarnation
+        if waits and not self.has_source(attempt):
+            tables.instructions.append(
+                FetchShards(number, agent.worker, agent.incarnation, attempt.source)
+            )
+        tables.workers.refresh(agent)
+        tables.refresh(number)
+
+    def start_reserved(self) -> None:
+        """Let every agent with a task that ended go on with what is reserved for it."""
+        for worker in sorted(self._freed):
+            agent = self._tables.workers.by_worker.get(worker)
+            if agent is not None and agent.reserved:
+                self._start_reserved(agent)
+                self._tables.workers.refresh(agent)
+        self._freed.clear()
+
+    def _source(
+        self, trial: TrialProgress, number: int, partition: int, agent: LiveAgent
+    ) -> StateSource:
+        """Choose the agent itself, else another agent, else the store.
+
+        Of the others, one is taken from which the fewest transfers of this state have failed. What
+        the agent fetches already has one source.
+        """
+        if trial.pending_visits:
+            return StateSource(trial.newest + 1, trial.pending_visits[0].incarnation)
+        visit = trial.newest
+        if fetching := self.beginning_from(number, visit, agent):
+            return fetching[0].source
+        places = self._tables.holders.where(number, visit)
+        if agent.incarnation in places:
+            return StateSource(visit, agent.incarnation)
+        failures = {place: trial.failed_transfers.get((visit, place), 0) for place in places}
+        fewest = min(failures.values())
+        owners = [place for place in places if place != STORE and failures[place] == fewest]
+        if not owners:
+            return StateSource(visit, None)
+        # Evaluations of one state start together, so they are spread over its owners.
+        spread = partition if self._tables.phase(trial) == "evaluate" else 0
+        return StateSource(visit, owners[spread % len(owners)])
+
+    def _start_reserved(self, agent: LiveAgent) -> None:
+        for attempt in agent.reserved.copy():
+            if len(agent.started) == agent.residents:
+                return
+            if not self.follows_in_place(attempt):
+                agent.reserved.remove(attempt)
+                agent.started.append(attempt)
+                self.move(attempt, "running" if self.has_source(attempt) else "fetching")
+
+    def follows_in_place(self, attempt: Attempt) -> bool:
+        """Return whether the visit before the attempt's is still going on at the same agent."""
+        pending = self._tables.trials[attempt.trial].pending_visits
+        return pending[1:] == [attempt] and pending[0].incarnation == attempt.incarnation
+
+    # ------------------------------------------------------------------ the table
+
+    def move(self, attempt: Attempt, status: AttemptStatus) -> None:
+        """Change the status of an attempt as the table says."""
+        transition = _TRANSITIONS[attempt.status, status]
+        attempt.status = status
+        transition(self, attempt)
+        if agent := self._tables.workers.get(attempt.incarnation):
+            self._tables.workers.refresh(agent)
+
+    def _start(self, attempt: Attempt) -> None:
+        """Tell the agent to begin."""
+        tables = self._tables
+        attempt.started_at = tables.estimates.now
+        pending_visits = tables.trials[attempt.trial].pending_visits
+        if pending_visits[1:] == [attempt]:  # it waits until the visit before it ends
+            first = pending_visits[0]
+            expected = tables.estimates.seconds("train", first.trial, first.partition)
+            attempt.started_at = max(attempt.started_at, first.started_at + expected)
+        instruction: Callable[..., Instruction] = Evaluate
+        if attempt.kind == "train":
+            instruction = partial(StartSubEpoch, metrics=self._metrics_before(attempt))
+        tables.instructions.append(
+            instruction(
+                attempt=attempt.number,
+                trial=attempt.trial,
+                visit=attempt.visit,
+                epoch=attempt.epoch,
+                partition=attempt.partition,
+                worker=attempt.worker,
+                incarnation=attempt.incarnation,
+                source=attempt.source,
+                uncut=tables.trials[attempt.trial].uncut,
+            )
+        )
+
+    def _metrics_before(self, attempt: Attempt) -> dict[str, float]:
+        """Return the metrics of the epoch before for the first visit of an epoch, else none."""
+        first = attempt.visit == attempt.epoch * self._tables.config.partitions + 1
+        if not first or attempt.epoch == 0:
+            return {}
+        return dict(self._tables.trials[attempt.trial].history[attempt.epoch - 1])
+
+    def _receive(self, attempt: Attempt) -> None:
+        """Note that the agent has the whole state that the attempt begins from."""
+        self.note_received(attempt.trial, attempt.source.visit, attempt.incarnation)
+
+    def note_received(self, number: int, visit: int, incarnation: str) -> None:
+        """Note that a state is whole at an agent, now or once it is committed."""
+        trial = self._tables.trials[number]
+        if visit <= trial.newest:
+            self._tables.holders.add(number, visit, incarnation)
+        else:
+            trial.arrived.add((visit, incarnation))
+
+    def _end_task(self, attempt: Attempt) -> None:
+        """Free the agent, which has done its work."""
+        self._receive(attempt)
+        self._free_agent(attempt)
+
+    def _cancel_reserved(self, attempt: Attempt) -> None:
+        """Free the place behind another task, and end the fetch that was begun for it."""
+        self._free_agent(attempt)
+        self._end_fetch(attempt)
+
+    def _cancel_started(self, attempt: Attempt) -> None:
+        """Tell the agent to stop, if it is alive."""
+        self._free_agent(attempt)
+        if self._tables.workers.get(attempt.incarnation) is not None:
+            self._tables.instructions.append(Cancel(attempt.number, attempt.incarnation))
+        self._end_fetch(attempt)
+
+    def _free_agent(self, attempt: Attempt) -> None:
+        agent = self._tables.workers.get(attempt.incarnation)
+        if agent is None:
+            return
+        if attempt in agent.started:
+            agent.started.remove(attempt)
+            self._freed.add(agent.worker)
+        if attempt in agent.reserved:
+            agent.reserved.remove(attempt)
+
+    def _end_fetch(self, attempt: Attempt) -> None:
+        """Let the agent forget a state that it was to fetch for this attempt alone."""
+        tables, trial = self._tables, self._tables.trials[attempt.trial]
+        agent = tables.workers.get(attempt.incarnation)
+        if agent is None or self.beginning_from(attempt.trial, attempt.source.visit, agent):
+            return
+        source = (attempt.source.visit, attempt.incarnation)
+        if not tables.holders.holds(attempt.trial, *source):
+            trial.arrived.discard(source)
+            trial.abandoned_fetches.add(source)
+            tables.instructions.append(Drop(attempt.trial, *source))
+
+    # ------------------------------------------------------------------ the end of attempts
+
+    def close(self, attempt: Attempt) -> None:
+        """Forget an attempt that is committed, evaluated or cancelled."""
+        del self._tables.attempts[attempt.number]
+        trial = self._tables.trials[attempt.trial]
+        if attempt.kind == "train":
+            trial.pending_visits.remove(attempt)
+        else:
+            del trial.evaluations[attempt.partition]
+            trial.evaluating ^= 1 << attempt.partition
+        if trial.status == "running" and not (trial.pending_visits or trial.evaluations):
+            self._tables.set_status(attempt.trial, "waiting")
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Take back an attempt and the attempt that was built on it."""
+        pending = self._tables.trials[attempt.trial].pending_visits
+        follows = pending[pending.index(attempt) :] if attempt in pending else [attempt]
+        for each in follows:
+            self.close(each)
+        for each in follows:
+            self.move(each, "cancelled")
+
+    def abandon_all(self, trial: TrialProgress) -> None:
+        """Take back everything that a trial does."""
+        for attempt in (*trial.evaluations.values(), *trial.pending_visits[:1]):
+            self.abandon(attempt)
+
+
+_TRANSITIONS: dict[tuple[AttemptStatus, AttemptStatus], Callable[[Attempts, Attempt], None]] = {
+    ("reserved", "fetching"): Attempts._start,
+    ("reserved", "running"): Attempts._start,
+    ("fetching", "running"): Attempts._receive,
+    ("fetching", "ending"): Attempts._receive,
+    ("running", "ending"): Attempts._receive,
+    ("fetching", "done"): Attempts._end_task,
+    ("running", "done"): Attempts._end_task,
+    ("ending", "done"): Attempts._end_task,
+    ("reserved", "cancelled"): Attempts._cancel_reserved,
+    ("fetching", "cancelled"): Attempts._cancel_started,
+    ("running", "cancelled"): Attempts._cancel_started,
+    ("ending", "cancelled"): Attempts._cancel_started,
+    ("done", "cancelled"): Attempts._cancel_started,
+}
+"""What happens when an attempt's status changes, by the status before and after."""

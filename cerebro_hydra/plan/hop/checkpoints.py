@@ -1,0 +1,243 @@
+"""Decides which states are kept, which agent writes which to the store, and what is deleted there.
+
+::
+
+    (held) ──Checkpoint──► being written ──Checkpointed──► stored ──Collect──► (gone)
+       ▲                         │
+       └────CheckpointFailed─────┘
+
+At its end a trial needs its result in the store, at a pause or for a fork the state that it rests
+or begins with, and its best state as soon as there is one. Beside these the newest state is written
+at the cadence of the run, so that a run can be resumed. Only one state of a trial is written at a
+time, and its best state first: then a state that is being written is never void.
+
+A stored state goes once a newer one is there. What stays is the first state, those that forks wait
+for, the result, and the newest one that the trial can go on from if every worker is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from cerebro_hydra.plan.hop.holders import STORE
+from cerebro_hydra.plan.hop.tables import RunTables
+from cerebro_hydra.plan.hop.trials import FailedWrite, TrialProgress, best_visit, needed_visits
+from cerebro_hydra.plan.messages.events import Checkpointed, CheckpointFailed
+from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect
+
+MOST_FAILED_WRITES = 4
+"""How often in a row the result of a trial may fail to be written; agents try several times each.
+
+See `plan/hop/checkpoints.py`.
+"""
+
+
+class Checkpoints:
+    """Keeps the store's copies of states; a part of the state machine."""
+
+    def __init__(self, tables: RunTables, retention: Retention) -> None:
+        self._config = tables.config
+        self._tables, self._holders, self._retention = tables, tables.holders, retention
+
+    def ensure(self, index: int, trial: TrialProgress, visit: int) -> bool:
+        """Return whether the state is in the store; start to write it if no other is written."""
+        if self._holders.holds(index, visit, STORE):
+            return True
+        if trial.saving is None:
+            place = self._holders.least_busy_writer(index, visit)
+            trial.saving = (visit, place)
+            self._holders.begin_write(index, *trial.saving)
+            self._tables.instructions.append(Checkpoint(index, *trial.saving))
+        return False
+
+    def gave_up(self, trial: TrialProgress, visit: int) -> str | None:
+        """Return why the state can't be written, if that was tried often enough."""
+        failed = trial.failed_write
+        if failed is None or failed.visit != visit or failed.times < MOST_FAILED_WRITES:
+            return None
+        return failed.error
+
+    def unsaved(self) -> list[int]:
+        """Return the trials that failed because their result could not be written."""
+        trials = self._tables.trials.items()
+        return [
+            number
+            for number, trial in trials
+            if trial.status == "failed"
+            and trial.failed_write is not None
+            and trial.failed_write.times >= MOST_FAILED_WRITES
+        ]
+
+    def write_at_cadence(self, index: int, trial: TrialProgress) -> None:
+        """Write the best state of the trial so far, and the newest one that is due."""
+        if (best := best_visit(self._config, trial, trial.newest)) is not None and not self.ensure(
+            index, trial, best
+        ):
+            return
+        due = self._due(trial)
+        failed = trial.failed_write is not None and trial.failed_write.visit == due
+        if due > self._newest_stored(index) and self._holders.where(index, due) and not failed:
+            self.ensure(index, trial, due)
+
+    def _due(self, trial: TrialProgress) -> int:
+        match self._config.checkpoint:
+            case "sub-epoch":
+                return trial.newest
+            case "epoch":
+                return trial.newest - trial.newest % self._config.partitions
+        return 0
+
+    def _newest_stored(self, index: int) -> int:
+        return max(self._stored(index), default=0)
+
+    def _stored(self, index: int) -> list[int]:
+        visits = self._holders.visits(index)
+        return [visit for visit in visits if self._holders.holds(index, visit, STORE)]
+
+    def written(self, event: Checkpointed) -> None:
+        """Note that a state is in the store."""
+        trial = self._tables.trials[event.trial]
+        if self._tables.workers.get(event.incarnation) is None:
+            return
+        if trial.saving == (event.visit, event.incarnation):
+            self._end(event.trial, trial)
+            trial.failed_write = None
+        if self._holders.holds(event.trial, event.visit, event.incarnation):
+            self._holders.add(event.trial, event.visit, STORE)
+            self._tables.log(event.trial, f"state {event.visit} is in the store")
+
+    def failed(self, event: CheckpointFailed) -> None:
+        """Note that a state could not be written."""
+        trial = self._tables.trials[event.trial]
+        if trial.saving != (event.visit, event.incarnation):
+            return
+        self._end(event.trial, trial)
+        before = trial.failed_write
+        times = before.times if before is not None and before.visit == event.visit else 0
+        trial.failed_write = FailedWrite(event.visit, times + 1, event.error)
+        self._tables.log(event.trial, f"state {event.visit} could not be written: {event.error}")
+
+    def forget_writers(self, index: int, trial: TrialProgress, lost: Collection[str]) -> None:
+        """Forget what a lost agent was writing."""
+        if trial.saving is not None and trial.saving[1] in lost:
+            self._end(index, trial)
+
+    def _end(self, index: int, trial: TrialProgress) -> None:
+        assert trial.saving is not None
+        self._holders.end_write(index, *trial.saving)
+        trial.saving = None
+
+    # ------------------------------------------------------------------ what goes
+
+    def collect(self, index: int, trial: TrialProgress) -> None:
+        """Delete the stored states that the trial does not need any more."""
+        stored = self._stored(index)
+        if len(stored) < 2:
+            return
+        kept = self._kept(index, trial, stored)
+        for visit in stored:
+            if visit not in kept:
+                self.delete(index, visit)
+
+    def delete(self, index: int, visit: int) -> None:
+        """Delete a state from the store.
+
+        Its segments stay until the run ends if a cut is being made, which may write the same ones.
+        """
+        objects = self._holders.drop(index, visit, STORE)
+        kept = bool(self._tables.recutting)
+        self._tables.instructions.append(Collect(index, visit, () if kept else objects))
+
+    def _kept(self, index: int, trial: TrialProgress, stored: list[int]) -> set[int]:
+        forks = self._tables.forks.get(index, ())
+        kept = {0, trial.base, *(self._tables.trials[fork].base for fork in forks)}
+        if trial.over:
+            kept.add(trial.result or 0)
+            if trial.status == "finished":  # there it goes on if its budget is extended
+                kept.add(trial.newest)
+            return kept
+        return kept | self._retention.needed(trial) | self._retention.stored_fallback(trial, stored)
+
+
+StateCopy = tuple[int, str]  # visit, place
+
+
+class Retention:
+    """Reads from the table of holders what a loss would cost; it changes nothing.
+
+    Two states matter: the newest, from which training continues, and the result, which is the best
+    state of a trial that keeps it. While either of them is on one worker alone, an older state and
+    the best state up to that one are kept elsewhere.
+    """
+
+    def __init__(self, tables: RunTables) -> None:
+        self._config = tables.config
+        self._tables = tables
+        self._holders = tables.holders
+
+    def needed(self, trial: TrialProgress) -> set[int]:
+        """Return the visits of the states that the trial needs."""
+        return needed_visits(self._config, trial, self._tables.search_closed)
+
+    def intact(self, index: int, trial: TrialProgress) -> bool:
+        """Return whether every state that the trial needs is held somewhere."""
+        return all(self._holders.where(index, visit) for visit in self.needed(trial))
+
+    def fallback(self, index: int, trial: TrialProgress, lost: str | None = None) -> int:
+        """Return the newest state to roll back to if the place ``lost`` were gone as well.
+
+        That state and the best state up to it are both held elsewhere. The first state, or the one
+        that a fork began with, always is, because it is in the store.
+        """
+        for visit in reversed(self._holders.visits(index)):
+            if all(self._places_left(index, v, lost) for v in self._with_best(trial, visit)):
+                return visit
+        raise AssertionError(f"trial {index} has no state left, not even its first")
+
+    def stored_fallback(self, trial: TrialProgress, stored: list[int]) -> set[int]:
+        """Return the stored states to go on from if every worker were gone."""
+        for visit in reversed(stored):
+            if (kept := self._with_best(trial, visit)).issubset(stored):
+                return kept
+        raise AssertionError(f"of the stored states {stored} none can be gone on from")
+
+    def copies_to_keep(self, index: int, trial: TrialProgress) -> set[StateCopy]:
+        """Return the copies that must not be dropped."""
+        copies: set[StateCopy] = set() if trial.saving is None else {trial.saving}
+        for fork in self._tables.forks.get(index, ()):
+            base = self._tables.trials[fork].base
+            copies.update((base, place) for place in self._holders.where(index, base))
+        if trial.over or trial.awaits is not None:
+            return copies
+        for visit in self.needed(trial):
+            places = self._holders.where(index, visit)
+            if trial.status == "paused" and STORE in places:
+                continue  # the store keeps what it has, and memory is for those that train
+            copies.update((visit, place) for place in places)
+            if len(places) == 1 and STORE not in places:
+                copies.update(self._fallback_copies(index, trial, *places))
+        return copies
+
+    def _fallback_copies(self, index: int, trial: TrialProgress, lost: str) -> set[StateCopy]:
+        """Return one copy of each state that the trial would need without the place ``lost``."""
+        visits = self._with_best(trial, self.fallback(index, trial, lost))
+        return {(visit, self._places_left(index, visit, lost)[0]) for visit in visits}
+
+    def _with_best(self, trial: TrialProgress, visit: int) -> set[int]:
+        best = best_visit(self._config, trial, visit)
+        return {visit} if best is None else {visit, best}
+
+    def _places_left(self, index: int, visit: int, lost: str | None) -> list[str]:
+        return [place for place in self._holders.where(index, visit) if place != lost]
+
+
+WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Seconds between the tries of one write: a minute in all."""
+
+LONGEST_WAIT = WAITS[-1]
+"""Seconds between the tries of a write that is never given up."""
+
+
+def wait_after(failures: int) -> float | None:
+    """Return the seconds to wait after so many failures in a row, or None to give up."""
+    return WAITS[failures - 1] if failures <= len(WAITS) else None

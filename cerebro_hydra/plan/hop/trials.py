@@ -1,0 +1,479 @@
+"""Records attempts and each trial's progress: what it has visited and measured, and how it ends."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import inf, isfinite, nan
+from random import Random
+from typing import Any, Literal, NamedTuple, overload
+
+from cerebro_hydra.plan.bits import mask_of
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.messages.events import SubEpochDone, WorkerLost
+from cerebro_hydra.plan.messages.instructions import StateSource
+from cerebro_hydra.plan.seeds import seed_of
+
+
+class Evaluation:
+    """Holds the (sum, rows) of every metric by partition, in twenty bytes each."""
+
+    __slots__ = ("_order", "_rows", "_sums", "done", "states")
+
+    def __init__(self) -> None:
+        self.done = 0
+        """The partitions that are evaluated, as a mask."""
+        self.states: dict[int, dict[str, Any]] = {}
+        """What custom metrics computed, by partition; empty without custom metrics."""
+        self._order = array("I")
+        self._sums: dict[str, array[float]] = {}
+        self._rows: dict[str, array[int]] = {}
+
+    def add(
+        self, partition: int, sums: dict[str, tuple[float, int]], states: dict[str, Any] | None
+    ) -> None:
+        """Add what was measured on one partition."""
+        self.done |= 1 << partition
+        self._order.append(partition)
+        for name, (value, rows) in sums.items():
+            self._sums.setdefault(name, array("d")).append(value)
+            self._rows.setdefault(name, array("Q")).append(rows)
+        if states is not None:
+            self.states[partition] = states
+
+    def merged(self) -> dict[str, float]:
+        """Return the mean of every metric over all rows, added up in partition order."""
+        in_order = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return {
+            name: _mean((sums[at], self._rows[name][at]) for at in in_order)
+            for name, sums in self._sums.items()
+        }
+
+    def comparable(self) -> object:
+        """Return everything that was measured, for comparisons."""
+        return list(self._order), {name: list(sums) for name, sums in self._sums.items()}
+
+    def check(self) -> None:
+        """Raise AssertionError if the mask is not that of what was added."""
+        assert self.done == mask_of(self._order), f"{self.done:b} are not {list(self._order)}"
+
+
+def epoch_metrics(
+    visits: Sequence[CommittedVisit], evaluation: Evaluation, custom: dict[str, float]
+) -> dict[str, float]:
+    """Return "train_loss" and a "val_<name>" for every evaluated metric, the custom ones last.
+
+    Sums are added as Python floats (float64) in partition order and then divided by the rows. The
+    mean over no rows is NaN.
+    """
+    trained = sorted(visits, key=lambda visit: visit.partition)
+    metrics = {"train_loss": _mean((visit.loss_sum, visit.rows) for visit in trained)}
+    validated = evaluation.merged() | custom
+    return metrics | {f"val_{name}": value for name, value in validated.items()}
+
+
+def _mean(sums_and_rows: Iterable[tuple[float, int]]) -> float:
+    total, total_rows = 0.0, 0
+    for value, rows in sums_and_rows:
+        total += value
+        total_rows += rows
+    return total / total_rows if total_rows else nan
+
+
+TaskKind = Literal["train", "evaluate"]
+AttemptStatus = Literal["reserved", "fetching", "running", "ending", "done", "cancelled"]
+TrialStatus = Literal["waiting", "running", "paused", "finished", "stopped", "failed"]
+
+OVER: tuple[TrialStatus, ...] = ("finished", "stopped", "failed")
+MOST_FAILED_TRANSFERS = 3  # of a state from one place, which is no source of it any more then
+STORY_LINES = 100  # of a trial that are kept; the journal has all of them
+
+
+@dataclass(slots=True)
+class Attempt:
+    """Records one task given to one worker: a sub-epoch or the evaluation of one partition.
+
+    ``plan/hop/attempts.py`` has the table of what happens when its status changes.
+    """
+
+    number: int
+    kind: TaskKind
+    trial: int
+    visit: int  # the state that it makes (train) or measures (evaluate)
+    epoch: int
+    partition: int
+    worker: int
+    incarnation: str
+    source: StateSource
+    status: AttemptStatus = "reserved"
+    done: SubEpochDone | None = None  # held back until the visit before it is committed
+    started_at: float = 0.0  # seconds by the clock of the estimates
+
+
+@dataclass(frozen=True, slots=True)
+class FailedWrite:
+    """Notes that a state could not be written to the store, how often in a row, and why."""
+
+    visit: int
+    times: int
+    error: str
+
+
+@dataclass(slots=True)
+class TrialProgress:
+    """Records one trial's committed visits, its ended epochs, and the tasks that are under way."""
+
+    config: TrialConfig
+    budget: int  # the epoch up to which it may train now
+    tie_break: float  # decides between trials with as much work left
+    visits: VisitLog
+    status: TrialStatus = "waiting"
+    history: list[dict[str, float]] = field(default_factory=list)  # metrics by epoch
+    trained: int = 0  # the partitions of the present epoch that are committed, as a mask
+    pending_visits: list[Attempt] = field(default_factory=list)  # at most two, in order
+    evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
+    evaluating: int = 0  # the partitions of ``evaluations``, as a mask
+    evaluation: Evaluation = field(default_factory=Evaluation)  # of the present epoch
+    merge_attempt: int | None = None  # the number of a ``MergeMetrics`` that has no answer yet
+    failed_transfers: dict[tuple[int, str], int] = field(default_factory=dict)  # by visit and place
+    lost_agents: list[LostAgent] = field(default_factory=list)  # in a row, by the trial's tasks
+    innocent_below: int = 0  # attempts given out before the latest of them is known
+    void_tasks: dict[tuple[TaskKind, int], int] = field(default_factory=dict)
+    """The partitions of tasks that were done, and whose results were lost, by kind and epoch."""
+    furthest: tuple[int, int] = (0, 0)  # most visits, and the evaluations after them, ever done
+    # (visit, incarnation) of states that arrived before they were committed, and of each cancelled
+    # fetch, whose ``StateReceived`` may still arrive, late.
+    arrived: set[tuple[int, str]] = field(default_factory=set)
+    abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
+    saving: tuple[int, str] | None = None  # (visit, incarnation) of the checkpoint under way
+    failed_write: FailedWrite | None = None  # the latest of a state, until one is written
+    uncut: bool = False  # an audit has failed, so it is trained in one piece
+    restarting: bool = False  # it goes back to state 0 as soon as no checkpoint is under way
+    lacking: str | None = None  # why it is to be cut finer, for want of memory
+    recutting: tuple[int, ...] | None = None  # the states of a ``CutFiner`` without an answer
+    shards_before: int | None = None  # it was cut finer
+    stop_reason: str | None = None  # None until the trial is stopped
+    rest_at: int | None = None  # while paused, the epochs that it has or, after a loss, makes again
+    base: int = 0  # the visit of the oldest state that it may fall back to
+    awaits: int | None = None  # the parent whose state ``base`` is not in the store yet
+    result: int | None = None  # the visit of the trial's result; None until it has ended
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Return whether the trial has ended."""
+        return self.status in OVER
+
+    @property
+    def newest(self) -> int:
+        """Return the visit of the newest committed state."""
+        return len(self.visits)
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """Return all attempts of the trial, running or reserved."""
+        return [*self.pending_visits, *self.evaluations.values()]
+
+    def tell(self, line: str) -> None:
+        """Add a line to the trial's story; the oldest ones go."""
+        self.log.append(line)
+        if len(self.log) > STORY_LINES:
+            del self.log[0]
+
+    def note_lost_agent(self, ran: Attempt, lost: WorkerLost, next_attempt: int) -> None:
+        """Hold the loss of an agent against the trial, which ran on it.
+
+        An attempt that still waits for its shards counts too, because its agent may be building
+        the trial's model. Several agents that are lost together, as with their machine, are one
+        loss: what was given out before the loss is known is no further evidence.
+        """
+        if ran.number >= self.innocent_below:
+            self.innocent_below = next_attempt
+            again = self.void_tasks.get((ran.kind, ran.epoch), 0) >> ran.partition & 1 == 1
+            where = (ran.worker, lost.host, ran.kind, ran.epoch, ran.partition)
+            self.lost_agents.append(LostAgent(*where, lost.reason, again))
+
+    def note_progress(self) -> None:
+        """Clear the trial of the agents lost with it, if it is now further than it ever was.
+
+        Doing again what a loss has undone is no progress, or a trial that kills each agent at the
+        same place would do so for ever. It clears the trial only of agents that were lost in such
+        tasks, which it did not kill when it did them before.
+        """
+        reached = (len(self.visits), self.evaluation.done.bit_count())
+        if reached > self.furthest:
+            self.furthest = reached
+            self.lost_agents, self.void_tasks = [], {}
+        else:
+            self.lost_agents = [lost for lost in self.lost_agents if not lost.again]
+
+    def is_source(self, visit: int, place: str) -> bool:
+        """Return whether a state may still be fetched from this place."""
+        return self.failed_transfers.get((visit, place), 0) < MOST_FAILED_TRANSFERS
+
+    def forget_failed_transfers(self, kept: Callable[[int, str], bool]) -> None:
+        """Forget what failed from other places, or for other states, than those that are kept."""
+        self.failed_transfers = {
+            at: failures for at, failures in self.failed_transfers.items() if kept(*at)
+        }
+
+    def forget_evaluation(self) -> None:
+        """Drop what was measured, because the epoch is over or void."""
+        self.evaluation, self.merge_attempt = Evaluation(), None
+
+    def roll_back(self, visit: int, partitions: int) -> None:
+        """Make ``visit`` the newest state again."""
+        for each in self.visits[visit:]:
+            self._note_void("train", each.epoch, 1 << each.partition)
+        for epoch in range(visit // partitions, len(self.history)):
+            self._note_void("evaluate", epoch, (1 << partitions) - 1)
+        self._note_void("evaluate", len(self.history), self.evaluation.done)
+        self.visits.truncate(visit)
+        del self.history[visit // partitions :]
+        self.trained = mask_of(self.visits.partitions_from(len(self.history) * partitions))
+        self.arrived = {(each, place) for each, place in self.arrived if each <= visit}
+        self.forget_failed_transfers(lambda each, place: each <= visit)
+        self.forget_evaluation()
+
+    def _note_void(self, kind: TaskKind, epoch: int, partitions: int) -> None:
+        self.void_tasks[kind, epoch] = self.void_tasks.get((kind, epoch), 0) | partitions
+
+    def makes_again(self, visit: int) -> bool:
+        """Return whether the trial, which went back to an older state, will have this one again."""
+        return visit > self.newest and self.status in ("waiting", "running")
+
+    def follow(self, parent: TrialProgress, partitions: int) -> None:
+        """Have done what a parent did up to the state that this trial begins with."""
+        self.visits = parent.visits.first(self.base)
+        self.history = [dict(metrics) for metrics in parent.history[: self.base // partitions]]
+        begun = len(self.history) * partitions
+        self.trained = mask_of(self.visits.partitions_from(begun))
+        self.furthest = (self.base, 0)
+        if self.rest_at is not None:
+            self.rest_at = len(self.history)
+
+    def visited(self) -> int:
+        """Return this epoch's partitions that are trained or being trained, as a mask."""
+        return self.trained | mask_of(attempt.partition for attempt in self.pending_visits)
+
+    def evaluation_begun(self) -> int:
+        """Return this epoch's partitions that are evaluated or being evaluated, as a mask."""
+        return self.evaluation.done | self.evaluating
+
+    def epoch_trained(self, partitions: int) -> bool:
+        """Return whether the present epoch is trained on every partition and committed."""
+        return len(self.visits) == (len(self.history) + 1) * partitions
+
+
+def visit_order(config: HopConfig, trial: int, epoch: int) -> tuple[int, ...]:
+    """Return the order in which a trial visits an epoch's partitions when ``order="seeded"``.
+
+    It is a row of a seeded Latin square: the partitions are shuffled per epoch, and each trial
+    starts one further than the trial before it, so that trials spread over the workers.
+    """
+    order = _shuffled(config.seed, epoch, config.partitions)
+    start = trial % config.partitions
+    return order[start:] + order[:start]
+
+
+def next_partition(config: HopConfig, number: int, trial: TrialProgress) -> int:
+    """Return the first partition in the trial's seeded order that the epoch has not visited yet."""
+    partitions, epoch, visited = config.partitions, len(trial.history), trial.visited()
+    if trial.base > epoch * partitions:  # it inherited visits in another order
+        order = visit_order(config, number, epoch)
+        return next(partition for partition in order if not visited >> partition & 1)
+    order = _shuffled(config.seed, epoch, partitions)
+    return order[(number + visited.bit_count()) % partitions]
+
+
+@cache
+def _shuffled(seed: int, epoch: int, partitions: int) -> tuple[int, ...]:
+    order = list(range(partitions))
+    Random(seed_of(seed, "visit order", epoch)).shuffle(order)
+    return tuple(order)
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedVisit:
+    """Records a sub-epoch that counts."""
+
+    epoch: int
+    partition: int
+    rows: int
+    loss_sum: float
+
+
+class VisitLog(Sequence[CommittedVisit]):
+    """Lists a trial's committed visits in their order; the n-th made the state n + 1."""
+
+    __slots__ = ("_losses", "_partitions", "_rows", "_visited")
+
+    def __init__(self, partitions: int) -> None:
+        """Begin a log of visits to ``partitions`` partitions in every epoch."""
+        self._partitions = partitions
+        self._visited, self._rows, self._losses = array("I"), array("Q"), array("d")
+
+    def append(self, partition: int, rows: int, loss_sum: float) -> None:
+        """Add the next visit."""
+        self._visited.append(partition)
+        self._rows.append(rows)
+        self._losses.append(loss_sum)
+
+    def truncate(self, visits: int) -> None:
+        """Forget all visits after the first ``visits``."""
+        for column in (self._visited, self._rows, self._losses):
+            del column[visits:]
+
+    def first(self, visits: int) -> VisitLog:
+        """Return a log of the first ``visits`` visits."""
+        log = VisitLog(self._partitions)
+        log._visited = self._visited[:visits]
+        log._rows, log._losses = self._rows[:visits], self._losses[:visits]
+        return log
+
+    def partitions_from(self, visit: int) -> Sequence[int]:
+        """Return the partitions of the visits after the first ``visit``, in their order."""
+        return self._visited[visit:]
+
+    def __len__(self) -> int:
+        """Return the number of visits, which is the number of the newest state."""
+        return len(self._visited)
+
+    @overload
+    def __getitem__(self, at: int) -> CommittedVisit: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[CommittedVisit]: ...
+    def __getitem__(self, at: int | slice) -> CommittedVisit | list[CommittedVisit]:
+        """Return one visit, or a list of several."""
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        index = range(len(self))[at]
+        return CommittedVisit(
+            index // self._partitions, self._visited[index], self._rows[index], self._losses[index]
+        )
+
+    def __iter__(self) -> Iterator[CommittedVisit]:
+        """Iterate over all visits in their order."""
+        return map(self.__getitem__, range(len(self)))
+
+
+class Outcome(NamedTuple):
+    """Holds the status and reason with which a trial ends once its result is in the store."""
+
+    status: TrialStatus
+    reason: str
+
+
+def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Outcome | None:
+    """Return the trial's outcome, or None while it has epochs to train or may be given more."""
+    if trial.stop_reason is not None:
+        return Outcome("stopped", trial.stop_reason)
+    if search_closed and len(trial.history) >= trial.budget:
+        return Outcome("finished", "")
+    patience = trial.config.patience
+    if patience is None:
+        return None
+    best = _best_epoch(config, trial, trial.newest)
+    since = first_epoch(trial.base, config.partitions) if best is None else best + 1
+    if len(trial.history) - since < patience:
+        return None
+    epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
+    if best is None:
+        return Outcome("finished", f"stopped early: {config.metric} was not finite in {epochs}")
+    value = trial.history[best][config.metric]
+    reason = (
+        f"stopped early: {config.metric} was best after epoch {best + 1} ({value:.4g}) "
+        f"and not better for {epochs}"
+    )
+    return Outcome("finished", reason)
+
+
+def best_epoch(values: Iterable[float], direction: str) -> int | None:
+    """Return the first epoch with the best finite value, or None if there is none.
+
+    ``direction`` is "min" or "max".
+    """
+    best, at = inf, None
+    for epoch, value in enumerate(values):
+        loss = -value if direction == "max" else value
+        if isfinite(value) and loss < best:
+            best, at = loss, epoch
+    return at
+
+
+def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
+    """Return the visit of the best state among the epochs that the first ``visits`` complete.
+
+    It is None if the trial keeps its last state, or if no such epoch was finite.
+    """
+    best = _best_epoch(config, trial, visits) if trial.config.keep == "best" else None
+    return None if best is None else (best + 1) * config.partitions
+
+
+def _best_epoch(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
+    """Return the best of the epochs that the first ``visits`` complete.
+
+    Of the epochs that a fork inherits only the last one counts, and only if it goes on from the end
+    of that.
+    """
+    first = first_epoch(trial.base, config.partitions)
+    epochs = trial.history[first : visits // config.partitions]
+    best = best_epoch((metrics[config.metric] for metrics in epochs), config.direction)
+    return None if best is None else first + best
+
+
+def first_epoch(base: int, partitions: int) -> int:
+    """Return the first epoch after which a state was the own one of a trial that began at base."""
+    return max(0, -(-base // partitions) - 1)
+
+
+def result_visit(config: HopConfig, trial: TrialProgress) -> int:
+    """Return the visit of the trial's result so far: its best state, else its newest."""
+    best = best_visit(config, trial, trial.newest)
+    return trial.newest if best is None else best
+
+
+def needed_visits(config: HopConfig, trial: TrialProgress, search_closed: bool) -> set[int]:
+    """Return the visits of the states that a trial needs: its result and, to go on, its newest."""
+    if outcome(config, trial, search_closed) is not None:
+        return {result_visit(config, trial)}
+    return {result_visit(config, trial), trial.newest}
+
+
+MOST_LOST_AGENTS = 3
+"""How many agents in a row may be lost while one trial runs on them; with the last it fails."""
+
+_CAUSES = (
+    "likely causes: the trial calls os._exit, a native library crashes (segmentation fault), "
+    "memory runs out, or code holds Python's lock for so long that the agent stops answering; if "
+    "other trials end like this on one worker only, look at that machine"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LostAgent:
+    """Records an agent that was lost while it trained or evaluated a trial."""
+
+    worker: int
+    host: str
+    kind: str
+    epoch: int
+    partition: int
+    reason: str
+    again: bool
+    """Whether the trial had done the same task before, and its result was lost."""
+
+    def __str__(self) -> str:
+        """Return where, when and why, in one line."""
+        where = f"worker {self.worker}" + (f" on {self.host}" if self.host else "")
+        doing = "training" if self.kind == "train" else "evaluation"
+        when = f"{doing} of epoch {self.epoch + 1} on partition {self.partition}"
+        return f"{where}, {when}: {self.reason}"
+
+
+def story(trial: int, lost: Sequence[LostAgent]) -> str:
+    """Return why a trial failed that ran on each of these agents when they were lost."""
+    first = f"{len(lost)} agents in a row were lost while trial {trial} ran on them; {_CAUSES}"
+    return "\n".join((first, *(f"  {number}. {each}" for number, each in enumerate(lost, 1))))

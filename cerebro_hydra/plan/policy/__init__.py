@@ -1,0 +1,1 @@
+"""Proposes which open tasks begin, from a narrow view of the state of a run."""

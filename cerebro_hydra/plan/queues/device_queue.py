@@ -1,0 +1,65 @@
+"""The queue of a device: the unit that it runs and the one that it is being made ready for."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.queues.run_progress import RunProgress, Unit
+
+
+@dataclass(slots=True)
+class DeviceQueue:
+    """Holds what a device does and will do next.
+
+    ``staying`` has the runs whose microbatch stays on the device until it is through.
+    """
+
+    number: int
+    budget: float
+    alive: bool = True
+    running: Unit | None = None
+    unanswered: deque[Action] = field(default_factory=deque)  # of the running unit
+    reserved: Unit | None = None
+    staying: list[RunProgress] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, number: int, budget: int | None) -> DeviceQueue:
+        """Return the queue of a device without work; None means a budget without limit."""
+        return cls(number, math.inf if budget is None else budget)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether the device has nothing to do and nothing reserved."""
+        return self.alive and self.running is None and self.reserved is None
+
+    def is_ending(self, run: RunProgress) -> bool:
+        """Return whether the run's microbatch ends with the running unit, and no other follows."""
+        running = self.running
+        if running is None or running.run != run.spec.run or not running.ends_microbatch:
+            return False
+        return not any(unit.starts_microbatch for unit in run.units[1:])
+
+    def pinned(self, but: RunProgress) -> int:
+        """Return the bytes that microbatches of other runs keep from whoever comes next."""
+        others = (run for run in self.staying if run is not but and not self.is_ending(run))
+        return sum(run.spec.pinned_bytes for run in others)
+
+    def has_begun(self, run: RunProgress) -> bool:
+        """Return whether a staying microbatch of the run has bytes beside its shards by now."""
+        first, number = self.reserved, run.spec.run
+        if first is None or first.run != number or not first.starts_microbatch:
+            return True
+        running = self.running
+        return running is not None and running.run == number and running.ends_microbatch
+
+    def has(self, key: tuple[int, int]) -> bool:
+        """Return whether the shard is in use or reserved."""
+        return any(unit is not None and key in unit.keys for unit in (self.running, self.reserved))
+
+    def has_unit_of(self, run: RunProgress) -> bool:
+        """Return whether a unit of the run is in the queue."""
+        number = run.spec.run
+        return any(unit and unit.run == number for unit in (self.running, self.reserved))

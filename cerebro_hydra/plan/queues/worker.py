@@ -1,0 +1,472 @@
+"""The state machine decides which device of a worker does what next: events in, actions out.
+
+::
+
+    RunAdded ──────┐                      ┌─► t3s1F0@0 t3s1B0@0 t3s1U0@0    compute on a device
+    ShardArrived ──┤   ┌─────────────┐    ├─► t3s1LOAD@0 t3s1SPILL@0        DRAM <-> device
+    ActionDone ────┼──►│ WorkerState ├────┼─► t3s1LOAD@host t3s1SPILL@host  disk <-> DRAM
+    DeviceLost ────┤   └─────────────┘    ├─► t3s1RECV t3s1SEND             other workers
+    RunCancelled ──┘                      └─► RunEnded, RunRestarted
+
+An agent's shell drives it: it hands each action to the process of its device, and every answer back
+in. ``plan/simulate/worker.py`` drives the same machine on a virtual clock. A device does its
+computing actions in the order in which it got them, and moves beside them.
+
+When a device dies, the tasks whose changes were on it are done again from the shard's home in
+DRAM. That works while the microbatch's boundary values are there. A run that has lost older changes
+begins anew, from the state before it, which its sender keeps until the run is committed.
+
+The queues of a worker decide what each device runs and holds next.
+
+A run's units are a chain, one under way at a time. A free device takes the unit that the schedule's
+rule picks among the runs; while it computes, the next unit is reserved for it and brought to it, as
+far as the budget allows (double buffering). An action is given when everything that it needs is
+there, so bytes never pass a budget. Room is made by next use, and what a reserved unit needs comes
+before what another one may need later; that is why there is always progress. ``WorkerState`` adds
+the events, and has the picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.queues.device_queue import DeviceQueue
+from cerebro_hydra.plan.queues.events import (
+    ActionDone,
+    Answer,
+    DeviceJoined,
+    DeviceLost,
+    RunAdded,
+    RunCancelled,
+    RunEnded,
+    RunReleased,
+    RunRestarted,
+    ShardArrived,
+    WorkerEvent,
+)
+from cerebro_hydra.plan.queues.memory import HeldShard, Room, Tiers
+from cerebro_hydra.plan.queues.run_progress import RunProgress, Unit, placed
+from cerebro_hydra.plan.schedules.pick import Candidate, Rule
+
+
+class WorkerQueues:
+    """Holds the queues, runs and tiers of one worker, and makes the decisions that are due.
+
+    Args:
+        budgets: the bytes of each device; None means no limit.
+        host_budget: the bytes of DRAM for shards and boundary values; None means no limit.
+        rule: picks a run for a free device.
+        double_buffering: whether a unit is reserved and brought while another one computes.
+    """
+
+    def __init__(
+        self,
+        budgets: Sequence[int | None],
+        host_budget: int | None,
+        rule: Rule,
+        *,
+        double_buffering: bool = True,
+    ) -> None:
+        self.queues = {n: DeviceQueue.of(n, budget) for n, budget in enumerate(budgets)}
+        self.tiers = Tiers(self.queues, host_budget)
+        self.runs: dict[int, RunProgress] = {}
+        self._rule = rule
+        self._double_buffering = double_buffering
+        self._room = Room(self.tiers, self.runs, self.queues)
+        self._events = 0
+        self._answers: list[Answer] = []
+
+    def used(self, place: int) -> int:
+        """Return the bytes that are in use on a device, or in DRAM if the place is ``HOST``."""
+        return self.tiers.host_used if place == HOST else self._room.used(self.queues[place])
+
+    def budget(self, place: int) -> float:
+        """Return the bytes that may be in use there."""
+        return self.tiers.host_budget if place == HOST else self.queues[place].budget
+
+    # ------------------------------------------------------------------ decisions
+
+    def _decide(self) -> bool:
+        """Make the decisions that are due; return whether there may be more."""
+        before = len(self._answers)
+        self._open_runs()
+        self._receive()
+        queues = [queue for queue in self.queues.values() if queue.alive]
+        for queue in queues:  # every idle device is served before anything is reserved
+            if queue.idle:
+                self._assign(queue, None)
+        for queue in queues:
+            self._advance(queue)
+        for queue in queues:
+            if self._double_buffering and queue.running is not None and queue.reserved is None:
+                self._assign(queue, self.runs[queue.running.run])
+        for queue in queues:
+            self._advance(queue)
+            self._answers += self._room.demote(queue)
+        self._finish_runs()
+        return len(self._answers) > before
+
+    def _open_runs(self) -> None:
+        """Give runs their room for boundary values, as long as every one can still go on."""
+        for run in self.runs.values():
+            if run.status != "waiting":
+                continue
+            opened = [r.spec for r in self.runs.values() if r.status == "open"] + [run.spec]
+            nbytes = run.spec.host_boundary_bytes
+            need = self.tiers.boundaries + nbytes + self._kept_in_dram(but=run)
+            need += max(spec.host_state_bytes for spec in opened)
+            if need > self.tiers.host_budget or not self._dram(nbytes, -1):
+                return
+            self.tiers.boundaries += nbytes
+            run.boundary = nbytes
+            run.status = "open"
+
+    def _receive(self) -> None:
+        """Receive shards in the order of their use, as DRAM has room for them."""
+        for run in self.runs.values():
+            if run.status != "open":
+                continue
+            for shard in sorted(run.absent, key=run.next_use):
+                key = (run.spec.run, shard)
+                nbytes = run.spec.shards[shard].state
+                urgent = run.device is not None and run.next_use(shard) == 0
+                if not self._dram(nbytes, -1 if urgent else run.next_use(shard)):
+                    break
+                self._answers.append(self.tiers.receive(key, nbytes))
+                run.absent.remove(shard)
+
+    def _dram(self, nbytes: int, beyond: float) -> bool:
+        """Return whether DRAM has room; begin to make it by what is used later than ``beyond``."""
+        if self.tiers.host_free < nbytes:
+            self._answers += self._room.in_dram(nbytes, beyond)
+        return self.tiers.host_free >= nbytes
+
+    def _assign(self, queue: DeviceQueue, running: RunProgress | None) -> None:
+        """Reserve the unit that the rule picks, among idle runs and the running one."""
+        units: dict[int, Unit] = {}
+        candidates = []
+        for run in self.runs.values():
+            if run.status != "open" or (run.units and run is not running):
+                continue
+            unit = run.next_unit()
+            if unit is None or not self._can_take(queue, run, unit):
+                continue
+            number = run.spec.run
+            units[number] = unit
+            candidates.append(
+                Candidate(number, run.order, run.remaining, run.waiting_since, run is running)
+            )
+        picked = self._rule(candidates) if candidates else None
+        if picked is None:
+            return
+        run, unit = self.runs[picked.run], units[picked.run]
+        run.take(unit)
+        queue.reserved = unit
+        if run.spec.stays and unit.starts_microbatch and run not in queue.staying:
+            queue.staying.append(run)
+            run.device = queue.number
+
+    def _can_take(self, queue: DeviceQueue, run: RunProgress, unit: Unit) -> bool:
+        """Return whether the unit can come to the device and end there, whatever else goes on."""
+        spec = run.spec
+        if run.device not in (None, queue.number):
+            return False
+        for key in unit.keys:
+            held = self.tiers.get(key)
+            if held is None or held.home == "receiving":
+                return False
+        shard = spec.shards[unit.shards[0]]
+        nbytes, host_nbytes = shard.state + shard.activations, shard.state
+        if spec.stays and (unit.starts_microbatch or run in queue.staying):
+            nbytes, host_nbytes = spec.device_need, spec.host_state_bytes
+            if run not in queue.staying and not all(map(queue.is_ending, queue.staying)):
+                return False  # one staying microbatch at a time, so that none waits for the other
+        host = host_nbytes + self._kept_in_dram(but=run) + self.tiers.boundaries
+        return host <= self.tiers.host_budget and nbytes <= queue.budget - queue.pinned(but=run)
+
+    def _kept_in_dram(self, but: RunProgress) -> int:
+        """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
+        staying = [run for queue in self.queues.values() for run in queue.staying]
+        return sum(run.spec.state_bytes for run in staying if run.spec.keeps_all and run is not but)
+
+    def _advance(self, queue: DeviceQueue) -> None:
+        """Bring the reserved unit's shards closer, and start the unit when it can run."""
+        unit = queue.reserved
+        if unit is None:
+            return
+        shards = [self._held(*key) for key in unit.keys]
+        if all(held.at_rest and held.device == queue.number for held in shards):
+            self._begin(queue, unit)
+        for held in shards:
+            self._bring(queue, held)
+
+    def _bring(self, queue: DeviceQueue, held: HeldShard) -> None:
+        """Bring a shard a step closer to a device."""
+        if not held.at_rest:
+            return
+        if held.device not in (None, queue.number):
+            self._answers.append(self.tiers.leave_device(held))
+            if not held.at_rest:
+                return
+        if held.device == queue.number:
+            return
+        if held.home == "disk":
+            if self._dram(held.nbytes, -1):
+                self._answers.append(self.tiers.load_from_disk(held))
+        elif self._device(queue, held.nbytes):
+            self._answers.append(self.tiers.load(held, queue.number))
+
+    def _begin(self, queue: DeviceQueue, unit: Unit) -> None:
+        """Start the reserved unit, whose shards are there, if the device is free and has room."""
+        if queue.running is None and self._device(queue, self._room.work(queue, unit)):
+            queue.running, queue.reserved = unit, None
+            self.runs[unit.run].microbatch = unit.tasks[-1].microbatch
+            queue.unanswered.extend(placed(unit, queue.number))
+            self._answers += queue.unanswered
+
+    def _device(self, queue: DeviceQueue, nbytes: int) -> bool:
+        """Return whether the device has room; begin to make it otherwise."""
+        if self._room.free(queue) < nbytes:
+            self._answers += self._room.on_device(queue, nbytes)
+        return self._room.free(queue) >= nbytes
+
+    def _finish_runs(self) -> None:
+        """Publish every shard after its last task, and end runs that are through."""
+        for run in list(self.runs.values()):
+            if run.status != "open" or not run.is_in_last_window:
+                continue
+            shards = self.tiers.of_run(run.spec.run)
+            if run.spec.graph.training:
+                for held in shards:
+                    self._publish(run, held)
+                finished = len(run.sent) == run.spec.graph.shards
+            else:
+                finished = run.done and all(held.at_rest for held in shards)
+            if finished:
+                self._close(run)
+                run.status = "finished"
+                self._answers.append(RunEnded(run.spec.run, "finished"))
+                if not run.spec.graph.training:
+                    for held in shards:
+                        self._answers += self.tiers.discard(held)
+                    del self.runs[run.spec.run]
+
+    def _publish(self, run: RunProgress, held: HeldShard) -> None:
+        shard = held.key[1]
+        busy = any(held.key in unit.keys for unit in run.units)
+        if busy or shard in run.sent or run.next_use(shard) < math.inf:
+            return
+        if held.at_rest and held.device is not None:
+            self._answers.append(self.tiers.leave_device(held))
+        if held.at_rest:
+            self._answers.append(self.tiers.send(held))
+
+    def _close(self, run: RunProgress) -> None:
+        """Take the run's units off the queues, but for the one that runs."""
+        self._take_back(run)
+        if not run.units:
+            self._give_back_boundary(run)
+
+    def _give_back_boundary(self, run: RunProgress) -> None:
+        """Give back the run's room for boundary values, to which no unit writes any more."""
+        self.tiers.boundaries -= run.boundary
+        run.boundary = 0
+
+    def _take_back(self, run: RunProgress) -> list[Action]:
+        """Take back the run's reserved unit and return its tasks."""
+        for queue in self.queues.values():
+            unit = queue.reserved
+            if unit is not None and unit.run == run.spec.run:
+                queue.reserved = None
+                run.units.remove(unit)
+                return list(unit.tasks)
+        return []
+
+    def _held(self, run: int, shard: int) -> HeldShard:
+        held = self.tiers.get((run, shard))
+        assert held is not None, f"shard {shard} of run {run} is nowhere"
+        return held
+
+
+class WorkerState(WorkerQueues):
+    """Handles the events of one worker.
+
+    It is not thread-safe: one writer hands in the events.
+    """
+
+    # ------------------------------------------------------------------ the public interface
+
+    def handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
+        """Handle what happened at one moment and return what to do, in this order."""
+        self._answers = []
+        for event in events:
+            self._events += 1
+            self._apply(event)
+        while self._decide():
+            pass
+        return self._answers
+
+    def validate(self) -> None:
+        """Check every invariant.
+
+        Raises:
+            AssertionError: an invariant is broken; the message names it and the object.
+        """
+        self.tiers.validate()
+        boundaries = sum(run.boundary for run in self.runs.values())
+        assert self.tiers.boundaries == boundaries, "bytes of boundary values in DRAM"
+        for queue in self.queues.values():
+            used = self.used(queue.number)
+            assert used <= queue.budget, f"device {queue.number} has {used} of {queue.budget} bytes"
+            assert queue.alive or queue.running is queue.reserved is None, f"{queue} is dead"
+        under_way = [unit for run in self.runs.values() for unit in run.units]
+        queued = [u for q in self.queues.values() for u in (q.running, q.reserved) if u]
+        assert sorted(map(id, under_way)) == sorted(map(id, queued)), "a unit is in no queue"
+        for run in self.runs.values():
+            places = [q.number for q in self.queues.values() if q.has_unit_of(run)]
+            assert len(places) <= 1, f"run {run.spec.run} has units on devices {places}"
+
+    # ------------------------------------------------------------------ events
+
+    def _apply(self, event: WorkerEvent) -> None:
+        match event:
+            case RunAdded():
+                self._add(event)
+            case ShardArrived():
+                self.tiers.end(Action(event.run, event.shard, ActionKind.RECV))
+                self._let_go(self.runs[event.run])
+            case ActionDone():
+                self._done(event)
+            case RunCancelled():
+                self._cancel(event.run)
+            case RunReleased():
+                run = self.runs.get(event.run)
+                if run is not None and run.status == "finished":
+                    run.status = "released"
+                    self._let_go(run)
+            case DeviceLost():
+                self._lose(self.queues[event.device])
+            case DeviceJoined():
+                self.queues[event.device].alive = True
+
+    def _add(self, event: RunAdded) -> None:
+        spec = event.spec
+        if spec.run in self.runs:
+            raise ValueError(f"run {spec.run} was added before; number the runs of a worker apart")
+        most = max(queue.budget for queue in self.queues.values())
+        host_need, host = spec.host_need, self.tiers.host_budget
+        if spec.device_need > most:
+            reason = f"it needs {spec.device_need} bytes of a device, and the largest has {most}"
+        elif host_need > host:
+            reason = f"it needs {host_need} bytes of DRAM, and there are {host}"
+        else:
+            self.runs[spec.run] = RunProgress(spec, self._events)
+            return
+        self._answers.append(RunEnded(spec.run, "refused", reason))
+
+    def _done(self, event: ActionDone) -> None:
+        action = event.action
+        run = self.runs[action.trial]
+        if not action.kind.computes:
+            self.tiers.end(action)
+            if action.kind is ActionKind.SEND:
+                run.sent.add(action.shard)
+            self._let_go(run)
+            return
+        assert action.device is not None
+        queue = self.queues[action.device]
+        if not queue.unanswered or queue.unanswered[0] != action:
+            raise ValueError(f"{action} was not given, or not yet; device {queue.number} is to do "
+                             f"{' '.join(map(str, queue.unanswered)) or 'nothing'}")  # fmt: skip
+        queue.unanswered.popleft()
+        task = Action(action.trial, action.shard, action.kind, action.microbatch)
+        run.learn(task, event.seconds)
+        if run.spec.graph.training and (
+            action.kind is not ActionKind.F or run.spec.shards[action.shard].forward_writes
+        ):
+            self._held(action.trial, action.shard).wrote(task)
+        if not queue.unanswered:
+            self._end_unit(queue, run)
+
+    def _end_unit(self, queue: DeviceQueue, run: RunProgress) -> None:
+        unit = queue.running
+        assert unit is not None
+        if queue.is_ending(run) and run in queue.staying:
+            queue.staying.remove(run)
+            run.device = None
+        queue.running = None
+        run.units.remove(unit)
+        run.waiting_since = self._events
+        self._let_go(run)
+
+    def _cancel(self, number: int) -> None:
+        run = self.runs.get(number)
+        if run is None or run.status in ("finished", "released"):
+            return
+        if run.status == "open":
+            self._close(run)
+        run.status = "cancelled"
+        self._let_go(run)
+
+    def _let_go(self, run: RunProgress) -> None:
+        """Go on to forget a run that is cancelled or begins anew, as its actions end."""
+        if run.status not in ("cancelled", "restarting", "released"):
+            return
+        running = {key for q in self.queues.values() if q.running for key in q.running.keys}
+        for held in self.tiers.of_run(run.spec.run):
+            if held.at_rest and held.key not in running:
+                self._answers += self.tiers.discard(held)
+        if run.units:
+            return
+        self._give_back_boundary(run)
+        if self.tiers.of_run(run.spec.run):
+            return
+        for queue in self.queues.values():
+            if run in queue.staying:
+                queue.staying.remove(run)
+        if run.status == "restarting":
+            run.begin()
+            run.status = "waiting"
+            return
+        del self.runs[run.spec.run]
+        if run.status == "cancelled":
+            self._answers.append(RunEnded(run.spec.run, "cancelled"))
+
+    # ------------------------------------------------------------------ lost devices
+
+    def _lose(self, queue: DeviceQueue) -> None:
+        """Put back what the device was to do, and what it had changed and not yet written."""
+        redo: dict[int, list[Action]] = {}
+        torn: set[int] = {run.spec.run for run in queue.staying}
+        for unit in (queue.running, queue.reserved):
+            if unit is not None:
+                run = self.runs[unit.run]
+                run.units.remove(unit)
+                undone = queue.unanswered if unit is queue.running else unit.tasks
+                redo.setdefault(run.spec.run, []).extend(
+                    Action(a.trial, a.shard, a.kind, a.microbatch) for a in undone
+                )
+        for held in self.tiers.on(queue.number):
+            run = self.runs[held.key[0]]
+            if held.dirty:
+                redo.setdefault(run.spec.run, []).extend(held.unsaved)
+                old = held.older_unsaved or held.unsaved[0].microbatch != run.microbatch
+                if held.move == "spilling" or old or run.spec.stays:
+                    torn.add(run.spec.run)
+            self.tiers.lose(held)
+        queue.alive, queue.running, queue.reserved = False, None, None
+        queue.unanswered = deque()
+        queue.staying.clear()
+        for number, tasks in redo.items():
+            run = self.runs[number]
+            if run.status == "open" and number not in torn:
+                run.put_back([*tasks, *self._take_back(run)])
+        for run in list(self.runs.values()):
+            if run.spec.run in torn and run.status == "open":
+                self._close(run)
+                run.status = "restarting"
+                self._answers.append(RunRestarted(run.spec.run))
+            self._let_go(run)

@@ -1,0 +1,1 @@
+"""Drives the deciding state machines with a virtual clock."""

@@ -1,0 +1,369 @@
+"""Simulates a run: the real state machine on a virtual clock, with simulated agents.
+
+A worker of one device takes one task at a time, which lasts as long as it is told. A worker of
+several devices has real queues, which run the tasks shard by shard (``plan/simulate/worker.py``).
+
+A closed search knows all its trials before the first one trains.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.hop.trials import TaskKind
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.messages.events import (
+    BudgetExtended,
+    Event,
+    SearchClosed,
+    SearchReopened,
+    TrialAdded,
+)
+from cerebro_hydra.plan.policy.policy import Scheduler
+from cerebro_hydra.plan.simulate.worker import DeviceClock, SimulatedDevices
+
+TaskSeconds = Callable[[TaskKind, int, int], float]  # by kind, trial and partition
+ENDING_SHARE = 0.1  # of a sub-epoch's time is left when it says that it is ending
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCrash:
+    """A worker dies at ``at`` seconds and comes back, empty, ``back_after`` seconds later."""
+
+    at: float
+    worker: int
+    back_after: float
+
+
+@dataclass(slots=True)
+class SimulatedTimeline:
+    """Holds the decisions and visits of a simulated run, and its makespan in seconds."""
+
+    makespan: float = 0.0
+    records: list[tuple[ev.Event, list[ins.Instruction]]] = field(default_factory=list)
+    visit_logs: list[list[tuple[int, int]]] = field(default_factory=list)
+
+
+_Task = ins.StartSubEpoch | ins.Evaluate
+_HeldState = tuple[str, int, int]  # incarnation, trial, visit
+
+
+class Simulation:
+    """Runs a search once on simulated workers.
+
+    Args:
+        search: the trials and what is fixed for them.
+        workers: the partitions of each worker.
+        seconds: how long a task takes on a worker of one device.
+        hop_seconds: how long any fetch of a state takes.
+        crashes: the workers that die, and when.
+        metric: the value of every metric of a trial, by trial and epoch.
+        on_decision: is given every event with its instructions; else the timeline keeps them.
+        devices: the devices of every worker; None means that each has one.
+    """
+
+    def __init__(
+        self,
+        search: ClosedSearch,
+        workers: Sequence[tuple[int, ...]],
+        seconds: TaskSeconds,
+        *,
+        hop_seconds: float = 0.0,
+        crashes: Sequence[WorkerCrash] = (),
+        metric: Callable[[int, int], float] = lambda trial, epoch: 1.0,
+        on_decision: Callable[[ev.Event, list[ins.Instruction]], object] | None = None,
+        devices: SimulatedDevices | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(search.config)
+        self.now = 0.0
+        self.timeline = SimulatedTimeline()
+        self._on_decision = on_decision or self._keep
+        self._workers = workers
+        self._seconds, self._hop_seconds, self._metric = seconds, hop_seconds, metric
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._scheduled = 0
+        self._live: dict[int, str] = {}  # incarnation by worker
+        self._incarnations = 0
+        self._tasks_of: dict[str, dict[int, _Task]] = {}  # by incarnation and attempt
+        self._computing: set[int] = set()  # attempts
+        self._held: set[_HeldState] = set()
+        self._fetches: dict[_HeldState, str | None] = {}  # the owner of each, None for the store
+        self._waiting: dict[_HeldState, list[_HeldState]] = {}  # fetches of what is not made yet
+        self._devices = devices
+        self._clocks: dict[str, DeviceClock] = {}  # by incarnation, of workers of several devices
+        self._made_by: dict[_HeldState, int] = {}  # the attempt that trained a state there
+        self._configs = {trial.trial: trial for trial in search.trials}
+        for event in search.events():
+            self._schedule(0.0, partial(self._handle, event))
+        for worker in range(len(workers)):
+            self._schedule(0.0, partial(self._join, worker))
+        for crash in crashes:
+            self._schedule(crash.at, partial(self._crash, crash))
+
+    def run(self) -> SimulatedTimeline:
+        """Run to the end and return what happened.
+
+        Raises:
+            RuntimeError: nothing is left to happen, but the run is not over.
+        """
+        while not self.state.finished:
+            self.step()
+        self.timeline.makespan = self.now
+        self.timeline.visit_logs = [
+            [(visit.epoch, visit.partition) for visit in trial.visits]
+            for trial in self.state.trials.values()
+        ]
+        return self.timeline
+
+    @property
+    def state(self) -> HopState:
+        """The state of the run."""
+        return self.scheduler.state
+
+    def step(self) -> None:
+        """Let the next thing happen.
+
+        Raises:
+            RuntimeError: nothing is left to happen, but the run is not over.
+        """
+        if not self._heap:
+            raise RuntimeError(f"the run stands still at {self.now:.3f} s: nothing is scheduled")
+        self.now, _, happen = heapq.heappop(self._heap)
+        happen()
+
+    # ------------------------------------------------------------------ events and instructions
+
+    def _keep(self, event: ev.Event, instructions: list[ins.Instruction]) -> None:
+        self.timeline.records.append((event, instructions))
+
+    def _schedule(self, moment: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (moment, self._scheduled, happen))
+        self._scheduled += 1
+
+    def _handle(self, event: ev.Event) -> None:
+        for decision in self.scheduler.handle(event):
+            self._on_decision(*decision)
+            for instruction in decision[1]:
+                self._carry_out(instruction)
+
+    def _join(self, worker: int) -> None:
+        self._live[worker] = f"worker-{worker}-{self._incarnations}"
+        self._incarnations += 1
+        self._tasks_of[self._live[worker]] = {}
+        joined = ev.WorkerJoined(worker, self._live[worker], self._workers[worker])
+        if (devices := self._devices) is not None:
+            self._clocks[joined.incarnation] = DeviceClock(devices)
+            joined = replace(joined, devices=len(devices.budgets), residents=devices.residents)
+        self._handle(joined)
+
+    def _crash(self, crash: WorkerCrash) -> None:
+        incarnation = self._live.pop(crash.worker, None)
+        if incarnation is None:
+            return
+        self._clocks.pop(incarnation, None)
+        for task in list(self._tasks_of[incarnation].values()):
+            self._remove_task(task)
+        self._held = {state for state in self._held if state[0] != incarnation}
+        self._fetches = {
+            state: source
+            for state, source in self._fetches.items()
+            if incarnation not in (state[0], source)
+        }
+        self._handle(ev.WorkerLost(incarnation, "killed"))
+        self._schedule(self.now + crash.back_after, partial(self._join, crash.worker))
+
+    def _carry_out(self, instruction: ins.Instruction) -> None:
+        match instruction:
+            case ins.StartSubEpoch() | ins.Evaluate():
+                self._tasks_of[instruction.incarnation][instruction.attempt] = instruction
+                self._fetch(instruction.incarnation, instruction.trial, instruction.source)
+                self._start_task(instruction)
+            case ins.FetchShards():
+                self._fetch(instruction.incarnation, instruction.trial, instruction.source)
+            case ins.Cancel():
+                clock = self._clocks.get(instruction.incarnation)
+                if clock is not None and instruction.attempt in self._computing:
+                    clock.cancel(self.now, instruction.attempt)
+                    self._wake(instruction.incarnation)
+                for state in [s for s, a in self._made_by.items() if a == instruction.attempt]:
+                    self._release(state)
+                self._remove_task(instruction)
+            case ins.Drop():
+                state = (instruction.incarnation, instruction.trial, instruction.visit)
+                self._held.discard(state)
+                self._fetches.pop(state, None)
+                self._release(state)
+            case ins.MergeMetrics():
+                names = self._configs[instruction.trial].custom_metrics
+                value = self._metric(instruction.trial, instruction.epoch)
+                merged = ev.MetricsMerged(
+                    instruction.attempt,
+                    instruction.trial,
+                    instruction.epoch,
+                    dict.fromkeys(names, value),
+                )
+                self._schedule(self.now, partial(self._handle, merged))
+            case ins.Checkpoint():
+                saved = ev.Checkpointed(
+                    instruction.trial, instruction.visit, instruction.incarnation
+                )
+                self._schedule(self.now, partial(self._handle, saved))
+
+    # ------------------------------------------------------------------ the agents
+
+    def _fetch(self, incarnation: str, trial: int, source: ins.StateSource) -> None:
+        state = (incarnation, trial, source.visit)
+        if state in self._held or state in self._fetches:
+            return
+        self._fetches[state] = source.incarnation
+        self._start_transfer(state)
+
+    def _start_transfer(self, state: _HeldState) -> None:
+        """Start the transfer if the owner has published the state."""
+        owner = self._fetches[state]
+        if owner is None or (owner, *state[1:]) in self._held:
+            self._schedule(self.now + self._hop_seconds, partial(self._receive, state))
+        else:
+            self._waiting.setdefault((owner, *state[1:]), []).append(state)
+
+    def _receive(self, state: _HeldState) -> None:
+        if state not in self._fetches:
+            return
+        del self._fetches[state]
+        self._held.add(state)
+        incarnation, trial, visit = state
+        self._handle(ev.StateReceived(trial, visit, incarnation))
+        for task in list(self._tasks_of[incarnation].values()):
+            if (task.trial, task.source.visit) == (trial, visit):
+                self._start_task(task)
+
+    def _start_task(self, task: _Task) -> None:
+        state = (task.incarnation, task.trial, task.source.visit)
+        if state not in self._held or task.attempt in self._computing:
+            return
+        self._computing.add(task.attempt)
+        train = isinstance(task, ins.StartSubEpoch)
+        kind: TaskKind = "train" if train else "evaluate"
+        if clock := self._clocks.get(task.incarnation):
+            clock.start(self.now, kind, task.trial, task.partition, task.attempt)
+            self._wake(task.incarnation)
+            return
+        seconds = self._seconds(kind, task.trial, task.partition)
+        if train:
+            ending = self.now + seconds * (1 - ENDING_SHARE)
+            self._schedule(ending, partial(self._announce_end, task))
+        self._schedule(self.now + seconds, partial(self._end_task, task, seconds))
+
+    def _announce_end(self, task: _Task) -> None:
+        if task.attempt in self._tasks_of[task.incarnation]:
+            self._handle(ev.SubEpochEnding(task.attempt, task.incarnation))
+
+    def _wake(self, incarnation: str) -> None:
+        """Have the worker's devices take their next step when it is due."""
+        moment = self._clocks[incarnation].next_moment
+        if moment < inf:
+            self._schedule(moment, partial(self._step_devices, incarnation, moment))
+
+    def _step_devices(self, incarnation: str, moment: float) -> None:
+        clock = self._clocks.get(incarnation)
+        if clock is None or clock.next_moment > moment:
+            return  # it died, or has taken this step already
+        ending, ended = clock.step()
+        tasks = self._tasks_of[incarnation]
+        for attempt in ending:
+            if attempt in tasks:
+                self._announce_end(tasks[attempt])
+        for run in ended:
+            if run.run in tasks:
+                self._end_task(tasks[run.run], run.seconds, run.device_seconds)
+        self._wake(incarnation)
+
+    def _release(self, state: _HeldState) -> None:
+        attempt = self._made_by.pop(state, None)
+        if attempt is not None and (clock := self._clocks.get(state[0])):
+            clock.release(self.now, attempt)
+            self._wake(state[0])
+
+    def _end_task(self, task: _Task, seconds: float, device_seconds: float | None = None) -> None:
+        if task.attempt not in self._tasks_of[task.incarnation]:
+            return
+        self._remove_task(task)
+        trial = self._configs[task.trial]
+        value = self._metric(task.trial, task.epoch)
+        if isinstance(task, ins.Evaluate):
+            sums = {"loss": (value, 1)}
+            hop = ev.Hop(0, 0, 0.0)
+            states = dict.fromkeys(trial.custom_metrics)
+            evaluated = ev.EvaluationDone(
+                task.attempt, task.incarnation, sums, seconds, hop, states, device_seconds
+            )
+            self._handle(evaluated)
+            return
+        made = (task.incarnation, task.trial, task.visit)
+        self._held.add(made)
+        self._made_by[made] = task.attempt
+        digests = tuple(
+            (frozen, f"{task.trial}/{task.visit}/{shard}")
+            for shard, (frozen, _) in enumerate(trial.initial_digests)
+        )
+        nbytes = trial.nbytes
+        hop = ev.Hop(nbytes, 0, self._hop_seconds)
+        trained = ev.SubEpochDone(
+            task.attempt, task.incarnation, 1, value, digests, nbytes, seconds, hop,
+            device_seconds=device_seconds,
+        )  # fmt: skip
+        self._handle(trained)
+        for state in self._waiting.pop(made, ()):
+            if self._fetches.get(state) == task.incarnation:
+                self._start_transfer(state)
+
+    def _remove_task(self, task: _Task | ins.Cancel) -> None:
+        self._tasks_of[task.incarnation].pop(task.attempt, None)
+        self._computing.discard(task.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedSearch:
+    """Holds the trials of a run, each of which trains for the same number of epochs.
+
+    Raises:
+        ConfigurationError: there are no trials or epochs, or a trial can't be trained.
+    """
+
+    config: HopConfig
+    trials: tuple[TrialConfig, ...]
+    epochs: int
+
+    def __post_init__(self) -> None:
+        """Refuse a search that no run can start with."""
+        if self.epochs < 1:
+            raise ConfigurationError(f"epochs={self.epochs} must be at least 1")
+        if not self.trials:
+            raise ConfigurationError("there are no trials; a run needs at least one trial")
+        for trial in self.trials:
+            self.config.check_trial(trial)
+
+    def events(self) -> list[Event]:
+        """Return the events that begin the run: every trial with its whole budget, then the end."""
+        return [*(TrialAdded(trial, self.epochs) for trial in self.trials), SearchClosed()]
+
+    def events_after(self, state: HopState) -> list[Event]:
+        """Return the events that make a run one of this search: new trials, and larger budgets."""
+        news: list[Event] = []
+        for trial in self.trials:
+            known = state.trials.get(trial.trial)
+            if known is None:
+                news.append(TrialAdded(trial, self.epochs))
+            elif known.budget < self.epochs:
+                news.append(BudgetExtended(trial.trial, self.epochs))
+        if not state.tables.search_closed:
+            return [*news, SearchClosed()]
+        return [SearchReopened(), *news, SearchClosed()] if news else []

@@ -1,0 +1,341 @@
+"""Simulates a worker: the real queues on a virtual clock, with simulated devices.
+
+It runs alone, or ``plan/simulate/run.py`` takes its steps beside those of other workers.
+
+A device computes, loads and writes back at the same time, one action of each kind after the other;
+without double buffering it does one action of any kind after the other.
+Transfers from other workers and to disk go one after the other too. Every action is checked against
+the places and bytes of ``plan/schedules/validate.py`` when it begins and ends.
+
+`MoveRates` tells how long the actions of a worker take, by the speed of its tiers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cerebro_hydra.plan.hop.trials import TaskKind
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.queues.events import (
+    ActionDone,
+    Answer,
+    DeviceLost,
+    RunAdded,
+    RunCancelled,
+    RunEnded,
+    RunReleased,
+    RunRestarted,
+    ShardArrived,
+    WorkerEvent,
+)
+from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.pick import Rule, sharp
+from cerebro_hydra.plan.schedules.validate import Key, MemoryCheck
+
+Lane = tuple[int, str]  # a device or HOST, and what it does there
+
+
+@dataclass(frozen=True, slots=True)
+class DoneAction:
+    """Tells when an action began and ended."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class WorkerTimeline:
+    """Holds what happened at a simulated worker."""
+
+    devices: int
+    done: list[DoneAction] = field(default_factory=list)
+    given: list[Answer] = field(default_factory=list)
+    peak: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def makespan(self) -> float:
+        """Return the moment at which the last task ended."""
+        return max((each.end for each in self.done if each.action.kind.computes), default=0.0)
+
+    @property
+    def busy(self) -> float:
+        """Return the seconds that all devices computed."""
+        return sum(each.end - each.begin for each in self.done if each.action.kind.computes)
+
+    @property
+    def utilisation(self) -> float:
+        """Return the share of the devices' time in which they computed."""
+        return self.busy / (self.devices * self.makespan)
+
+    def outcome(self, run: int) -> str:
+        """Return how a run ended."""
+        return next(a.outcome for a in self.given if isinstance(a, RunEnded) and a.run == run)
+
+
+class WorkerSimulation:
+    """Runs the queues of one worker once.
+
+    Args:
+        specs: the runs that are added at 0 seconds.
+        seconds: how long an action takes; its device is its place.
+        later: more events, with their seconds.
+        observe: is called with the queues after every event.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RunSpec],
+        budgets: Sequence[int | None],
+        host_budget: int | None,
+        rule: Rule,
+        seconds: Callable[[Action], float],
+        *,
+        double_buffering: bool = True,
+        later: Sequence[tuple[float, WorkerEvent]] = (),
+        observe: Callable[[WorkerState], None] = lambda state: None,
+    ) -> None:
+        self.state = WorkerState(budgets, host_budget, rule, double_buffering=double_buffering)
+        self.timeline = WorkerTimeline(len(budgets))
+        self._seconds, self._observe = seconds, observe
+        self._double_buffering = double_buffering
+        self._state_bytes: dict[Key, int] = {}
+        self._activations: dict[Key, int] = {}
+        self.check = MemoryCheck(
+            dict(enumerate(budgets)), host_budget, self._state_bytes, self._activations
+        )
+        self._now = 0.0
+        self._lanes: dict[Lane, deque[Action]] = {}
+        self._begun: dict[Lane, float] = {}  # when the first action of each lane began
+        self._heap: list[tuple[float, int, WorkerEvent | Lane]] = []
+        self._scheduled = 0
+        for spec in specs:
+            self.add(0.0, RunAdded(spec))
+        for moment, event in later:
+            self.add(moment, event)
+
+    def run(self) -> WorkerTimeline:
+        """Run until nothing is left to happen, and return what happened.
+
+        Raises:
+            RuntimeError: the queues stand still with runs that are not over.
+        """
+        while self._heap:
+            self.step()
+        left = [number for number, run in self.state.runs.items() if run.status != "finished"]
+        if left:
+            raise RuntimeError(f"the queues stand still at {self._now:.3f} s with runs {left}")
+        self.timeline.peak = {
+            place: peak for place, peak in self.check.peak.items() if place is not None
+        }
+        return self.timeline
+
+    @property
+    def next_moment(self) -> float:
+        """Return when the next thing happens; infinity if nothing is left to happen."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def add(self, moment: float, event: WorkerEvent) -> None:
+        """Let an event happen at a moment that is not past."""
+        self._schedule(moment, event)
+
+    def step(self) -> list[Answer]:
+        """Let the next moment happen, and return what the queues answered."""
+        self._now = self._heap[0][0]
+        events = []
+        while self._heap and self._heap[0][0] == self._now:
+            happens = heapq.heappop(self._heap)[2]
+            event = self._end(happens) if isinstance(happens, tuple) else happens
+            events.append(event)
+            self._before(event)
+        answers = self.state.handle(events)
+        for answer in answers:
+            self._carry_out(answer)
+        self._observe(self.state)
+        return answers
+
+    def _schedule(self, moment: float, happens: WorkerEvent | Lane) -> None:
+        heapq.heappush(self._heap, (moment, self._scheduled, happens))
+        self._scheduled += 1
+
+    def _before(self, event: WorkerEvent) -> None:
+        if isinstance(event, RunAdded):
+            for number, shard in enumerate(event.spec.shards):
+                self._state_bytes[event.spec.run, number] = shard.state
+                self._activations[event.spec.run, number] = shard.activations
+        elif isinstance(event, RunCancelled | RunReleased):
+            self.check.abandon(event.run)
+        elif isinstance(event, DeviceLost):
+            self.check.lose(event.device)
+            for lane in [lane for lane in self._lanes if lane[0] == event.device]:
+                del self._lanes[lane]
+            self._heap = [
+                each
+                for each in self._heap
+                if not isinstance(each[2], tuple) or each[2][0] != event.device
+            ]
+            heapq.heapify(self._heap)
+
+    def _carry_out(self, answer: Answer) -> None:
+        self.timeline.given.append(answer)
+        if isinstance(answer, RunRestarted):
+            self.check.abandon(answer.run)
+        if not isinstance(answer, Action):
+            return
+        if answer.kind is ActionKind.DROP:
+            self.check.begin(answer)
+            self.check.end(answer)
+            return
+        lane = self._lane(answer)
+        waiting = self._lanes.setdefault(lane, deque())
+        waiting.append(answer)
+        if len(waiting) == 1:
+            self._begin(lane)
+
+    def _lane(self, action: Action) -> Lane:
+        place = HOST if action.device is None else action.device
+        if place != HOST and not self._double_buffering:
+            return place, "everything"
+        return place, "compute" if action.kind.computes else action.kind
+
+    def _begin(self, lane: Lane) -> None:
+        action = self._lanes[lane][0]
+        self.check.begin(action)
+        self._begun[lane] = self._now
+        self._schedule(self._now + self._seconds(action), lane)
+
+    def _end(self, lane: Lane) -> WorkerEvent:
+        waiting = self._lanes[lane]
+        action = waiting.popleft()
+        self.check.end(action)
+        self.timeline.done.append(DoneAction(action, self._begun[lane], self._now))
+        if waiting:
+            self._begin(lane)
+        if action.kind is ActionKind.RECV:
+            return ShardArrived(action.trial, action.shard)
+        return ActionDone(action, self._seconds(action))
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRates:
+    """Holds bytes per second, each way: between DRAM and a device, and between disk and DRAM."""
+
+    device: float = math.inf
+    disk: float = math.inf
+
+    def seconds(self, action: Action, shard: ShardSpec) -> float:
+        """Return how long an action on the shard takes; transfers to other workers count nothing.
+
+        They go on while other runs compute, and the seconds of a hop have them.
+        """
+        if action.kind.computes:
+            return shard.seconds(action.kind)
+        if action.kind not in (ActionKind.LOAD, ActionKind.SPILL):
+            return 0.0
+        return shard.state / (self.disk if action.device == HOST else self.device)
+
+
+FREE_MOVES = MoveRates()
+"""Moves that take no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDevices:
+    """Describes the devices of a worker and what its residents do there.
+
+    Args:
+        budgets: the bytes of each device; None means no limit.
+        residents: how many sub-epochs and evaluations the worker holds at once.
+        run: describes a task by its kind, trial and partition, and by the number that its run has.
+        host_budget: the bytes of DRAM; None means no limit.
+        rates: how long moves take.
+        rule: picks a run for a free device.
+    """
+
+    budgets: tuple[int | None, ...]
+    residents: int
+    run: Callable[[TaskKind, int, int, int], RunSpec]
+    host_budget: int | None = None
+    rates: MoveRates = FREE_MOVES
+    rule: Rule = sharp
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """Tells how long a run took, and how long devices computed for it."""
+
+    run: int
+    seconds: float
+    device_seconds: float
+
+
+class DeviceClock:
+    """Takes the steps of one worker's devices; a run has the number of its attempt."""
+
+    def __init__(self, devices: SimulatedDevices) -> None:
+        self._devices = devices
+        self._specs: dict[int, RunSpec] = {}
+        self._began: dict[int, float] = {}
+        self._computed: dict[int, float] = {}
+        self._announced: set[int] = set()
+        self._counted = 0  # of the actions that were done
+        self._simulation = WorkerSimulation(
+            [], devices.budgets, devices.host_budget, devices.rule, self._seconds
+        )
+
+    @property
+    def next_moment(self) -> float:
+        """Return when the next thing happens; infinity if nothing is left to happen."""
+        return self._simulation.next_moment
+
+    def start(self, now: float, kind: TaskKind, trial: int, partition: int, run: int) -> None:
+        """Let the worker accept a task."""
+        self._specs[run] = self._devices.run(kind, trial, partition, run)
+        self._began[run], self._computed[run] = now, 0.0
+        self._simulation.add(now, RunAdded(self._specs[run]))
+
+    def cancel(self, now: float, run: int) -> None:
+        """Let the worker give up a task that has not ended."""
+        self._simulation.add(now, RunCancelled(run))
+
+    def release(self, now: float, run: int) -> None:
+        """Let the worker forget what an ended task has made."""
+        self._simulation.add(now, RunReleased(run))
+
+    def step(self) -> tuple[list[int], list[EndedRun]]:
+        """Let the next moment happen; return the runs that begin to end, and those that ended.
+
+        Raises:
+            RuntimeError: the devices can't hold a run.
+        """
+        now = self.next_moment
+        answers = self._simulation.step()
+        done = self._simulation.timeline.done
+        for each in done[self._counted :]:
+            if each.action.kind.computes:
+                self._computed[each.action.trial] += each.end - each.begin
+        self._counted = len(done)
+        ending = [
+            number
+            for number, run in self._simulation.state.runs.items()
+            if run.status == "open" and run.spec.graph.training and run.is_in_last_window
+        ]
+        ending = [number for number in ending if number not in self._announced]
+        self._announced.update(ending)
+        ended = []
+        for answer in answers:
+            if isinstance(answer, RunEnded) and answer.outcome == "refused":
+                raise RuntimeError(f"run {answer.run} was refused: {answer.reason}")
+            if isinstance(answer, RunEnded) and answer.outcome == "finished":
+                began, computed = self._began[answer.run], self._computed[answer.run]
+                ended.append(EndedRun(answer.run, now - began, computed))
+        return ending, ended
+
+    def _seconds(self, action: Action) -> float:
+        shard = self._specs[action.trial].shards[action.shard]
+        return self._devices.rates.seconds(action, shard)

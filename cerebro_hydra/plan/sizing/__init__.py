@@ -1,0 +1,1 @@
+"""Sizes a trial before it runs: where it is cut, and what it needs of a worker."""

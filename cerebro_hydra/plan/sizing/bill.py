@@ -1,0 +1,275 @@
+"""The bill says before training what each trial needs of a worker, what there is, and what spills.
+
+The needs are those by which the queues of a worker accept a run (``plan/queues/worker.py``), and
+the spilled bytes and their seconds come from the same queues on a virtual clock.
+
+`table` writes it for the console.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.human_units import bytes_text, numbers_text, seconds_text
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.schedules.pick import Rule, sharp
+from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation, WorkerTimeline
+
+LOAD, SPILL = ActionKind.LOAD, ActionKind.SPILL
+MICROBATCHES = 4  # of a sub-epoch are simulated, then twice as many; the rest goes on like these
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """Holds what a worker has; None means no limit.
+
+    Args:
+        devices: the bytes of each device.
+        host: the bytes of DRAM for shards.
+        disk: the free bytes of its scratch folder.
+        residents: how many sub-epochs it holds at once.
+        rates: how long moves take.
+    """
+
+    devices: tuple[int | None, ...]
+    host: int | None
+    disk: int | None
+    residents: int
+    rates: MoveRates
+
+    @property
+    def largest_device(self) -> float:
+        """Return the bytes of its largest device."""
+        return max(_limit(budget) for budget in self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class BillLine:
+    """Says what one trial needs of one worker, in bytes, and what that one has.
+
+    Args:
+        device_least: what a device must have for the largest shard and its task.
+        device_all: what a device needs if nothing is to be spilled.
+        host: the DRAM for the trial and for the largest others that may be resident with it, with
+            the states that are kept until their sub-epochs are committed.
+        disk: the part of ``host`` that does not fit DRAM.
+        moved: the bytes of the trial that are loaded and spilled in one sub-epoch, disk included.
+        seconds: how much longer that makes the sub-epoch.
+        refusal: why the worker can't train the trial, and what to change; "" if it can.
+    """
+
+    trial: int
+    worker: int
+    device_least: int
+    device_all: int
+    device_has: float
+    host: int
+    host_has: float
+    disk: int
+    disk_has: float
+    moved: int
+    seconds: float
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the worker can train the trial."""
+        return not self.refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """Holds a line for every trial and worker."""
+
+    lines: tuple[BillLine, ...]
+
+    def check(self) -> None:
+        """Refuse what can't fit.
+
+        Raises:
+            ConfigurationError: a trial does not fit a worker; the message says why.
+        """
+        if reasons := refusals(self.lines):
+            raise ConfigurationError("\n".join(reasons))
+
+
+def bill(trials: Sequence[RunSpec], workers: Sequence[WorkerMemory], rule: Rule = sharp) -> Bill:
+    """Return the bill of trials, each given as its longest sub-epoch with its number as ``run``."""
+    lines = []
+    for trial in trials:
+        for worker, memory in enumerate(workers):
+            others = [t for t in trials if t.run != trial.run and _is_accepted(t, memory)]
+            others.sort(key=lambda other: (-other.state_bytes, other.run))
+            # The numbers of trials are no part of the work, so equal work is simulated once.
+            beside = tuple(
+                replace(other, run=number)
+                for number, other in enumerate(others[: memory.residents - 1], start=1)
+            )
+            lines.append(_line(trial, beside, worker, memory, rule))
+    return Bill(tuple(lines))
+
+
+def _line(
+    trial: RunSpec, beside: tuple[RunSpec, ...], worker: int, memory: WorkerMemory, rule: Rule
+) -> BillLine:
+    host = sum(2 * run.state_bytes + run.host_boundary_bytes for run in (trial, *beside))
+    host_has = _limit(memory.host)
+    largest_task = max(shard.activations for shard in trial.shards)
+    device_all = trial.state_bytes + trial.held_bytes + (0 if trial.keeps_all else largest_task)
+    line = BillLine(
+        trial.run,
+        worker,
+        trial.device_need,
+        device_all,
+        memory.largest_device,
+        host,
+        host_has,
+        max(0, math.ceil(host - host_has)) if host_has < math.inf else 0,
+        _limit(memory.disk),
+        moved=0,
+        seconds=0.0,
+    )
+    if refusal := _refusal(trial, line):
+        return replace(line, refusal=refusal)
+    moved, seconds = _spilling(replace(trial, run=0), beside, memory, rule)
+    return replace(line, moved=moved, seconds=seconds)
+
+
+def refusals(lines: Iterable[BillLine]) -> list[str]:
+    """Return each reason for which trials are refused, with the trials and workers."""
+    workers_of: dict[str, dict[int, list[int]]] = {}
+    for line in lines:
+        if line.refusal:
+            workers_of.setdefault(line.refusal, {}).setdefault(line.trial, []).append(line.worker)
+    return [
+        f"trial {trials} on worker {workers}: {reason}"
+        for reason, each in workers_of.items()
+        for trials, workers in grouped(each)
+    ]
+
+
+def grouped(workers_of: Mapping[int, Sequence[int]]) -> list[tuple[str, str]]:
+    """Return the numbers of trials and of their workers, as text; trials of equal workers are one.
+
+    ``workers_of`` has the workers by trial.
+    """
+    trials_of: dict[tuple[int, ...], list[int]] = {}
+    for trial, workers in workers_of.items():
+        trials_of.setdefault(tuple(workers), []).append(trial)
+    return [(numbers_text(trials), numbers_text(w)) for w, trials in trials_of.items()]
+
+
+def _is_accepted(trial: RunSpec, memory: WorkerMemory) -> bool:
+    fits_device = trial.device_need <= memory.largest_device
+    return fits_device and trial.host_need <= _limit(memory.host)
+
+
+def _refusal(trial: RunSpec, line: BillLine) -> str:
+    if line.device_least > line.device_has:
+        what, finer = "the largest shard", "more shards, smaller microbatches"
+        if trial.keeps_all:
+            what, finer = "all shards, whose activations are kept", "recompute=True"
+        return (
+            f"a device needs {bytes_text(line.device_least)} for {what}, and the largest device "
+            f"has {bytes_text(line.device_has)}; use {finer}, or raise device_memory"
+        )
+    if trial.host_need > line.host_has:
+        return (
+            f"DRAM needs {bytes_text(trial.host_need)} for a shard and the boundary values, and "
+            f"host_memory leaves {bytes_text(line.host_has)} for them; use more shards, smaller "
+            "microbatches, or raise host_memory"
+        )
+    if line.disk > line.disk_has:
+        return (
+            f"disk needs {bytes_text(line.disk)} beside {bytes_text(line.host_has)} of DRAM, and "
+            f"scratch has {bytes_text(line.disk_has)} free; use a larger scratch, raise "
+            "host_memory, or lower residents"
+        )
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def _spilling(
+    trial: RunSpec, beside: tuple[RunSpec, ...], memory: WorkerMemory, rule: Rule
+) -> tuple[int, float]:
+    """Return the bytes of the trial that move in a sub-epoch, and the seconds that this costs."""
+    total = trial.graph.microbatches
+    plenty = replace(memory, devices=(None,) * len(memory.devices), host=None)
+
+    def measure(microbatches: int) -> tuple[float, float]:
+        runs = [_shortened(run, microbatches) for run in (trial, *beside)]
+        spilling, resident = (_simulated(runs, each, rule) for each in (memory, plenty))
+        moved = _moved(trial, spilling) - _moved(trial, resident)
+        at_once = min(len(memory.devices), len(runs)) / len(runs)
+        return moved, (spilling.makespan - resident.makespan) * at_once
+
+    few, more = min(total, MICROBATCHES), min(total, 2 * MICROBATCHES)
+    first, second = measure(few), measure(more)
+    repeats = (total - few) / (more - few) if more > few else 0.0
+    moved, seconds = (a + (b - a) * repeats for a, b in zip(first, second, strict=True))
+    return max(0, round(moved)), max(0.0, seconds)
+
+
+def _simulated(runs: Sequence[RunSpec], memory: WorkerMemory, rule: Rule) -> WorkerTimeline:
+    def seconds(action: Action) -> float:
+        return memory.rates.seconds(action, runs[action.trial].shards[action.shard])
+
+    return WorkerSimulation(runs, memory.devices, memory.host, rule, seconds).run()
+
+
+def _shortened(run: RunSpec, microbatches: int) -> RunSpec:
+    graph = run.graph
+    window = min(graph.window, MICROBATCHES)
+    graph = replace(graph, microbatches=min(graph.microbatches, microbatches), window=window)
+    return replace(run, graph=graph)
+
+
+def _moved(trial: RunSpec, timeline: WorkerTimeline) -> int:
+    """Return the bytes of run 0 that were loaded and spilled."""
+    moves = [each.action for each in timeline.done if each.action.kind in (LOAD, SPILL)]
+    return sum(trial.shards[move.shard].state for move in moves if move.trial == 0)
+
+
+def _limit(nbytes: int | None) -> float:
+    return math.inf if nbytes is None else nbytes
+
+
+HEAD = (
+    "trials", "workers", "device: least", "all", "has", "DRAM: all", "has", "disk", "has",
+    "spilled", "costs",
+)  # fmt: skip
+
+
+def table(lines: Sequence[BillLine]) -> str:
+    """Return the table; trials and workers with the same numbers share a row.
+
+    Needs that are refused follow below it. Spilled bytes and what they cost are of one sub-epoch.
+    """
+    by_numbers: dict[tuple[str, ...], dict[int, list[int]]] = {}
+    for line in lines:
+        by_numbers.setdefault(_numbers(line), {}).setdefault(line.trial, []).append(line.worker)
+    rows: list[Sequence[str]] = [HEAD]
+    for numbers, workers_of in by_numbers.items():
+        rows += [(trials, workers, *numbers) for trials, workers in grouped(workers_of)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    written = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*written, *refusals(lines)])
+
+
+def _numbers(line: BillLine) -> tuple[str, ...]:
+    return (
+        bytes_text(line.device_least),
+        bytes_text(line.device_all),
+        bytes_text(line.device_has),
+        bytes_text(line.host),
+        bytes_text(line.host_has),
+        bytes_text(line.disk),
+        bytes_text(line.disk_has),
+        bytes_text(line.moved) if line.fits else "does not fit",
+        seconds_text(line.seconds) if line.fits else "",
+    )

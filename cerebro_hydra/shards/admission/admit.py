@@ -1,0 +1,420 @@
+"""Admits a trial: its model is cut, and real batches prove that the cut keeps every bit.
+
+Trials whose keys are equal share one admission. A report tells the cut shard by shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.recipe import AUTO
+from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
+from cerebro_hydra.shards.admission.fit import choose_to_fit, measure_shards
+from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
+from cerebro_hydra.shards.cut.choice import (
+    CutChoice,
+    CutPoints,
+    choose_by_blocks,
+    choose_by_name,
+    choose_by_time,
+    choose_whole,
+)
+from cerebro_hydra.shards.cut.model import CutModel, CutModelCache
+from cerebro_hydra.shards.cut.model_key import structure_key
+from cerebro_hydra.shards.cut.sample import Example, Sample
+from cerebro_hydra.shards.cut.shard_graph import CrossingValue
+from cerebro_hydra.shards.cut.spec import CutSpec
+from cerebro_hydra.shards.cut.trace import CutFailed
+from cerebro_hydra.shards.engine.layout import TrialLayout, check_no_overlap
+from cerebro_hydra.shards.engine.microbatch import UnfitShape
+from cerebro_hydra.shards.engine.optimizer import NOT_CLONED, StateTemplate
+from cerebro_hydra.shards.heap import kept_heap
+from cerebro_hydra.shards.mapped_memory import MappedMemory
+
+_COPIES_TRAINED = 13
+"""Bytes that admission takes for each byte of parameters that train, as measured with AdamW: values
+and gradients of the plain model and of the shards, and the optimizer's state of both."""
+_COPIES_FROZEN = 3
+
+
+@dataclass(frozen=True)
+class AdmittedCut:
+    """Holds a trial's admitted cut, the report, the optimizer state and the layout in memory."""
+
+    spec: CutSpec
+    report: CutReport
+    template: StateTemplate
+    layout: TrialLayout
+    profile: TrialProfile | None = None
+    """What the queues of workers must know; None if nobody asked for it."""
+
+
+def memory_needed(recipe: Recipe) -> int:
+    """Return about how many bytes the admission of a recipe takes at once, at most."""
+    parameters = [(p.nbytes, p.requires_grad) for p in recipe.model.parameters()]
+    return sum(
+        nbytes * (_COPIES_TRAINED if trains else _COPIES_FROZEN) for nbytes, trains in parameters
+    )
+
+
+@contextmanager
+def on_disk(recipe: Recipe, folder: str, resident: float) -> Iterator[None]:
+    """Let what a model's admission needs lie in files, of which this much is in memory at once.
+
+    Its parameters are there from now on, and what else is made until the end.
+
+    Raises:
+        ConfigurationError: two parameters share memory.
+    """
+    check_no_overlap(recipe)
+    with MappedMemory(folder, resident):
+        for parameter in recipe.model.parameters():
+            parameter.data = parameter.data.clone()
+        yield
+
+
+def admit(
+    recipe: Recipe,
+    examples: Sequence[Example],
+    trial_seed: int,
+    cache: CutModelCache | None = None,
+    profiler: TaskProfiler | None = None,
+    least_shards: int = 1,
+) -> AdmittedCut:
+    """Choose a cut and compare it with plain training, two steps at every batch size.
+
+    Loss, parameters, buffers and optimizer state must agree in every bit, with graphs kept and
+    recomputed, and through a hop. Where a cut fails, fewer shards are tried, then the whole model.
+    The report says why. The recipe is not changed.
+
+    Args:
+        examples: real batches (features, targets), one for each batch size that will occur.
+        profiler: measures the admitted cut, and says what `shards="auto"` has to fit.
+        least_shards: what `shards="auto"` tries to have at least.
+
+    Raises:
+        ConfigurationError: the model, loss or optimizer fails on the batches, `shards` names a
+            place where no cut is possible, a unit fits no device, or training differs even uncut.
+    """
+    if not examples:
+        raise ConfigurationError("there are no rows; admission needs a batch to try the model on")
+    with kept_heap():
+        cache = cache or CutModelCache()
+        return _admit(recipe, examples, trial_seed, cache, profiler, least_shards)
+
+
+def _admit(
+    recipe: Recipe,
+    examples: Sequence[Example],
+    trial_seed: int,
+    cache: CutModelCache,
+    profiler: TaskProfiler | None,
+    least_shards: int,
+) -> AdmittedCut:
+    check = CutCheck.plain(recipe, examples, trial_seed)
+    trained = check.trainer.recipe
+    template = StateTemplate.learn(trained.model, trained.optimizer)
+    largest = largest_example(examples)
+    sample = Sample.of(recipe, largest)
+
+    def profiled(spec: CutSpec) -> TrialProfile:
+        assert profiler is not None
+        cut_model = cache.get(recipe.model, spec, sample)
+        layout = TrialLayout.make(recipe, cut_model, template)
+        return profiler.profile(recipe, cut_model, layout, template, largest)
+
+    def times(points: CutPoints) -> Sequence[float]:
+        spec = points.spec(points.allowed)
+
+        def measure() -> list[float]:
+            if points.mode == "modules":
+                return check.profile.between(points.allowed)
+            cut_model = cache.get(recipe.model, spec, sample)
+            layout = TrialLayout.make(recipe, cut_model, template)
+            return measure_shards(recipe, cut_model, layout, largest)
+
+        return cache.times(recipe.model, spec, sample, measure)
+
+    def by_number(points: CutPoints) -> tuple[CutChoice, Sequence[float]]:
+        """Return the first choice where no places are named, and the seconds between places."""
+        if isinstance(recipe.shards, int):
+            seconds = times(points)
+            return choose_by_time(points, seconds, recipe.shards), seconds
+        if profiler is None:
+            return choose_whole(points), ()
+        return choose_to_fit(recipe, points, profiler, profiled, least_shards)
+
+    attempts: list[FailedAttempt] = []
+    tried: set[CutSpec] = set()
+    for choice in _candidates(recipe, sample, check, by_number, cache, attempts):
+        if choice.spec in tried:
+            continue  # a model of few units has no more shards to give
+        tried.add(choice.spec)
+        try:
+            cut_model = cache.get(recipe.model, choice.spec, sample)
+            layout = TrialLayout.make(recipe, cut_model, template)
+            difference = check.difference(cut_model, layout)
+            reason = f"training differs from the uncut model: {difference}"
+        except UnfitShape as error:
+            difference = reason = str(error)
+        except StepDiffers as error:
+            difference = reason = f"training differs from the uncut model: {error}"
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            difference = reason = _raised(error)
+        if difference is None:
+            report = CutReport.of(cut_model, layout, choice.why, choice.note, attempts)
+            profile = None if profiler is None else profiled(choice.spec)
+            return AdmittedCut(choice.spec, report, template, layout, profile)
+        shards = len(choice.spec.at) + 1
+        way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"
+        attempts.append(FailedAttempt(way, reason))
+    raise _refusal(attempts)
+
+
+def _raised(error: Exception) -> str:
+    return f"a step failed: {type(error).__name__}: {error}"
+
+
+def _refusal(attempts: Sequence[FailedAttempt]) -> ConfigurationError:
+    """Return the error of a model that differs even as one shard, with the attempts as notes."""
+    difference = attempts[-1].reason.partition("; ")[0]
+    refusal = ConfigurationError(
+        f"the model can't be trained reproducibly, as {difference}; look for random numbers from "
+        "outside of torch's CPU generator or in evaluation, and for state outside of parameters "
+        "and buffers"
+    )
+    for attempt in attempts:
+        refusal.add_note(str(attempt))
+    return refusal
+
+
+def _candidates(
+    recipe: Recipe,
+    sample: Sample,
+    check: CutCheck,
+    by_number: Callable[[CutPoints], tuple[CutChoice, Sequence[float]]],
+    cache: CutModelCache,
+    attempts: list[FailedAttempt],
+) -> Iterator[CutChoice]:
+    """Yield the cuts to try, the finest first, and add to `attempts` why one can't be tried."""
+    profile = check.profile
+    starts = profile.starts(recipe.model, _is_number(recipe.shards))
+    between_units = CutPoints(
+        "modules", starts, profile.order, tuple(sorted(profile.overwritten)), check.written
+    )
+    if recipe.shards == 1 or recipe.shards == [] or recipe.shards == [[]]:
+        yield choose_whole(between_units)
+        return
+
+    def choices(points: CutPoints) -> Iterator[CutChoice]:
+        if not _is_number(recipe.shards):
+            named: Any = recipe.shards
+            yield (choose_by_name if isinstance(named[0], str) else choose_by_blocks)(points, named)
+            return
+        choice, seconds = by_number(points)
+        yield choice
+        number = len(choice.spec.at) + 1
+        while (number := number // 2) > 1:
+            yield choose_by_time(points, seconds, number)
+
+    if recipe.cut == "export":
+        try:
+            between_markers = _between_markers(recipe, sample, check.rows, cache)
+            yield from choices(replace(between_markers, overwritten=between_units.overwritten))
+        except CutFailed as error:
+            attempts.append(FailedAttempt("by export", str(error)))
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            attempts.append(FailedAttempt("by export", _raised(error)))
+    yield from choices(between_units)
+    yield choose_whole(between_units)
+
+
+def _between_markers(
+    recipe: Recipe, sample: Sample, rows: tuple[int, ...], cache: CutModelCache
+) -> CutPoints:
+    """Return where the model's graph can be cut, or its graphs for each of these numbers of rows.
+
+    Raises:
+        CutFailed: `torch.export` can't take the model.
+    """
+    traced = [cache.trace(recipe.model, sample)]
+    if traced[0].any_rows:
+        rows = ()
+    else:
+        traced = [cache.trace(recipe.model, sample, each) for each in rows]
+    first = traced[0]
+    allowed = first.cut_points_with_params if _is_number(recipe.shards) else first.cut_points
+    in_all = tuple(unit for unit in allowed if all(unit in each.cut_points for each in traced))
+    return CutPoints("export", in_all, tuple(first.train.markers), rows=rows)
+
+
+def _is_number(shards: object) -> bool:
+    """Return whether no places are named, so that each shard shall have parameters."""
+    return shards == AUTO or isinstance(shards, int)
+
+
+_NOT_ADMITTED = ("model", "optimizer", "warm_start", "early_stopping")
+"""Fields of a recipe that are in the key in another form, or decide nothing in a step."""
+_FREE_OPTIONS = ("lr", "initial_lr", "weight_decay")
+
+
+def admission_key(recipe: Recipe, examples: Sequence[Example]) -> Hashable | None:
+    """Return a key that is equal where one admission speaks for another, or None if unknown.
+
+    Free are the trial's seed, the values of trainable parameters, which training changes anyway,
+    and learning rate and weight decay, as long as they stay zero or not zero. All else that a
+    recipe holds is in the key.
+    """
+    settings = {
+        field.name: getattr(recipe, field.name)
+        for field in dataclasses.fields(recipe)
+        if field.name not in _NOT_ADMITTED
+    }
+    whole = (recipe.model, _optimizer(recipe), settings, [list(example) for example in examples])
+    return structure_key(whole, constants=True)
+
+
+def _optimizer(recipe: Recipe) -> dict[str, Any]:
+    """Return what decides how the optimizer steps, with parameters by name."""
+    optimizer: torch.optim.Optimizer = recipe.optimizer
+    names = {id(p): name for name, p in recipe.model.named_parameters()}
+    own = {key: value for key, value in vars(optimizer).items() if key not in NOT_CLONED}
+    groups = [
+        _options(group) | {"params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {names[id(p)]: dict(each) for p, each in optimizer.state.items()}
+    own["defaults"] = _options(optimizer.defaults)
+    return {"class": type(optimizer), "own": own, "groups": groups, "state": state}
+
+
+def _options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: (type(value), value != 0)
+        if name in _FREE_OPTIONS and isinstance(value, int | float)
+        else value
+        for name, value in options.items()
+    }
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """Reports a shard: its first and last unit, why it begins there, what it holds and receives."""
+
+    first_unit: str
+    last_unit: str
+    why: str
+    trainable_params: int
+    frozen_params: int
+    state_nbytes: int
+    receives: tuple[CrossingValue, ...]
+
+
+@dataclass(frozen=True)
+class FailedAttempt:
+    """Tells in which way a model was to be cut, such as "by export", and why it is not."""
+
+    way: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.way}: {self.reason}"
+
+    @property
+    def summary(self) -> str:
+        """Return the attempt in one clause, without what the reason quotes."""
+        return f"it is not cut {self.way}, because {re.split(r' [(]|: ', self.reason)[0]}"
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """Reports a cut.
+
+    Args:
+        fallback: says in a sentence why the model is not cut as was asked, or is None.
+        attempts: the details: what was tried before.
+    """
+
+    mode: str
+    shards: tuple[ShardReport, ...]
+    fallback: str | None = None
+    attempts: tuple[FailedAttempt, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return dataclasses.asdict(self)
+
+    def text(self) -> str:
+        """Return the report as text, one line per shard."""
+        count = len(self.shards)
+        lines = [f"{count} shard{'s' * (count != 1)}, cut by {self.mode}"]
+        if self.fallback:
+            lines.append(f"  note: {self.fallback}")
+            lines += [f"    {attempt}" for attempt in self.attempts]
+        for number, shard in enumerate(self.shards):
+            crossing = ", ".join(
+                f"{v.name} {v.dtype}[{_shown(v.shape)}] {v.nbytes:,} B" for v in shard.receives
+            )
+            lines.append(
+                f"  shard {number}: {shard.first_unit} .. {shard.last_unit}, "
+                f"{shard.trainable_params:,} trainable and {shard.frozen_params:,} frozen "
+                f"parameters, {shard.state_nbytes:,} B of state"
+                + (f", receives {crossing}" if crossing else "")
+                + f" ({shard.why})"
+            )
+        return "\n".join(lines)
+
+    @classmethod
+    def of(
+        cls,
+        cut_model: CutModel,
+        layout: TrialLayout,
+        why: Sequence[str],
+        note: str | None,
+        attempts: Sequence[FailedAttempt],
+    ) -> CutReport:
+        """Return the report of a cut model, with the reason for the start of each shard."""
+        shards = []
+        for k, units in enumerate(cut_model.units):
+            names = [unit.removesuffix("@0") for unit in units] or ["(the model)"]
+            graphs = cut_model.graphs
+            shards.append(
+                ShardReport(
+                    first_unit=names[0],
+                    last_unit=names[-1],
+                    why=why[k],
+                    trainable_params=_count(cut_model, k, frozen=False),
+                    frozen_params=_count(cut_model, k, frozen=True),
+                    state_nbytes=layout.shards[k].nbytes,
+                    receives=graphs.train[k].crossing if graphs else (),
+                )
+            )
+        notes = [attempt.summary for attempt in attempts[:1]] + ([note] if note else [])
+        return cls(cut_model.spec.mode, tuple(shards), "; ".join(notes) or None, tuple(attempts))
+
+
+def _shown(shape: Sequence[int | None]) -> str:
+    free = ["rows", *("any" for _ in shape[1:])]
+    return ", ".join(
+        name if size is None else str(size) for name, size in zip(free, shape, strict=False)
+    )
+
+
+def _count(cut_model: CutModel, shard: int, frozen: bool) -> int:
+    return sum(
+        math.prod(p.shape) for p in cut_model.params if p.owner == shard and p.frozen == frozen
+    )

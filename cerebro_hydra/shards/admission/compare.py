@@ -1,0 +1,412 @@
+"""Takes the first steps of a trial plainly and in shards, and says where they differ.
+
+Errors that the user's code raises on a batch are told with the columns of that batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.recipe import (
+    Evaluation,
+    PlainTrainer,
+    RandomKey,
+    Recipe,
+    SumOverRows,
+    state_tensors,
+)
+from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.admission.effects import (
+    OptimizerCounts,
+    SideEffects,
+    check_averaged,
+    refused_random_numbers,
+    refused_writes,
+)
+from cerebro_hydra.shards.cut.choice import UnitProfile
+from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
+from cerebro_hydra.shards.engine.differences import (
+    Recorder,
+    first_difference,
+    first_operation,
+    same_bits,
+)
+from cerebro_hydra.shards.engine.engine import Engine, Mode
+from cerebro_hydra.shards.engine.layout import HostSegments, TrialLayout, initial_segments
+from cerebro_hydra.shards.engine.optimizer import clone_optimizer
+
+STEPS_PER_BATCH_SIZE = 2
+STEPS_PER_EPOCH = 1000
+"""For LR schedulers that ask; the real number is not known yet."""
+
+
+class _ExampleBatch(NamedTuple):
+    features: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Holds what the plain model gives for one example in evaluation."""
+
+    example: Example
+    outputs: list[Any]
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class CutCheck:
+    """Holds cuts against two steps at every batch size that the plain model took."""
+
+    recipe: Recipe
+    trial_seed: int
+    windows: tuple[tuple[Example, int], ...]
+    """The example of each step, and how often its window repeats it."""
+    losses: tuple[SumOverRows, ...]
+    """The loss of each step."""
+    evaluated: tuple[Evaluated, ...]
+    """Every example after these steps, but those whose loss is not finite any more."""
+    trainer: PlainTrainer
+    """The plain trainer: its model is the recipe's, which has its own values again."""
+    trained: Mapping[str, Tensor]
+    """The plain model's state after these steps, named as a checkpoint names it."""
+    profile: UnitProfile
+    """What its forwards on the largest example showed of each unit."""
+    written: tuple[str, ...]
+    """The buffers and frozen parameters to which it wrote in these steps."""
+
+    @classmethod
+    def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
+        """Train the recipe's own model plainly, which then has its own state again.
+
+        Raises:
+            ConfigurationError: model, loss or optimizer don't work on the batches.
+        """
+        model = recipe.model
+        microbatches = min(recipe.accumulate, 2)
+        windows = tuple(
+            (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
+        )
+        losses = []
+        profile, effects = UnitProfile(), SideEffects(recipe)
+        largest = largest_example(examples)
+        initial = state_tensors(recipe)
+        parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
+        with parameters.in_use(), attributes.in_use(), refused_random_numbers():
+            trainer = _plain_trainer(recipe, trial_seed)
+            counts = OptimizerCounts(trainer.recipe.optimizer)
+            writes = WrittenTensors(model, initial)
+            for example, times in windows:
+                measured = profile.measured(model) if example is largest else nullcontext()
+                with told_with_batch(trainer, example), measured:
+                    losses.append(trainer.train([_window(example, times)]))
+                effects.after_step()
+            counts.check()
+            trained, written = trainer.tensors(), writes.names()
+            check_averaged(recipe, written)
+            with refused_writes(trainer.evaluated_model()):
+                evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
+        with told_with_batch(trainer, examples[0]):
+            effects.check(trained, attributes, examples[0], RandomKey(trial_seed, 0, 0))
+        finite = tuple(each for each in evaluated if each is not None)
+        return cls(
+            recipe, trial_seed, windows, tuple(losses), finite, trainer, trained, profile, written
+        )
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Return the numbers of rows of the examples, the largest first."""
+        counts = {features[0].shape[0] for (features, _), _ in self.windows}
+        return tuple(sorted(counts, reverse=True))
+
+    def difference(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
+        """Return what differs when the same steps are taken in shards, or None if no bit does."""
+        shards = _Shards(self, cut_model, layout)
+        found = self._difference_in_training(shards, layout)
+        if found is None:
+            return self._difference_in_evaluation(shards) or shards.absent_read()
+        where = self._where(cut_model, layout)
+        return f"{found}; {where}" if where else found
+
+    def _difference_in_training(self, shards: _Shards, layout: TrialLayout) -> str | None:
+        for step, (expected, rows) in enumerate(self.losses):
+            try:
+                loss = shards.step(step)
+            except NonFiniteLoss:  # plainly it is finite
+                return (
+                    f"the loss of step {step} is NaN, because forward or loss reads parameters "
+                    "of a shard that has not come"
+                )
+            if loss != expected:
+                return f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
+        return first_difference(layout, shards.segments, self.trained)
+
+    def _difference_in_evaluation(self, shards: _Shards) -> str | None:
+        for expected in self.evaluated:
+            outputs: list[Any] = []
+            found = shards.evaluate(expected.example, outputs.append)
+            pairs = zip(_tensors(outputs), _tensors(expected.outputs), strict=True)
+            for number, (here, there) in enumerate(pairs):
+                if not same_bits(here, there):
+                    return f"output {number} of the model in evaluation"
+            for name, (there_total, rows) in expected.evaluation.sums.items():
+                here_total, _ = found.sums[name]
+                if repr(here_total) != repr(there_total):  # NaN equals itself
+                    return (
+                        f"{name} in evaluation is {here_total / rows!r}, not {there_total / rows!r}"
+                    )
+            if repr(found.states) != repr(expected.evaluation.states):
+                return (
+                    f"custom metrics keep {found.states} in evaluation, "
+                    f"not {expected.evaluation.states}"
+                )
+        return None
+
+    def _where(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
+        """Take the steps again on both sides, and compare operation by operation."""
+        plain = _plain_trainer(self.recipe, self.trial_seed)
+        values = ParameterValues.initial(self.recipe.model)
+        attributes = AttributeValues(self.recipe.model)
+        shards = _Shards(self, cut_model, layout, modes=("keep",))
+        for step, window in enumerate(self.windows):
+            uncut, cut = Recorder(), Recorder()
+
+            def entered(unit: str, uncut: Recorder = uncut) -> None:
+                uncut.unit = unit
+
+            hooked = unit_hooks(self.recipe.model, entered)
+            with values.in_use(), attributes.in_use(), uncut, hooked:
+                plain.train([_window(*window)])
+            with cut, suppress(NonFiniteLoss):
+                shards.step(step)
+            if (operation := first_operation(uncut, cut)) is not None:
+                return f"the first operation whose output differs is {operation}, in step {step}"
+        return None
+
+
+class _Shards:
+    """Takes the same steps in shards, which hop after each."""
+
+    def __init__(
+        self,
+        check: CutCheck,
+        cut_model: CutModel,
+        layout: TrialLayout,
+        modes: Sequence[Mode] = ("keep", "recompute"),
+    ) -> None:
+        self._check = check
+        self.segments: list[HostSegments] = list(initial_segments(check.recipe, layout))
+        self._cursors: list[dict[str, Any] | None] = [None] * cut_model.num_shards
+        self._cut_model = cut_model
+        self._layout = layout
+        self._modes = modes
+        self._absent = ParameterValues.absent(check.recipe.model)
+        with self._absent.in_use():
+            self._reads = AbsentReads(check.recipe.model)
+        self._watched = -1  # a graph cut has no parameters but its own
+        if cut_model.num_shards > 1 and cut_model.graphs is None:
+            self._watched = min(range(len(check.windows)), key=self._rows)
+
+    def _rows(self, number: int) -> int:
+        (features, _), _ = self._check.windows[number]
+        return int(features[0].shape[0]) if features[0].dim() else 0
+
+    def step(self, number: int) -> float:
+        """Train one step; return the sum of its loss over rows."""
+
+        def publish(k: int, segments: HostSegments, cursor: dict[str, Any]) -> None:
+            self._cursors[k] = json.loads(json.dumps(cursor))
+            self.segments[k] = segments
+
+        window = _window(*self._check.windows[number])
+        engine = self._engine(self._modes[number % len(self._modes)])
+        watched = number == self._watched
+        with self._elsewhere(), self._reads if watched else nullcontext():
+            return engine.train([window], number, self._need, publish).loss_sum
+
+    def absent_read(self) -> str | None:
+        """Return which parameter a step read before its shard came, if any."""
+        return self._reads.found
+
+    def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
+        """Measure one example."""
+        with self._elsewhere():
+            return self._engine("keep").evaluate(_window(example, 1), self._need, on_outputs)
+
+    @contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """Let the model be as another worker builds it, so that it has no state to itself."""
+        model = self._check.recipe.model
+        with self._absent.in_use(), AttributeValues(model).in_use():
+            yield
+
+    def _engine(self, mode: Mode) -> Engine:
+        check = self._check
+        return Engine(
+            self._cut_model, self._layout, check.recipe, check.trial_seed, STEPS_PER_EPOCH, mode
+        )
+
+    def _need(self, k: int) -> tuple[HostSegments, dict[str, Any] | None]:
+        return self.segments[k], self._cursors[k]
+
+
+def largest_example(examples: Sequence[Example]) -> Example:
+    """Return the example with the most rows."""
+    return max(examples, key=lambda e: e[0][0].shape[0] if e[0][0].dim() else 0)
+
+
+def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
+    """Train the recipe's own model with a copy of its optimizer."""
+    twin = copy.copy(recipe)
+    own = {id(parameter): parameter for parameter in recipe.model.parameters()}
+    twin.optimizer = clone_optimizer(recipe.optimizer, own)
+    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
+
+
+def _evaluated(trainer: PlainTrainer, example: Example, trial_seed: int) -> Evaluated | None:
+    """Evaluate an example; None if its loss is not finite, from which a trial may recover."""
+    outputs: list[Any] = []
+    # Evaluation has no key, so random numbers drawn there must differ from those of the shards.
+    RandomKey(trial_seed, 0, 0).reseed("evaluation")
+    with told_with_batch(trainer, example):
+        try:
+            found = trainer.evaluate(_window(example, 1), outputs.append)
+        except NonFiniteLoss:
+            return None
+    return Evaluated(example, outputs, found)
+
+
+def _window(example: Example, times: int) -> list[_ExampleBatch]:
+    features, targets = example
+    rows = int((targets or features)[0].shape[0])
+    return [_ExampleBatch(*copy_example(example), rows) for _ in range(times)]
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+_REMEDIES = {
+    "forward": "; give the model inputs of that shape, or reshape the columns with collate",
+    "loss": "; give the model outputs that fit these labels, or a loss that fits both",
+}
+_OF_TYPE = "; cast the columns there, or with collate"
+_OF_CODE = "; correct it, and try it on such a batch alone"
+
+
+@contextmanager
+def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
+    """Turn whatever training on an example raises into an error that names phase and columns.
+
+    Raises:
+        ConfigurationError: the user's model, loss, metric or optimizer failed, or the loss is NaN.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except NonFiniteLoss as error:
+        raise ConfigurationError(
+            f"on the first rows {error}; check the data, the loss function and the learning rate"
+        ) from error
+    except Exception as error:
+        columns = trainer.recipe.columns
+        features, labels = (None, None) if columns is None else (columns.features, columns.targets)
+        raise ConfigurationError(
+            f"the {trainer.phase} failed on a batch with features ({_forms(example[0], features)}) "
+            f"and labels ({_forms(example[1], labels)}): {type(error).__name__}: {error}"
+            f"{_remedy(trainer.phase, error)}"
+        ) from error
+
+
+def _remedy(phase: str, error: Exception) -> str:
+    # torch raises these for what a batch holds; any other is about the code that raised it.
+    if phase not in _REMEDIES or not isinstance(error, RuntimeError | ValueError | IndexError):
+        return _OF_CODE
+    about_type = "dtype" in str(error) or "scalar type" in str(error)
+    return _OF_TYPE if about_type else _REMEDIES[phase]
+
+
+def _forms(tensors: Sequence[Tensor], names: Sequence[str] | None) -> str:
+    """Describe tensors, such as `tokens: int64[32, 128] from 0 to 20411`."""
+    forms = []
+    for number, tensor in enumerate(tensors):
+        form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        if not tensor.is_floating_point() and tensor.numel():
+            form += f" from {tensor.min().item()} to {tensor.max().item()}"
+        forms.append(form if names is None else f"{names[number]}: {form}")
+    return ", ".join(forms)
+
+
+class AbsentReads(TorchDispatchMode):
+    """Notes, while it is entered, the first operation that reads an absent parameter.
+
+    Such values are NaN, which a comparison in the forward swallows, so no result tells.
+
+    Attributes:
+        found: the operation and the parameter, in words, or None.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Note where the values of the model lie, which all are absent now."""
+        super().__init__()
+        self._names = {_memory(p): name for name, p in model.named_parameters()}
+        self.found: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # `empty_like` and its kin read a form, and a view reads nothing.
+        reads = not func.is_view and not any(each in func.name() for each in ("_like", "::new_"))
+        if reads and self.found is None:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor) and (name := self._names.get(_memory(value))):
+                    self.found = f"{func} reads parameter {name!r} before its shard has come"
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class WrittenTensors:
+    """Watches the tensors of a model that no optimizer changes.
+
+    Args:
+        initial: the state before training, named as a checkpoint names it, in memory of its own.
+    """
+
+    def __init__(self, model: nn.Module, initial: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._initial = initial
+        self._before = {name: (t, t._version) for name, t in _unoptimized(model).items()}
+
+    def names(self) -> tuple[str, ...]:
+        """Return what has been written since, in place, by `.data` or by another tensor."""
+        now = _unoptimized(self._model)
+        return tuple(name.partition(":")[2] for name, t in now.items() if self._is_written(name, t))
+
+    def _is_written(self, name: str, tensor: Tensor) -> bool:
+        before, version = self._before.get(name, (None, 0))
+        if tensor is not before or tensor._version != version:
+            return True
+        return not same_bits(tensor, self._initial[name])
+
+
+def _unoptimized(model: nn.Module) -> dict[str, Tensor]:
+    found = {f"buffer:{name}": buffer for name, buffer in model.named_buffers()}
+    frozen = {f"param:{n}": p for n, p in model.named_parameters() if not p.requires_grad}
+    return found | frozen

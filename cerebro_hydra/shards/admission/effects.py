@@ -1,0 +1,321 @@
+"""Refuses training that changes what hops with no shard: attributes, and other random numbers."""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
+from cerebro_hydra.shards.digest import tensor_digest
+from cerebro_hydra.shards.engine.bound_model import bound_model
+from cerebro_hydra.shards.engine.microbatch import Microbatch
+from cerebro_hydra.storage.digest import digest
+
+_Attributes = dict[str, Any]
+
+
+@contextmanager
+def refused_random_numbers() -> Iterator[None]:
+    """Refuse what draws from the generators of Python or NumPy, even if it has no effect yet.
+
+    Raises:
+        ConfigurationError: one of them has moved.
+    """
+    before = _global_generators()
+    yield
+    for name, state in _global_generators().items():
+        if state != before[name]:
+            raise ConfigurationError(
+                f"forward, loss, metrics or collate draw random numbers from {name}, which don't "
+                "restart at a shard's key; draw them from torch, as by torch.rand(())"
+            )
+
+
+def _global_generators() -> dict[str, Any]:
+    numpy = np.random.get_state(legacy=False)["state"]
+    plain = {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in numpy.items()}
+    return {"Python's random": random.getstate(), "numpy.random": plain}
+
+
+@contextmanager
+def refused_writes(model: nn.Module) -> Iterator[None]:
+    """Refuse an evaluation that changes parameters.
+
+    Raises:
+        ConfigurationError: it has changed one.
+    """
+    before = {name: tensor_digest(p) for name, p in model.named_parameters()}
+    yield
+    for name, parameter in model.named_parameters():
+        if tensor_digest(parameter) != before[name]:
+            raise ConfigurationError(
+                f"the forward writes to parameter {name!r} in evaluation, which must leave the "
+                "state as it is; write to it `if self.training` only, or use another tensor, such "
+                "as weight * mask"
+            )
+
+
+def check_averaged(recipe: Recipe, written: Sequence[str]) -> None:
+    """Refuse a moving average of frozen parameters to which the forward writes.
+
+    Raises:
+        ConfigurationError: the recipe keeps averages, and there is such a parameter.
+    """
+    frozen = {name for name, _ in recipe.model.named_parameters()}
+    if recipe.ema is not None and (names := [name for name in written if name in frozen]):
+        raise ConfigurationError(
+            f"ema is {recipe.ema!r}, and the forward writes to frozen parameter {names[0]!r}, "
+            "which it would average too; leave ema out, or make that parameter a buffer"
+        )
+
+
+class OptimizerCounts:
+    """Watches the integers that an optimizer keeps as its own attributes.
+
+    A clone of the optimizer steps on each shard after each hop, and begins with the factory's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before = self._read()
+
+    def check(self) -> None:
+        """Refuse an optimizer that counts in an attribute.
+
+        Raises:
+            ConfigurationError: steps have changed one.
+        """
+        for name, value in self._read().items():
+            if value != self._before.get(name):
+                kind = type(self._optimizer).__name__
+                raise ConfigurationError(
+                    f"each step changes attribute {name!r} of optimizer {kind}, which is no part "
+                    f"of the state that hops; keep it in every param group, as group[{name!r}]"
+                )
+
+    def _read(self) -> dict[str, int]:
+        return {name: v for name, v in vars(self._optimizer).items() if type(v) is int}
+
+
+class SideEffects:
+    """Watches the attributes of a model in training, and what the functions of its recipe hold.
+
+    What a step leaves there is gone after a hop. That is no harm if each forward sets it anew, so
+    it must be the same after a step of a model with a history and of one without.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._buffers = {name for name, _ in recipe.model.named_buffers()}
+        self._seen: list[_Attributes] = []
+
+    def after_step(self) -> None:
+        """Look at the attributes after one of the first two steps, both on the same example."""
+        if len(self._seen) < 2:
+            self._seen.append(self._read())
+
+    def check(
+        self,
+        trained: Mapping[str, Tensor],
+        history: AttributeValues,
+        example: Example,
+        key: RandomKey,
+    ) -> None:
+        """Take a step with a history and one without, if these steps left different values.
+
+        Args:
+            trained: the state to take them from, named as a checkpoint names it.
+            history: the attributes that training has left; the model has its own.
+            example: the batch of the first two steps.
+
+        Raises:
+            ConfigurationError: an attribute depends on the history; the message names it.
+        """
+        first, second = self._seen
+        changed = [where for where in second if first.get(where) != second[where]]
+        if not changed:
+            return
+        fresh = AttributeValues(self._recipe.model)
+        # Twice with a history, because what comes back every other step is the same once.
+        states = [self._after_pass(trained, a, example, key) for a in (fresh, history, history)]
+        for where in changed:
+            without, *with_history = (state.get(where) for state in states)
+            if not all(extends(state, without) for state in with_history):
+                raise ConfigurationError(
+                    f"each step changes {where}, which is no part of the state that hops; "
+                    "register it as a buffer, or let every forward set it anew"
+                )
+
+    def _after_pass(
+        self,
+        trained: Mapping[str, Tensor],
+        attributes: AttributeValues,
+        example: Example,
+        key: RandomKey,
+    ) -> _Attributes:
+        """Return the attributes after a forward and a backward, which change nothing else."""
+        recipe, model = self._recipe, self._recipe.model
+        with (
+            ParameterValues(model, lambda name, _: trained[f"param:{name}"].clone()).in_use(),
+            attributes.in_use(),
+            bound_model(model.train()) as bound,
+            unit_hooks(model, key.reseed),
+        ):
+            buffers = model.named_buffers()
+            bound.lend_buffers({name: trained[f"buffer:{name}"].clone() for name, _ in buffers})
+            batch = Microbatch.collated(recipe, copy_example(example), key, weight=None)
+            with recipe.precision():
+                loss = batch.loss_of(recipe.call(model, batch.inputs))
+            loss.backward()  # type: ignore[no-untyped-call]
+            return self._read()
+
+    def _read(self) -> _Attributes:
+        functions = {"loss": self._recipe.losses, "collate": self._recipe.collate}
+        return read_attributes(self._recipe.model, functions, self._buffers)
+
+
+_REGISTERED = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
+_ATOMS = (int, float, complex, str, bytes, bool, type(None))
+_KEYS = (tuple, torch.device, torch.dtype)
+_LONGEST = 1000
+"""Of a longer collection, the length alone is read."""
+
+
+def read_attributes(
+    model: nn.Module, functions: Mapping[str, Any], buffers: Collection[str]
+) -> dict[str, Any]:
+    """Return what a model and functions hold, in tuples, dicts and sets of plain values.
+
+    Each value goes by a description of its attribute. Objects are read if their class is from a
+    package of the model's; somebody else's logger is not.
+
+    Args:
+        functions: the recipe's functions by their names.
+        buffers: the names of those that hop; others are read as attributes are.
+    """
+    others = {name: buffer for name, buffer in model.named_buffers() if name not in buffers}
+    reader = _Reader(model, others.values())
+    found = {
+        f"attribute {name!r} of {_described(module_name, module)}": reader.read(value)
+        for module_name, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _REGISTERED
+    }
+    found |= {f"a value of the {name}": reader.read(f) for name, f in functions.items()}
+    made = "buffer {!r}, which the first forward makes"
+    return found | {made.format(name): reader.read(buffer) for name, buffer in others.items()}
+
+
+def _described(name: str, module: nn.Module) -> str:
+    return f"module {name!r}" if name else f"the model ({type(module).__name__})"
+
+
+class _Reader:
+    """Reads values beside the model's own modules, parameters and buffers."""
+
+    def __init__(self, model: nn.Module, others: Iterable[Tensor]) -> None:
+        modules = list(model.modules())
+        self._known = {id(each) for each in (*modules, *model.parameters(), *model.buffers())}
+        self._known -= {id(tensor) for tensor in others}
+        self._packages = {_package(type(module)) for module in modules} - {"torch"}
+        self._read: dict[int, tuple[Any, Any]] = {}  # with the value, which keeps its id
+
+    def read(self, value: Any) -> Any:
+        """Return a plain value; what refers to itself is read once."""
+        if isinstance(value, _ATOMS):
+            return type(value), repr(value)
+        if id(value) in self._known:
+            return ()
+        if id(value) not in self._read:
+            self._read[id(value)] = value, ()
+            self._read[id(value)] = value, self._content(value)
+        return self._read[id(value)][1]
+
+    def _content(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return str(value.dtype), tuple(value.shape), _digest(value)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            return str(value.dtype), value.shape, digest(np.ascontiguousarray(value).data)
+        if (state := _generator_state(value)) is not None:
+            return self.read(state)
+        if isinstance(value, Collection) and len(value) > _LONGEST:
+            return len(value)
+        if isinstance(value, Mapping):
+            return {_key(k): self.read(v) for k, v in value.items()}
+        if isinstance(value, set | frozenset):
+            return {_key(each) for each in value}
+        if isinstance(value, list | tuple | deque):
+            return tuple(self.read(each) for each in value)
+        return tuple(self.read(each) for each in self._held_by(value))
+
+    def _held_by(self, value: Any) -> list[Any]:
+        if isinstance(value, types.FunctionType):
+            cells = [cell for cell in value.__closure__ or () if not _is_empty(cell)]
+            return [cell.cell_contents for cell in cells] + [value.__defaults__, vars(value)]
+        if isinstance(value, types.MethodType):
+            return [value.__self__]
+        if isinstance(value, functools.partial):
+            return [value.func, value.args, value.keywords]
+        if isinstance(value, nn.Module) or _package(type(value)) in self._packages:
+            return [getattr(value, "__dict__", ())]  # an unregistered module has all in there
+        return []
+
+
+def _key(value: Any) -> str:
+    return repr(value) if isinstance(value, (*_ATOMS, *_KEYS)) else type(value).__qualname__
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _digest(tensor: Tensor) -> str:
+    try:
+        return tensor_digest(tensor)
+    except (RuntimeError, NotImplementedError):  # it is sparse or has no values
+        return ""
+
+
+def _generator_state(value: Any) -> Any:
+    """Return the state of a generator of random numbers, or None if the value is none."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return None
+
+
+def extends(longer: Any, shorter: Any) -> bool:
+    """Tell whether values are equal, but for entries that only the longer dict or set has."""
+    if isinstance(longer, dict) and isinstance(shorter, dict):
+        return all(k in longer and extends(longer[k], v) for k, v in shorter.items())
+    if isinstance(longer, set) and isinstance(shorter, set):
+        return longer >= shorter
+    if isinstance(longer, tuple) and isinstance(shorter, tuple):
+        return len(longer) == len(shorter) and all(map(extends, longer, shorter))
+    return bool(longer == shorter)

@@ -1,0 +1,107 @@
+"""Chooses the fewest shards that fit a device (``shards="auto"``), by measured times of tasks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.sizing.cuts import auto_cut
+from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
+from cerebro_hydra.shards.cut.choice import CutChoice, CutPoints, choose_groups, choose_whole
+from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.cut.spec import CutSpec, module_of
+from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
+from cerebro_hydra.shards.engine.layout import TrialLayout, initial_segments, on_host
+from cerebro_hydra.shards.engine.microbatch import Microbatch
+from cerebro_hydra.shards.engine.optimizer import clone_optimizer
+from cerebro_hydra.shards.engine.state import ShardState
+
+
+def choose_to_fit(
+    recipe: Recipe,
+    points: CutPoints,
+    profiler: TaskProfiler,
+    profiled: Callable[[CutSpec], TrialProfile],
+    least: int = 1,
+) -> tuple[CutChoice, list[float]]:
+    """Return the choice, and the seconds between all places where the model can be cut.
+
+    Every unit is measured once, the cut is computed from that, and is measured itself before it is
+    chosen. Where a unit is too large for that, no device has room for the next shard beside the
+    present one. Without a budget, and where activations are kept, the model stays whole.
+
+    Args:
+        least: how many shards there are to be, if the model has so many units.
+
+    Raises:
+        ConfigurationError: a unit does not fit a device.
+    """
+    whole, budget = choose_whole(points), profiler.budget
+    if budget is None or recipe.recompute is False or not points.allowed:
+        return whole, []
+    finest = profiled(points.spec(points.allowed))
+    if finest.tasks is None or finest.tasks.recompute is None:
+        return whole, []
+    units = finest.training(0, recipe.accumulate, recipe.accumulate, recompute=True).shards
+    seconds = [unit.forward + unit.backward for unit in units]
+    names = [module_of(unit) for unit in (*points.units[:1], *points.allowed)]
+
+    def fitting(buffers: int) -> CutChoice:
+        shards = min(least, len(units))
+        while True:
+            groups = auto_cut(
+                names, units, budget,
+                by_modules=points.mode == "modules", buffers=buffers, least=shards,
+            )  # fmt: skip
+            choice = choose_groups(points, seconds, groups)
+            if profiler.fits(recipe, profiled(choice.spec), buffers):
+                return choice
+            shards = len(groups) + 1
+
+    with suppress(ConfigurationError):
+        return fitting(buffers=2), seconds
+    return fitting(buffers=1), seconds
+
+
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 2, 6, 0.2
+
+
+def measure_shards(
+    recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
+) -> list[float]:
+    """Return the seconds of a training step in each shard, the fastest of some rounds."""
+    segments = list(map(on_host, initial_segments(recipe, layout)))
+    states = {k: ShardState(shard, segments[k]) for k, shard in enumerate(layout.shards)}
+    originals = {name: id(p) for name, p in recipe.model.named_parameters()}
+    optimizers = [
+        clone_optimizer(recipe.optimizer, {originals[n]: p for n, p in states[k].params.items()})
+        for k in states
+    ]
+    tasks = GraphTasks(cut_model, states, recipe.precision, keep=True)
+    fastest = [float("inf")] * len(states)
+    begun = time.perf_counter()
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - begun > _ENOUGH_SECONDS:
+            break
+        key = RandomKey(0, number, 0)
+        batch = GraphPass(Microbatch.collated(recipe, copy_example(example), key, weight=None))
+        spent = [_seconds(partial(tasks.forward, k, batch)) for k in states]
+        for k in reversed(states):
+            spent[k] += _seconds(partial(tasks.backward, k, batch))
+        for k, state in states.items():
+            spent[k] += _seconds(optimizers[k].step)
+            for parameter in state.params.values():
+                parameter.grad = None
+        fastest = [min(pair) for pair in zip(fastest, spent, strict=True)]
+    return fastest
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun

@@ -1,0 +1,604 @@
+"""Profiles the tasks of a cut trial: what they need of a device beside its state, and how long.
+
+Trials of equal structure share one profile. A trial's own tells the queues of a worker what they
+must know of it: the bytes of its shards, and what ties them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cerebro_hydra.documents import decode
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.shards.cut.model import CutModel, Recent
+from cerebro_hydra.shards.cut.model_key import model_key
+from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
+from cerebro_hydra.shards.cut.values import AttributeValues
+from cerebro_hydra.shards.engine.bound_model import HeldTensors
+from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
+from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
+from cerebro_hydra.shards.engine.layout import (
+    GradientLayout,
+    ShardLayout,
+    TrialLayout,
+    aligned,
+    initial_segments,
+    memory_of,
+    on_host,
+)
+from cerebro_hydra.shards.engine.microbatch import (
+    LiveBytes,
+    Microbatch,
+    MicrobatchMaker,
+    ReadsElsewhere,
+)
+from cerebro_hydra.shards.engine.optimizer import StateTemplate
+from cerebro_hydra.shards.engine.pass_record import TensorLog, tensors_of
+from cerebro_hydra.shards.engine.sub_epoch import SubEpoch
+
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 2, 6, 0.2
+
+Task = tuple[Literal["F", "B", "U"], int]
+Needs = tuple[ShardSpec, ...]
+"""What the tasks of each shard need; the bytes of its state are not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProfile:
+    """Holds what the tasks of a trial need for its largest batch, as they were measured.
+
+    Args:
+        evaluation: of the forwards of an evaluation.
+        keep: of training that keeps activations; None if no device could have them.
+        recompute: of training that computes them again; None if that was not asked for, or the
+            model can't be run so.
+        shared: the parameters that are read while another shard than theirs runs.
+        batch: the bytes of that batch, as the model takes it.
+        moving: the bytes that tasks of each shard leave for others in a microbatch that computes
+            activations again; None where it can't go to another device.
+    """
+
+    evaluation: Needs
+    keep: Needs | None
+    recompute: Needs | None
+    shared: tuple[str, ...]
+    batch: int
+    moving: tuple[int, ...] | None = None
+
+    def training(self, recompute: bool) -> Needs:
+        """Return the needs of training; those of the other way where this one was not measured."""
+        asked, other = self.keep, self.recompute
+        if recompute:
+            asked, other = other, asked
+        found = other if asked is None else asked
+        assert found is not None, "training was measured in one way at least"
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        document = asdict(self)
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in document.items()}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> TaskProfile:
+        found: TaskProfile = decode(cls, dict(document), "what the tasks of a trial need")
+        return found
+
+
+def gradients_outlive_tasks(recipe: Recipe, cut_model: CutModel) -> bool:
+    """Return whether gradients are kept from a backward to a later task."""
+    clips = recipe.clip_grad_norm is not None
+    return clips or recipe.accumulate > 1 or bool(cut_model.tied)
+
+
+def profile(
+    recipe: Recipe,
+    cut_model: CutModel,
+    layout: TrialLayout,
+    example: Example,
+    *,
+    keep: bool = True,
+    recompute: bool = True,
+) -> TaskProfile:
+    """Measure steps of state 0 on one batch: with all shards in memory, and with one at a time.
+
+    The bytes are those of tensors; what operations take for themselves is not seen. The model is as
+    before afterwards, and so are the process's random numbers.
+
+    Args:
+        keep, recompute: the ways of training to measure. If only one of them is possible, that one
+            is.
+
+    Raises:
+        NonFiniteLoss: the loss is NaN or infinite.
+        ConfigurationError: the model can't be run with its shards unloaded between tasks, and
+            ``keep`` is False.
+    """
+    random_state = torch.default_generator.get_state()
+    try:
+        shared = cut_model.shared | _read_elsewhere(recipe, cut_model, layout, example)
+        trial = _Measured(recipe, cut_model, layout, example, shared)
+        again, moving = _recomputed(trial, or_not=keep) if recompute else (None, None)
+        kept = _kept(trial) if keep else None
+        evaluation = _evaluated(trial)
+        batch = sum(each.nbytes for each in _microbatch(recipe, example).inputs)
+    finally:
+        torch.default_generator.set_state(random_state)
+    return TaskProfile(evaluation, kept, again, tuple(sorted(shared)), batch, moving)
+
+
+class _Measured(NamedTuple):
+    """Holds what is measured."""
+
+    recipe: Recipe
+    cut_model: CutModel
+    layout: TrialLayout
+    example: Example
+    shared: frozenset[str]
+
+
+def _recomputed(
+    trial: _Measured, or_not: bool
+) -> tuple[Needs, tuple[int, ...] | None] | tuple[None, None]:
+    """Return the needs of training, and what a microbatch leaves where it can move."""
+    try:
+        step = _ProfiledStep(trial, recompute=True)
+        memory = _recomputing(_measure_memory(step), step.gradients_outlive)
+        return _timed(step, memory), step.left
+    except ConfigurationError:
+        if or_not:
+            return None, None
+        raise
+
+
+def _kept(trial: _Measured) -> Needs:
+    step = _ProfiledStep(trial, recompute=False)
+    return _timed(step, _keeping(_measure_memory(step)))
+
+
+def _evaluated(trial: _Measured) -> Needs:
+    """Return what forwards of an evaluation need, each with its shard alone in memory."""
+    recipe, cut_model, layout, example, shared = trial
+    found: dict[Task, _TaskMemory] = {}
+    segments = list(map(on_host, initial_segments(recipe, layout)))
+    maker = MicrobatchMaker(cut_model, recipe, 0)
+    task = ExitStack()
+
+    def reach(_: object, k: int) -> None:
+        task.close()
+        for other in range(cut_model.num_shards):
+            if other != k and other in shards:
+                shards.release(other, needed=True)
+        if k not in shards:
+            shards.receive(k, segments[k])
+        task.enter_context(live.measured(("F", k)))
+
+    with _LiveTasks(found) as live:
+        shards = EvaluatedShards(cut_model, layout, recipe, maker, shared)
+        features, labels = copy_example(example)
+        rows = int((labels or features)[0].shape[0])
+        with shards.evaluating(), task:
+            shards.begin_batch()
+            shards.run(_Batch(features, labels, rows), reach)
+            task.close()
+            shards.end_batch()
+    held = max(max(memory.before, memory.after) for memory in found.values())
+    activations = [max(0, found["F", k].peak - held) for k in range(cut_model.num_shards)]
+    boundary = [held] + [0] * (cut_model.num_shards - 1)
+    return tuple(ShardSpec(0, *each) for each in zip(activations, boundary, strict=True))
+
+
+class _Batch(NamedTuple):
+    features: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]
+    rows: int
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@dataclass
+class _TaskMemory:
+    """Holds the live bytes at a task's begin, peak and end."""
+
+    before: int
+    peak: int
+    after: int
+
+
+class _LiveTasks(LiveBytes):
+    """Notes the live bytes of tasks."""
+
+    def __init__(self, found: dict[Task, _TaskMemory]) -> None:
+        super().__init__()
+        self._found = found
+
+    @contextmanager
+    def measured(self, task: Task) -> Iterator[None]:
+        before = self.peak = self.now
+        yield
+        self._found[task] = _TaskMemory(before, self.peak, self.now)
+
+
+def _measure_memory(step: _ProfiledStep) -> dict[Task, _TaskMemory]:
+    found: dict[Task, _TaskMemory] = {}
+    with _LiveTasks(found) as live:
+        step.take(live.measured)
+    return found
+
+
+def _recomputing(
+    memory: Mapping[Task, _TaskMemory], gradients_outlive: bool
+) -> list[tuple[int, int]]:
+    """Return each shard's activations and boundary bytes, where F leaves the boundary alone.
+
+    What there is from the first task on, such as the batch, counts as the boundary of shard 0.
+    """
+    last = max(k for _, k in memory)
+    # Tasks of one shard that follow one another may leave more between them.
+    begins = {task: m.before for task, m in memory.items() if task != ("B", last)}
+    held = max(n for (kind, _), n in begins.items() if kind != "U" or gradients_outlive)
+    left = [max(0, memory["F", k].after - memory["F", k].before) for k in range(last)]
+    boundary = [max(0, held - sum(left)), *left]
+    held = sum(boundary)
+    peaks = [max(m.peak for (_, at), m in memory.items() if at == k) for k in range(last + 1)]
+    return [(max(0, peak - held), own) for peak, own in zip(peaks, boundary, strict=True)]
+
+
+def _keeping(memory: Mapping[Task, _TaskMemory]) -> list[tuple[int, int]]:
+    """Return each shard's activations, which stay from F to B, and no boundary."""
+    forwards = [m for (kind, _), m in memory.items() if kind == "F"]
+    kept = [max(0, m.after - m.before) for m in forwards[:-1]]
+    kept.append(max(m.peak for m in memory.values()) - sum(kept))
+    return [(nbytes, 0) for nbytes in kept]
+
+
+def _read_elsewhere(
+    recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
+) -> set[str]:
+    """Return the parameters that a microbatch reads while another shard than their own runs."""
+    segments = list(map(on_host, initial_segments(recipe, layout)))
+    names = {
+        segments[k][name].data_ptr() + entry.offset: entry.name.partition(":")[2]
+        for k, shard in enumerate(layout.shards)
+        for name, segment in (("frozen", shard.frozen), ("trainable", shard.trainable))
+        for entry in segment.entries
+        if entry.name.startswith("param:") and entry.nbytes
+    }
+    at = 0
+
+    def reach(_: object, k: int) -> None:
+        nonlocal at
+        at = k
+
+    owner = {p.name: p.owner for p in cut_model.params}
+    sub_epoch = SubEpoch(cut_model, layout, recipe, 1, 0, None)
+    with sub_epoch.tasks(keep=True) as tasks:
+        for k, each in enumerate(segments):
+            sub_epoch.receive(k, each, None)
+        sub_epoch.begin_window(0)
+        with ReadsElsewhere(names, owner, lambda: at) as reads:
+            tasks.run(_microbatch(recipe, example), reach)
+    return reads.found
+
+
+# ---------------------------------------------------------------------- seconds
+
+
+def _timed(step: _ProfiledStep, memory: Sequence[tuple[int, int]]) -> Needs:
+    """Return needs with the seconds of each task, the least of several rounds."""
+    fastest: dict[Task, float] = {}
+
+    @contextmanager
+    def measured(task: Task) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        spent = time.perf_counter() - begun
+        fastest[task] = min(spent, fastest.get(task, spent))
+
+    begun = time.perf_counter()
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - begun > _ENOUGH_SECONDS:
+            break
+        step.take(measured)
+    return tuple(
+        ShardSpec(0, *nbytes, fastest["F", k], fastest["B", k], fastest["U", k])
+        for k, nbytes in enumerate(memory)
+    )
+
+
+# ---------------------------------------------------------------------- the step
+
+
+def _microbatch(recipe: Recipe, example: Example) -> Microbatch:
+    return Microbatch.collated(recipe, copy_example(example), RandomKey(0, 0, 0), weight=None)
+
+
+class _ProfiledStep:
+    """Takes the first step of a trial, as often as wanted, and tells of every task."""
+
+    def __init__(self, trial: _Measured, recompute: bool) -> None:
+        self._recipe, self._cut_model, self._layout, self._example, self._shared = trial
+        self._recompute = recompute
+        self.gradients_outlive = gradients_outlive_tasks(self._recipe, self._cut_model)
+        self._sub_epoch: SubEpoch
+        self._task: ExitStack
+        self._at: Task | None = None
+        self._going: GraphPass | None = None
+        self._left: list[int] = []
+
+    def take(self, measured: Callable[[Task], AbstractContextManager[None]]) -> None:
+        """Take the step; each task runs within what `measured` returns for it."""
+        self._measured, self._at, self._going = measured, None, None
+        self._held = HeldTensors(self._shared)
+        self._segments = list(map(on_host, initial_segments(self._recipe, self._layout)))
+        self._gradients = [
+            memory_of(aligned(GradientLayout.of(shard).nbytes, zeroed=True))
+            for shard in self._layout.shards
+        ]
+        self._sub_epoch = SubEpoch(
+            self._cut_model, self._layout, self._recipe, 1, 0, None, self._held
+        )
+        with self._sub_epoch.tasks(keep=not self._recompute) as tasks, ExitStack() as self._task:
+            batch = _microbatch(self._recipe, self._example)
+            self._sub_epoch.begin_window(0)
+            self._sub_epoch.begin_microbatch()
+            if isinstance(tasks, GraphTasks):
+                self._log, self._left = TensorLog({}, 0), [0] * self._cut_model.num_shards
+                self._going = GraphPass(batch)
+                tasks.carry(self._going, self._reach)
+            else:
+                tasks.run(batch, self._reach)
+            self._end()
+            self._going = None
+            self._sub_epoch.end_microbatch()
+            if self.gradients_outlive:
+                for k in range(self._cut_model.num_shards):
+                    self._go_to(k, needed=False)
+                    self._update(k)
+
+    def _reach(self, kind: Literal["F", "B"], k: int) -> None:
+        self._end()
+        self._go_to(k, needed=kind == "F")
+        self._at = kind, k
+        self._task.enter_context(self._measured(self._at))
+
+    def _end(self) -> None:
+        """End the task under way, with the update that follows."""
+        self._task.close()
+        if self._at is None:
+            return
+        kind, k = self._at
+        if self._going is not None:
+            before = self._log.nbytes
+            self._log.lay_out(tensors_of(self._going, self._moving_copies()))
+            self._left[k] += self._log.nbytes - before
+        if kind == "B" and not self.gradients_outlive:
+            self._update(k)
+
+    @property
+    def left(self) -> tuple[int, ...] | None:
+        """Return the bytes that tasks of each shard left for others, if those were graphs."""
+        return tuple(self._left) if self._left else None
+
+    def _moving_copies(self) -> dict[str, Tensor]:
+        copies, names = self._held.copies, self._cut_model.read_elsewhere
+        return {name: copies[name] for name in names & copies.keys()}
+
+    def _update(self, k: int) -> None:
+        with self._measured(("U", k)):
+            self._sub_epoch.update(k)
+
+    def _go_to(self, k: int, needed: bool) -> None:
+        """Have shard k alone in memory, or beside the others if activations are kept."""
+        if self._recompute:
+            for other in range(self._cut_model.num_shards):
+                if other != k and other in self._sub_epoch:
+                    self._sub_epoch.release(other, needed=needed, last=False)
+        if k not in self._sub_epoch:
+            self._sub_epoch.receive(k, self._segments[k], None, self._gradients[k])
+
+
+MOST_PROFILES = 1000
+"""Profiles that are kept, so that equal models are cut alike."""
+
+
+class TaskProfiler:
+    """Profiles cut trials for devices with a budget. Not thread-safe.
+
+    Args:
+        budget: the bytes of the smallest device; None means no limit.
+    """
+
+    def __init__(self, budget: int | None) -> None:
+        self.budget = budget
+        self._profiles = Recent[Hashable, TaskProfile](MOST_PROFILES)
+
+    def profile(
+        self,
+        recipe: Recipe,
+        cut_model: CutModel,
+        layout: TrialLayout,
+        template: StateTemplate,
+        example: Example,
+    ) -> TrialProfile:
+        """Return the profile of a trial for its largest batch, which is the example.
+
+        Raises:
+            ConfigurationError: the model can't be run shard by shard, as it would have to be.
+        """
+        whole = TrialProfile.of(recipe, cut_model, layout, None)
+        asked = asked_recompute(recipe)
+
+        def measure() -> TaskProfile:
+            recompute = whole.recomputes(asked, self.budget, recipe.accumulate)
+            with AttributeValues(recipe.model).in_use():
+                return profile(
+                    recipe, cut_model, layout, example,
+                    keep=not recompute, recompute=asked is not False,
+                )  # fmt: skip
+
+        key = model_key(recipe.model, Sample.of(recipe, example))
+        what = (
+            key,
+            cut_model.spec,
+            len(example[0][0]),
+            type(recipe.optimizer),
+            json.dumps(template.to_json()),
+            (recipe.accumulate > 1, recipe.clip_grad_norm is None, recipe.recompute),
+        )
+        tasks = measure() if key is None else self._profiles.get(what, measure)
+        return TrialProfile.of(recipe, cut_model, layout, tasks)
+
+    def fits(self, recipe: Recipe, found: TrialProfile, buffers: int) -> bool:
+        """Return whether a device has room for so many of the trial's shards, of which one runs."""
+        if self.budget is None:
+            return True
+        window = recipe.accumulate
+        recompute = found.recomputes(asked_recompute(recipe), self.budget, window)
+        runs = found.training(0, window, window, recompute), found.evaluation(0, 1)
+        return all(run.buffered_need(buffers) <= self.budget for run in runs)
+
+    def with_all_room(self, found: TrialProfile, window: int) -> TrialProfile:
+        """Return the profile of a trial that needs more than was measured, by an unknown amount.
+
+        Its activations are computed again, and its tasks may have all that a device has beside the
+        shard that they compute with; the next one is not copied meanwhile. A microbatch stays on
+        one device, because nobody knows what it would leave for another one.
+        """
+        assert self.budget is not None and found.tasks is not None
+        budget = self.budget
+
+        def enlarged(run: RunSpec) -> Needs:
+            room = [budget - run.held_bytes - shard.state for shard in run.shards]
+            return tuple(
+                replace(shard, state=0, activations=max(shard.activations, most))
+                for shard, most in zip(run.shards, room, strict=True)
+            )
+
+        training = enlarged(found.training(0, window, window, recompute=True))
+        evaluation = enlarged(found.evaluation(0, 1))
+        tasks = replace(
+            found.tasks, keep=None, recompute=training, evaluation=evaluation, moving=None
+        )
+        return replace(found, tasks=tasks)
+
+
+def asked_recompute(recipe: Recipe) -> bool | None:
+    """Return whether activations are to be computed again; None leaves it to the budget."""
+    return recipe.recompute if isinstance(recipe.recompute, bool) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBytes:
+    """Holds the bytes of a shard: both segments, and the gradients of what trains."""
+
+    frozen: int
+    trainable: int
+    gradients: int
+    forward_writes: bool
+
+    @classmethod
+    def of(cls, layout: ShardLayout) -> ShardBytes:
+        """Return those of a layout."""
+        trained = layout.trainable.entries
+        return cls(
+            layout.frozen.nbytes,
+            layout.trainable.nbytes,
+            GradientLayout.of(layout).nbytes,
+            any(entry.name.startswith("buffer:") for entry in trained),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrialProfile:
+    """Describes a trial to the queues, in whichever process it was built.
+
+    Args:
+        shards: the bytes of each shard.
+        tied: the groups of shards that share a parameter.
+        barrier: whether all gradients come before any update.
+        tasks: what tasks need beside the shards; None if nobody has measured that.
+        build_seconds: what the user's factory took.
+    """
+
+    shards: tuple[ShardBytes, ...]
+    tied: tuple[tuple[int, ...], ...]
+    barrier: bool
+    tasks: TaskProfile | None = None
+    build_seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, cut_model: CutModel, layout: TrialLayout, tasks: TaskProfile | None
+    ) -> TrialProfile:
+        """Return the profile of a trial that was built."""
+        return cls(
+            tuple(map(ShardBytes.of, layout.shards)),
+            tuple(cut_model.tied_groups),
+            recipe.clip_grad_norm is not None,
+            tasks,
+        )
+
+    def recomputes(self, asked: bool | None, budget: int | None, window: int) -> bool:
+        """Return whether a backward computes its forward again on devices with this budget."""
+        if asked is not None:
+            return asked
+        if self.tasks is not None and None in (self.tasks.keep, self.tasks.recompute):
+            return self.tasks.keep is None  # the other way is impossible
+        kept = self.training(0, window, window, recompute=False)
+        return budget is not None and kept.device_need > budget
+
+    def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
+        """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
+        kept = graph.training and (graph.window > 1 or graph.barrier or bool(graph.tied))
+        return self.shards[shard].gradients if kept else 0
+
+    def training(
+        self, run: int, microbatches: int, window: int, recompute: bool, devices: int = 1
+    ) -> RunSpec:
+        """Return the run of a sub-epoch, whose microbatches may move among so many devices."""
+        graph = TaskGraph(len(self.shards), microbatches, window, self.barrier, self.tied)
+        kept = [self.kept_gradients(number, graph) for number in range(graph.shards)]
+        if self.tasks is None:  # the least that tasks need are gradients that nobody keeps
+            least = [s.gradients - own for s, own in zip(self.shards, kept, strict=True)]
+            needs: Needs = tuple(ShardSpec(0, activations=each) for each in least)
+        else:
+            needs = self.tasks.training(recompute)
+        shards = tuple(
+            replace(
+                need,
+                state=shard.frozen + shard.trainable + own,
+                forward_writes=shard.forward_writes,
+            )
+            for shard, need, own in zip(self.shards, needs, kept, strict=True)
+        )
+        moving = None if self.tasks is None else self.tasks.moving
+        if 1 in (devices, graph.shards) or moving is None or not recompute:
+            return RunSpec(run, graph, shards, by_modules=True, recompute=recompute)
+        held = sum(shard.boundary for shard in shards)  # a task has no more of it on its device
+        shards = tuple(
+            replace(shard, activations=held + shard.activations, boundary=left)
+            for shard, left in zip(shards, moving, strict=True)
+        )
+        return RunSpec(run, graph, shards, recompute=True)
+
+    def evaluation(self, run: int, microbatches: int) -> RunSpec:
+        """Return the run of an evaluation."""
+        graph = TaskGraph(len(self.shards), microbatches, training=False)
+        needs = (ShardSpec(0),) * len(self.shards) if self.tasks is None else self.tasks.evaluation
+        shards = tuple(
+            replace(need, state=shard.frozen + shard.trainable)
+            for shard, need in zip(self.shards, needs, strict=True)
+        )
+        return RunSpec(run, graph, shards, by_modules=True)

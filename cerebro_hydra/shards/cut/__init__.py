@@ -1,0 +1,1 @@
+"""Cuts a model into shards, by its modules or by its exported graph."""

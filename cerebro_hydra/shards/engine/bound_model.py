@@ -1,0 +1,297 @@
+"""Binds a model's own parameters and buffers to the memory of shards, and gives back its own.
+
+What a microbatch reads while the shard that has it may be off the device, it holds copies of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.cut.values import absent_value
+from cerebro_hydra.shards.engine.differences import checksum, same_bits
+from cerebro_hydra.shards.engine.layout import Segments, ShardLayout
+from cerebro_hydra.shards.engine.state import ShardState
+
+
+@contextmanager
+def bound_model(model: nn.Module) -> Iterator[BoundModel]:
+    """Let shards be bound to a model for a while; afterwards it has its own tensors again."""
+    bound = BoundModel(model)
+    try:
+        yield bound
+    finally:
+        bound.restore()
+
+
+class BoundModel:
+    """Binds a model to shards; whoever refers to its parameters sees the shards' values.
+
+    A tied buffer has several places in the model and goes by its first name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = dict(model.named_parameters())
+        self._data = {name: p.data for name, p in self._params.items()}
+        self._away = dict(self._data)  # the values while no shard is bound to them
+        for parameter in self._params.values():
+            parameter.grad = None
+        self._trains = {name: p.requires_grad for name, p in self._params.items()}
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._own: dict[str, Tensor] = {}
+        self._lent: dict[str, Tensor] = {}
+        self._unwritten: dict[str, Tensor] = {}  # as they must be after training
+        first: dict[int, str] = {}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            owner, _, leaf = name.rpartition(".")
+            original = first.setdefault(id(buffer), name)
+            self._places.setdefault(original, []).append((modules[owner], leaf))
+            self._own[original] = buffer
+        self._versions = {name: t._version for name, t in (self._params | self._own).items()}
+        self._bound: dict[str, Tensor] = {}  # the memory of each parameter that trains
+        self._frozen: dict[str, int] = {}  # the checksum of each other parameter
+
+    def bind(self, layout: ShardLayout, segments: Segments) -> ShardState:
+        """Let the model train on a shard's segments; the returned state has its parameters."""
+        state = self.bind_params(layout, segments)
+        # Other trials share the frozen bytes, so a forward that writes to them gets a copy.
+        buffers, constant = state.buffers, state.constant
+        self.lend_buffers({n: b.clone() if n in constant else b for n, b in buffers.items()})
+        self._unwritten |= {n: b for n, b in buffers.items() if n in constant}
+        return state
+
+    def bind_params(self, layout: ShardLayout, segments: Segments) -> ShardState:
+        """Bind a shard, without its buffers."""
+        for entry in (*layout.frozen.entries, *layout.trainable.entries):
+            kind, _, name = entry.name.partition(":")
+            if kind == "param" and self._params[name].data_ptr() != self._away[name].data_ptr():
+                raise RuntimeError(
+                    f"the forward assigned to parameter {name!r} before it entered its module"
+                )
+        state = ShardState(layout, segments, parameters=self._params)
+        for name, value in state.values.items():
+            if name not in state.constant:
+                self._bound[name] = value
+            elif name not in self._frozen:
+                self._frozen[name] = checksum(value)
+        return state
+
+    def use_copies(self, copies: Mapping[str, Tensor]) -> None:
+        """Let the model use copies that stay while their shard leaves its memory."""
+        for name in copies.keys() & self._params.keys():
+            self._away[name] = copies[name].detach()
+            self._point(name, self._away[name])
+        self.lend_buffers({n: copy for n, copy in copies.items() if n in self._own})
+
+    def end_copies(self, names: Collection[str], state: ShardState | None = None) -> None:
+        """Let the model use copies no more, but the shard's memory if it is there."""
+        for name in self._params.keys() & names:
+            self._away[name] = absent_value(self._params[name])
+            self._point(name, self._away[name] if state is None else state.values[name])
+        for name in self._lent.keys() & names:
+            self._put({name: self._own[name]})
+            del self._lent[name]
+
+    def check_here(self, module: nn.Module, unit: str) -> None:
+        """Check that the parameters of a module are there, which runs with another shard.
+
+        Raises:
+            ConfigurationError: the shard that has them is away.
+        """
+        mine = set(map(id, module.parameters()))
+        for name, parameter in self._params.items():
+            if id(parameter) in mine and parameter.numel() and 0 in parameter.stride():
+                raise ConfigurationError(
+                    f"the forward enters {unit!r} while another shard runs, and parameter {name!r} "
+                    "has left the device; set recompute=False, or cut elsewhere"
+                )
+
+    def _point(self, name: str, value: Tensor) -> None:
+        self._params[name].data = value
+        if name in self._bound:
+            self._bound[name] = value
+
+    def unbind(self, state: ShardState, copied: Collection[str]) -> None:
+        """Let the model refer to a shard's memory no more; it goes on with what was copied."""
+        for name in state.values.keys() - copied:
+            self._away[name] = absent_value(self._params[name])
+            self._params[name].data = self._away[name]
+            self._bound.pop(name, None)
+
+    def bind_values(self, state: ShardState) -> None:
+        """Let the model read the values of a shard's parameters."""
+        for name, value in state.values.items():
+            self._params[name].data = value
+
+    def restore(self) -> None:
+        """Give the model its own parameters and buffers back, without gradients."""
+        for name, parameter in self._params.items():
+            parameter.data = self._data[name]
+            parameter.grad = None
+        self._bound.clear()
+        self._away = dict(self._data)
+        self._put({name: self._own[name] for name in self._lent})
+        self._lent.clear()
+
+    def collect_written(self) -> None:
+        """Copy what the forward assigned anew into the memory that was lent."""
+        for name, memory in self._bound.items():
+            parameter = self._params[name]
+            if parameter.data_ptr() != memory.data_ptr():
+                memory.copy_(parameter.data)
+                parameter.data = memory
+        for name, lent in self._lent.items():
+            found = self._current(name)
+            if found is not lent:
+                lent.copy_(found.detach())
+                self._put({name: lent})
+
+    def check_unwritten(self) -> None:
+        """Check that training wrote to no tensor that it did not write to in the first steps.
+
+        Raises:
+            ConfigurationError: it wrote to a buffer or frozen parameter, or changed what trains,
+                which would not hop.
+        """
+        for name, parameter in self._params.items():
+            if parameter.requires_grad != self._trains[name]:
+                raise ConfigurationError(
+                    f"the forward changed requires_grad of parameter {name!r} to "
+                    f"{parameter.requires_grad}, which would not hop; choose in the factory what "
+                    "trains, or detach a layer's output while its weights shall not"
+                )
+        self.check_frozen(self._frozen)
+        for name, own in self._own.items():
+            if name in self._unwritten:
+                unchanged = same_bits(self._current(name), self._unwritten[name])
+            elif name in self._lent:
+                continue
+            else:
+                unchanged = self._current(name) is own and own._version == self._versions[name]
+            if not unchanged:
+                raise written_late("buffer", name)
+
+    def check_frozen(self, names: Iterable[str]) -> None:
+        """Check that training wrote to none of these parameters; see `check_unwritten`."""
+        for name in names:
+            parameter, before = self._params[name], self._frozen.get(name)
+            if before is None or parameter.data_ptr() == self._away[name].data_ptr():
+                continue
+            # Writing to `.data` counts no version.
+            if parameter._version != self._versions[name] or checksum(parameter) != before:
+                raise written_late("frozen parameter", name)
+
+    def _current(self, name: str) -> Tensor:
+        ((module, leaf), *_) = self._places[name]
+        buffer = module._buffers[leaf]
+        assert buffer is not None
+        return buffer
+
+    def buffers_in(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the buffers of a module and its children, by their names in the model."""
+        inside = set(map(id, module.modules()))
+        return {
+            name: lent
+            for name, lent in self._lent.items()
+            if any(id(owner) in inside for owner, _ in self._places[name])
+        }
+
+    @contextmanager
+    def replaced_buffers(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model use other tensors as buffers for a while."""
+        self._put(tensors)
+        try:
+            yield
+        finally:
+            self._put({name: self._lent[name] for name in tensors})
+
+    def lend_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let the model use other tensors as buffers until it is restored."""
+        self._lent |= tensors
+        self._put(tensors)
+
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            for module, leaf in self._places[name]:
+                module._buffers[leaf] = tensor
+
+
+class HeldTensors:
+    """Holds copies of shared parameters and of all buffers for the time of a microbatch.
+
+    A view of them that the forward keeps stays good, wherever the shard is.
+
+    Args:
+        shared: the parameters that may be read while another shard than theirs runs.
+    """
+
+    def __init__(self, shared: Collection[str]) -> None:
+        self._shared = shared
+        self.copies: dict[str, Tensor] = {}
+
+    def hold(self, state: ShardState) -> Mapping[str, Tensor]:
+        """Copy what is to be held of a shard, if it is not held yet, and return the copies."""
+        for name in state.values.keys() & self._shared:
+            if name not in self.copies:
+                trains = state.params[name].requires_grad
+                self.copies[name] = state.values[name].clone().requires_grad_(trains)
+        for name, buffer in state.buffers.items():
+            if name not in self.copies:
+                self.copies[name] = buffer.clone()
+        return {name: self.copies[name] for name in self.names_of(state)}
+
+    def names_of(self, state: ShardState) -> set[str]:
+        """Return what is held of a shard."""
+        return self.copies.keys() & (state.values.keys() | state.buffers.keys())
+
+    def drop(self, names: Iterable[str]) -> list[str]:
+        """Hold the copies of these names no more, and return those that there were."""
+        return [name for name in names if self.copies.pop(name, None) is not None]
+
+    def write_back(self, state: ShardState) -> None:
+        """Copy to a shard's memory what the forward wrote to the copies.
+
+        Raises:
+            ConfigurationError: it wrote to a buffer that it left alone in the first steps.
+        """
+        for name in self.names_of(state):
+            copy, buffer = self.copies[name], state.buffers.get(name)
+            if buffer is None:
+                if name not in state.constant and not copy.requires_grad:
+                    state.values[name].copy_(copy)
+            elif name not in state.constant:
+                buffer.copy_(copy)
+            elif not same_bits(copy, buffer):
+                raise written_late("buffer", name)
+
+
+def storages(state: ShardState) -> dict[str, StorageWeakRef]:
+    """Return the memory of each parameter's value."""
+    return {name: StorageWeakRef(v.untyped_storage()) for name, v in state.values.items()}
+
+
+def check_released(memory: Mapping[str, StorageWeakRef]) -> None:
+    """Check that nobody refers to the memory of parameters any more.
+
+    Raises:
+        ConfigurationError: the forward keeps a view of one.
+    """
+    for name, storage in memory.items():
+        if not storage.expired():
+            raise ConfigurationError(
+                f"the forward keeps a view of parameter {name!r}, whose shard has to leave the "
+                "device before the forward is over; set recompute=False, or cut elsewhere"
+            )
+
+
+def written_late(kind: str, name: str) -> ConfigurationError:
+    """Return the error of a forward that writes to a tensor only after the first steps."""
+    return ConfigurationError(
+        f"the forward wrote to {kind} {name!r}, as it did not in the trial's first steps; let it "
+        f"write to that {kind} in every forward, or never"
+    )

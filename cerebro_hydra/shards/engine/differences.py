@@ -1,0 +1,174 @@
+"""Finds where training in shards differs from plain training: which tensor, which operation.
+
+What one step gave is kept so that the same step can be compared, taken otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cerebro_hydra.shards.digest import tensor_digest
+from cerebro_hydra.shards.engine.layout import (
+    EXISTS,
+    HostSegments,
+    Memory,
+    ShardLayout,
+    TrialLayout,
+    in_place,
+    on_host,
+)
+from cerebro_hydra.shards.engine.state import ShardState
+from cerebro_hydra.storage.digest import digest
+
+
+def first_difference(
+    layout: TrialLayout, shards: Sequence[HostSegments], trained: Mapping[str, Tensor]
+) -> str | None:
+    """Return the first tensor of a state whose bits are not those of plain training, or None.
+
+    Args:
+        trained: the state of plain training, named as a checkpoint names it.
+    """
+    optimizer_state: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for full_name, tensor in trained.items():
+        kind, _, rest = full_name.partition(":")
+        if kind == "optim":
+            name, _, key = rest.rpartition(":")
+            optimizer_state[name][key] = tensor
+    for shard, segments in zip(layout.shards, shards, strict=True):
+        state = ShardState(shard, on_host(in_place(segments)))
+        optimizer = state.existing_optimizer_state()
+        for name, parameter in state.params.items():
+            if not same_bits(parameter, trained[f"param:{name}"]):
+                return f"parameter {name!r}"
+            here, there = optimizer.get(name, {}), optimizer_state[name]
+            if here.keys() != there.keys():
+                return f"optimizer state of {name!r}: {sorted(here)}, not {sorted(there)}"
+            for key, value in here.items():
+                if not same_bits(value, there[key]):
+                    return f"optimizer state {key!r} of {name!r}"
+        for name, tensor in state.buffers.items():
+            if not same_bits(tensor, trained[f"buffer:{name}"]):
+                return f"buffer {name!r}"
+        for name, tensor in state.ema.items():
+            if not same_bits(tensor, trained[f"ema:{name}"]):
+                return f"moving average of {name!r}"
+    return None
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are equal in type, shape and every bit."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(_words(a), _words(b))
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the sum of a tensor's bytes in words, which almost no change leaves as it is."""
+    return int(_words(tensor).sum(dtype=torch.int64))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes in words if they fill some, which is five times as fast."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.nbytes % 8:
+        return raw
+    if raw.storage_offset() % 8:  # words begin at multiples of their size
+        raw = raw.clone()
+    return raw.view(torch.int64)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Describes an operation that ran: its name, and its output's type, shape and digest."""
+
+    name: str
+    form: str
+    digest: str
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Notes, while it is entered, every operation that computes something, and its unit."""
+
+    operations: list[tuple[Operation, str]] = field(default_factory=list)
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        computes = any(isinstance(a, Tensor) for a in args) and "empty" not in str(func)
+        if computes and not is_view:
+            for value in out if isinstance(out, list | tuple) else (out,):
+                if isinstance(value, Tensor):
+                    self.operations.append((_operation(func, value), self.unit))
+        return out
+
+
+def _operation(func: Any, value: Tensor) -> Operation:
+    form = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return Operation(str(func), form, tensor_digest(value))
+
+
+def first_operation(uncut: Recorder, cut: Recorder) -> str | None:
+    """Return the first uncut operation whose output the cut model never computed, or None."""
+    there = Counter(operation for operation, _ in cut.operations)
+    for operation, unit in uncut.operations:
+        if there[operation] == 0:
+            where = f"in {unit.removesuffix('@0')!r}" if unit else "before its first unit"
+            return f"{operation.name} {where}, whose output is {operation.form}"
+        there[operation] -= 1
+    return None
+
+
+TensorDigests = Mapping[str, str]
+"""The digest of each tensor of a shard that trains, by its name in the segment."""
+
+_KINDS = {"param": "parameter", "buffer": "buffer", "ema": "moving average of"}
+
+
+def tensor_digests(layout: ShardLayout, trainable: Memory) -> TensorDigests:
+    """Return the digests of the tensors in a trainable segment."""
+    content = trainable.cpu().numpy()
+    return {
+        entry.name: digest(content[entry.offset : entry.offset + entry.nbytes])
+        for entry in layout.trainable.entries
+    }
+
+
+@dataclass
+class StepResult:
+    """Holds the mean loss of a step, and the digests of the state after it, shard by shard."""
+
+    loss: float = float("nan")
+    shards: dict[int, TensorDigests] = field(default_factory=dict)
+
+    def difference(self, uncut: StepResult) -> str | None:
+        """Return what is otherwise in the uncut model's step, None if no bit is."""
+        if self.loss != uncut.loss:
+            return f"the loss is {self.loss!r}, not {uncut.loss!r}"
+        for shard, digests in sorted(self.shards.items()):
+            for name, found in digests.items():
+                if found != uncut.shards[shard][name]:
+                    return _described(name)
+        return None
+
+
+def _described(name: str) -> str:
+    kind, _, rest = name.partition(":")
+    if kind == "optim":
+        parameter, _, key = rest.rpartition(":")
+        return f"optimizer state {key!r} of {parameter!r}"
+    return "which optimizer state exists" if name == EXISTS else f"{_KINDS[kind]} {rest!r}"

@@ -1,0 +1,234 @@
+"""An evaluation of one trial: binds its shards to memory, measures batches, and lets shards go.
+
+Its tasks are taken one after another here, or one by one from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, RunningEvaluation
+from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.shards.engine.bound_model import (
+    BoundModel,
+    HeldTensors,
+    bound_model,
+    check_released,
+    storages,
+)
+from cerebro_hydra.shards.engine.graph_tasks import GraphPredictor
+from cerebro_hydra.shards.engine.layout import Segments, TrialLayout
+from cerebro_hydra.shards.engine.microbatch import MemoryLimit, MicrobatchMaker, Reach
+from cerebro_hydra.shards.engine.module_tasks import ModulePredictor, PausedRun
+from cerebro_hydra.shards.engine.state import ShardState
+
+
+class ShardEvaluation:
+    """Evaluates one trial in the process of a device, one F of a shard at a time.
+
+    It is driven as a `ShardRun` is, and only reads the shards' memory.
+
+    Args:
+        batches: the validation rows of a partition.
+        shared, limit: see `ShardRun`.
+    """
+
+    def __init__(
+        self,
+        cut_model: CutModel,
+        layout: TrialLayout,
+        recipe: Recipe,
+        trial_seed: int,
+        batches: Iterable[BatchTensors],
+        shared: Collection[str] = (),
+        limit: MemoryLimit | None = None,
+    ) -> None:
+        maker = MicrobatchMaker(cut_model, recipe, trial_seed)
+        shared = cut_model.shared.union(shared)
+        self._shards = EvaluatedShards(cut_model, layout, recipe, maker, shared, limit)
+        self._batches = enumerate(batches)
+        self._paused = PausedRun(recipe.device)
+        self._stack = ExitStack()
+        self._stack.enter_context(self._shards.evaluating())
+        self._number = -1  # of the batch under way
+        self._next: tuple[str, int] | None = None  # its next task
+
+    def load(self, k: int, segments: Segments) -> None:
+        """Let shard k be in this memory until it is unloaded."""
+        if k in self._shards:
+            raise ValueError(f"shard {k} is loaded already; unload it before")
+        self._shards.receive(k, segments)
+
+    def unload(self, k: int) -> None:
+        """Refer to shard k's memory no more.
+
+        Raises:
+            ConfigurationError: the forward keeps a view of a parameter.
+        """
+        self._shards.release(k, needed=self._next is not None and self._next[1] > k)
+
+    def perform(self, task: Action) -> None:
+        """Do F of a shard that is loaded.
+
+        Raises:
+            ValueError: the task can't come now, or its shard is not loaded.
+            NonFiniteLoss: the loss is NaN or infinite.
+        """
+        k, number = task.shard, task.microbatch
+        if task.kind is not ActionKind.F or number is None or k not in self._shards:
+            raise ValueError(f"{task} can't be done; load its shard before")
+        if k == 0:
+            while self._number < number:
+                self._number, batch = next(self._batches)
+            self._shards.begin_batch()
+            self._next = self._paused.begin(partial(self._shards.run, batch))
+        if self._next != ("F", k) or number != self._number:
+            raise ValueError(f"{task} can't come now; the batch is before {self._next}")
+        self._next = self._paused.advance()
+        if self._next is None:
+            self._shards.end_batch()
+
+    @property
+    def result(self) -> Evaluation:
+        """Return what the batches that were measured here have given."""
+        return self._shards.result()
+
+    def close(self) -> None:
+        """End the evaluation, wherever it stands."""
+        self._paused.close()
+        self._stack.close()
+
+
+class EvaluatedShards:
+    """Holds the shards of a trial that is evaluated, each from `receive` to `release`.
+
+    The forward writes to copies of the buffers, which stay to the end.
+
+    Args:
+        shared: the parameters that a batch may read while their shard is away.
+        limit: bounds what forwards hold of the device beside their shards; None does not.
+        on_outputs: is called with the model's outputs for each batch.
+    """
+
+    def __init__(
+        self,
+        cut_model: CutModel,
+        layout: TrialLayout,
+        recipe: Recipe,
+        maker: MicrobatchMaker,
+        shared: Collection[str] = (),
+        limit: MemoryLimit | None = None,
+        on_outputs: Callable[[Any], object] | None = None,
+    ) -> None:
+        self._cut_model = cut_model
+        self._layout = layout
+        self._recipe = recipe
+        self._maker = maker
+        self._limit = limit
+        self._on_outputs = on_outputs
+        self._held = HeldTensors(shared)
+        self._states: dict[int, ShardState] = {}
+        self._bound: BoundModel | None = None
+        self._predictor: GraphPredictor | ModulePredictor
+        self._evaluation = RunningEvaluation(recipe)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let batches be measured for a while."""
+        try:
+            if self._cut_model.graphs is not None:
+                self._predictor = GraphPredictor(self._cut_model, self._states, self._held)
+                yield
+                return
+            model = self._recipe.model.eval()
+            with bound_model(model) as self._bound:
+                self._predictor = ModulePredictor(self._cut_model, self._recipe)
+                with self._predictor.attached():
+                    yield
+        finally:
+            self._states.clear()
+            self._held.copies.clear()
+
+    def __contains__(self, k: int) -> bool:
+        """Return whether a shard is here."""
+        return k in self._states
+
+    def receive(self, k: int, segments: Segments) -> None:
+        """Bind a shard to memory, which is read until the shard is released."""
+        state = ShardState(self._layout.shards[k], segments)
+        state.values |= state.ema
+        self._states[k] = state
+        if self._bound is not None:
+            self._bound.bind_values(state)
+        self._hold(state)
+
+    def _hold(self, state: ShardState) -> None:
+        copies = self._held.hold(state)
+        if self._bound is not None:
+            self._bound.use_copies(copies)
+
+    def release(self, k: int, needed: bool) -> None:
+        """Refer to a shard's memory no more.
+
+        Args:
+            needed: whether the batch under way has been through the shard.
+
+        Raises:
+            ConfigurationError: the forward keeps a view of a parameter.
+        """
+        state = self._states.pop(k)
+        if self._bound is not None:
+            self._bound.unbind(state, self._held.copies)
+        memory = storages(state)
+        del state
+        if needed:
+            check_released(memory)
+
+    def begin_batch(self) -> None:
+        """Hold copies, from now on, of what is read while its shard is away."""
+        for state in self._states.values():
+            self._hold(state)
+
+    def end_batch(self) -> None:
+        """Hold copies of parameters no more."""
+        for state in self._states.values():
+            names = self._held.drop(state.values)
+            if self._bound is not None:
+                self._bound.end_copies(names, state)
+        names = self._held.drop([p.name for p in self._cut_model.params])
+        if self._bound is not None:
+            self._bound.end_copies(names)
+
+    def run(self, batch: BatchTensors, reach: Reach) -> None:
+        """Measure a batch, after `reach` has allowed F of each shard.
+
+        Raises:
+            NonFiniteLoss: its loss is NaN or infinite.
+        """
+        recipe = self._recipe
+        features, targets = recipe.collated(batch.features, batch.labels, None)
+        inputs = recipe.inputs(features, targets)
+        self._maker.check_shapes(inputs)
+        with torch.no_grad(), recipe.precision():
+            outputs = self._outputs(inputs, reach)
+            if self._on_outputs is not None:
+                self._on_outputs(outputs)
+            loss = recipe.compute_loss(outputs, targets).item()
+            self._evaluation.add(loss, outputs, targets, batch.rows)
+
+    def _outputs(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
+        if self._limit is None:
+            return self._predictor.run(inputs, reach)
+        with self._limit.kept(inputs, self._held.copies.values(), reach) as watched:
+            return self._predictor.run(inputs, watched)
+
+    def result(self) -> Evaluation:
+        """Return what the batches so far have given."""
+        return self._evaluation.result()

@@ -1,0 +1,428 @@
+"""Lays out the tensors of a shard in its segments. A segment is a safetensors file.
+
+    8 bytes     length of the header
+    header      JSON, padded with spaces
+    data        every tensor at a multiple of 256 bytes, with padding named `pad:N` between them
+
+A segment does not name its trial, so equal layers of different trials have equal bytes.
+
+Gradients are laid out apart, for the time in which a shard's state may leave a device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cerebro_hydra.documents import parse, unreadable
+from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.cut.model import CutModel, TensorInfo
+from cerebro_hydra.shards.engine.optimizer import StateTemplate
+from cerebro_hydra.shards.mapped_memory import mapped
+
+ALIGNMENT = 256
+"""Bytes; the CPU's libraries may look at addresses up to 64 for their kernels, CUDA's up to 256."""
+EXISTS = "exists"
+
+Bytes = NDArray[np.uint8]
+HostSegments = dict[str, Bytes]
+"""The "frozen" and "trainable" bytes of one shard, as the host keeps and sends them."""
+
+Memory = Tensor
+"""One-dimensional bytes of the device that computes with them, aligned to `ALIGNMENT`."""
+Segments = dict[str, Memory]
+"""The "frozen" and "trainable" memory of one shard."""
+
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+}  # fmt: skip
+
+_KINDS = {
+    "param": "parameter", "buffer": "buffer", "ema": "the moving average of parameter",
+    "optim": "the optimizer's state",
+}  # fmt: skip
+_REMEDIES = {torch.complex128: "use complex64, or keep its torch.view_as_real"}
+
+
+@dataclass(frozen=True)
+class LayoutEntry:
+    """Describes one tensor: its form, and where it lies in bytes from the start of the segment."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def view(self, memory: Memory) -> Tensor:
+        """Return the tensor in the segment's memory, with a storage and a version of its own."""
+        start = memory.storage_offset() + self.offset
+        part = memory.untyped_storage()[start : start + self.nbytes]
+        view = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return view.set_(part, 0, self.shape, self.strides)  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Describes one segment: its entries in file order, its size, and its constant header."""
+
+    entries: tuple[LayoutEntry, ...]
+    nbytes: int
+    header: bytes = field(repr=False)
+
+    def allocate(self) -> Bytes:
+        """Return zeroed, aligned memory that begins with the header."""
+        buffer = aligned(self.nbytes, zeroed=True)
+        buffer[: len(self.header)] = np.frombuffer(self.header, np.uint8)
+        return buffer
+
+    def check(self, memory: Memory, what: str) -> None:
+        """Raise ValueError if the memory is not a segment of this layout."""
+        header = memory[: len(self.header)].cpu().numpy()
+        if memory.nbytes != self.nbytes or header.tobytes() != self.header:
+            raise ValueError(
+                f"the {what} segment of {memory.nbytes} bytes does not fit its layout of "
+                f"{self.nbytes} bytes; it belongs to another trial or cut"
+            )
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Describes both segments of a shard; an empty one is a header alone."""
+
+    frozen: SegmentLayout
+    trainable: SegmentLayout
+
+    @property
+    def nbytes(self) -> int:
+        return self.frozen.nbytes + self.trainable.nbytes
+
+
+@dataclass(frozen=True)
+class TrialLayout:
+    """Describes the segments of every shard of a trial."""
+
+    shards: tuple[ShardLayout, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    def step_bytes(self, first: bool) -> int:
+        """Return the bytes that optimizer steps need beside the segments.
+
+        They are gradients, twice because the heap has gaps, and in a trial's first step the
+        optimizer state that was just made.
+        """
+        entries = [entry for shard in self.shards for entry in shard.trainable.entries]
+        gradients = sum(entry.nbytes for entry in entries if entry.name.startswith("param:"))
+        made = sum(entry.nbytes for entry in entries if is_optimizer_state(entry.name))
+        return 2 * gradients + (made if first else 0)
+
+    @classmethod
+    def make(cls, recipe: Recipe, cut_model: CutModel, template: StateTemplate) -> TrialLayout:
+        """Lay out a recipe's parameters, their moving averages, buffers and optimizer state.
+
+        Raises:
+            ConfigurationError: a tensor has a type that safetensors lacks, or two parameters
+                overlap in memory.
+        """
+        check_no_overlap(recipe)
+        return cls(
+            tuple(
+                _shard_layout(cut_model, template, k, recipe.ema is not None)
+                for k in range(cut_model.num_shards)
+            )
+        )
+
+
+def initial_segments(recipe: Recipe, layout: TrialLayout) -> Iterator[HostSegments]:
+    """Yield state 0 of a trial by shard: parameters, buffers, the optimizer's initial state."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in recipe.model.named_parameters():
+        tensors[f"param:{name}"] = tensors[f"ema:{name}"] = parameter
+        for key, value in recipe.optimizer.state.get(parameter, {}).items():
+            tensors[f"optim:{name}:{key}"] = value
+    tensors |= {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
+    for shard in layout.shards:
+        both = {"frozen": shard.frozen, "trainable": shard.trainable}
+        yield {name: filled(segment, tensors) for name, segment in both.items()}
+
+
+def filled(segment: SegmentLayout, tensors: Mapping[str, Tensor]) -> Bytes:
+    """Return a segment with the tensors that exist, and marks of the optimizer state among them."""
+    marks = [e.name in tensors for e in segment.entries if is_optimizer_state(e.name)]
+    given = {**tensors, EXISTS: torch.tensor(marks, dtype=torch.uint8)}
+    buffer = segment.allocate()
+    memory = memory_of(buffer)
+    for entry in segment.entries:
+        if entry.name in given:
+            entry.view(memory).copy_(given[entry.name].detach())
+    return buffer
+
+
+def is_padding(name: str) -> bool:
+    """Return whether an entry of this name fills the gap between two tensors."""
+    return name.startswith("pad:")
+
+
+def is_optimizer_state(name: str) -> bool:
+    """Return whether a tensor of this name in a segment has a mark in `exists`."""
+    return name.startswith("optim:")
+
+
+def aligned(nbytes: int, zeroed: bool = False) -> Bytes:
+    """Return memory that starts at a multiple of `ALIGNMENT`.
+
+    Kernels may round otherwise on other addresses. Zeroed memory costs nothing until written to.
+    Large memory is mapped from a file within `MappedMemory`.
+    """
+    if (of_file := mapped(nbytes)) is not None:
+        return of_file.numpy()
+    raw = (np.zeros if zeroed else np.empty)(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def in_place(segments: HostSegments) -> HostSegments:
+    """Return segments that can be computed in: one that is not aligned is copied."""
+    return {name: _aligned_copy(buffer) for name, buffer in segments.items()}
+
+
+def _aligned_copy(buffer: Bytes) -> Bytes:
+    if buffer.ctypes.data % ALIGNMENT == 0:
+        return buffer
+    copy = aligned(buffer.nbytes)
+    copy[:] = buffer
+    return copy
+
+
+def memory_of(buffer: Bytes) -> Memory:
+    """Return aligned bytes of the host as memory of the CPU, at the same place.
+
+    Those that are read-only must be in a frozen segment, to which nobody writes.
+    """
+    alias = buffer[:]  # so that whoever owns the bytes can count those who look into them
+    return torch.from_numpy(alias if alias.flags.writeable else np.asarray(_Alias(alias)))
+
+
+def on_host(segments: HostSegments) -> Segments:
+    """Return aligned segments of the host as memory of the CPU; see `memory_of`."""
+    return {name: memory_of(buffer) for name, buffer in segments.items()}
+
+
+class _Alias:
+    """Is the base of a writable array, which torch takes without a warning, on read-only bytes."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        interface = buffer.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self._buffer = buffer
+
+
+def read_tensors(buffer: Bytes) -> dict[str, Tensor]:
+    """Return every tensor of a segment by name, in the model's shape and without the padding.
+
+    Raises:
+        StoreError: the bytes are no segment.
+    """
+    content = buffer.tobytes()
+    try:
+        tensors = safetensors.torch.load(content)
+    except (safetensors.SafetensorError, KeyError) as error:
+        raise StoreError(
+            f"a segment of {len(content)} bytes is damaged ({error}); restore it from a copy"
+        ) from error
+    header = parse(content[8 : 8 + int.from_bytes(content[:8], "little")], "a segment's header")
+    for name, text in header.get("__metadata__", {}).items():
+        order = [int(axis) if axis.isdecimal() else -1 for axis in text.split(",")]
+        if name not in tensors or sorted(order) != list(range(tensors[name].dim())):
+            raise unreadable(f"the order of axes of {name!r} in a segment", text)
+        tensors[name] = tensors[name].permute([order.index(d) for d in range(len(order))])
+    return {name: tensor for name, tensor in tensors.items() if not is_padding(name)}
+
+
+def check_no_overlap(recipe: Recipe) -> None:
+    """Refuse a model two of whose parameters share memory, unless they are one.
+
+    Raises:
+        ConfigurationError: two are different views of the same memory.
+    """
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in recipe.model.named_parameters()
+        if p.numel()
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise ConfigurationError(
+                f"parameters {name!r} and {other!r} are different views of the same memory; "
+                "tie them by assigning one Parameter to both, or copy one"
+            )
+
+
+def _shard_layout(
+    cut_model: CutModel, template: StateTemplate, shard: int, ema: bool
+) -> ShardLayout:
+    params = [p for p in cut_model.params if p.owner == shard]
+    buffers = [b for b in cut_model.buffers if b.owner == shard]
+    state = [
+        (f"optim:{p.name}:{key}", dtype, shape, _state_strides(p, shape))
+        for p in params
+        if not p.frozen
+        for key, dtype, shape in template.of(p.name)
+    ]
+    named = [(f"param:{p.name}", p) for p in params] + [(f"buffer:{b.name}", b) for b in buffers]
+    frozen = [(n, i.dtype, i.shape, i.strides) for n, i in named if i.frozen]
+    trainable = [(n, i.dtype, i.shape, i.strides) for n, i in named if not i.frozen]
+    if ema:
+        averaged = [p for p in params if not p.frozen]
+        trainable += [(f"ema:{p.name}", p.dtype, p.shape, p.strides) for p in averaged]
+    marks = [(EXISTS, torch.uint8, (len(state),), (1,))] if state else []
+    return ShardLayout(segment_of(frozen), segment_of([*trainable, *state, *marks]))
+
+
+def _state_strides(param: TensorInfo, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return param.strides if shape == param.shape else contiguous_strides(shape)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape)))
+
+
+def segment_of(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]]],
+    dtype_names: Mapping[torch.dtype, str] = DTYPE_NAMES,
+) -> SegmentLayout:
+    """Lay out tensors, given by name, type, shape and strides, one after the other.
+
+    Raises:
+        ConfigurationError: safetensors lacks a tensor's type.
+    """
+    header: dict[str, Any] = {}
+    permutations: dict[str, str] = {}
+    placed: list[LayoutEntry] = []
+    at = 0
+    for name, dtype, shape, strides in tensors:
+        if dtype not in dtype_names:
+            kind, _, rest = name.partition(":")
+            what = f"{_KINDS[kind]} {rest!r}" if kind in _KINDS else f"tensor {name!r}"
+            raise ConfigurationError(
+                f"{what} has dtype {dtype}, which safetensors lacks; "
+                + _REMEDIES.get(dtype, "convert it to another dtype")
+            )
+        nbytes = math.prod(shape) * dtype.itemsize
+        # A tensor whose dimensions lie in memory in another order is written in that order.
+        order = sorted(range(len(shape)), key=lambda d: -strides[d])
+        if strides == contiguous_strides(shape) or torch.Size(shape).numel() == 0:
+            order = list(range(len(shape)))
+        if order != list(range(len(shape))):
+            permutations[name] = ",".join(map(str, order))
+        header[name] = {
+            "dtype": dtype_names[dtype],
+            "shape": [shape[d] for d in order],
+            "data_offsets": [at, at + nbytes],
+        }
+        placed.append(LayoutEntry(name, dtype, shape, strides, at, nbytes))
+        at += nbytes
+        if gap := -at % ALIGNMENT:
+            header[f"pad:{len(placed) - 1}"] = {
+                "dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap],
+            }  # fmt: skip
+            at += gap
+    if permutations:
+        header["__metadata__"] = permutations
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    start = 8 + len(text)
+    entries = tuple(
+        LayoutEntry(e.name, e.dtype, e.shape, e.strides, start + e.offset, e.nbytes) for e in placed
+    )
+    return SegmentLayout(entries, start + at, struct.pack("<Q", len(text)) + text)
+
+
+@dataclass(frozen=True)
+class GradientLayout:
+    """Describes memory with a mark for each parameter that trains, and room for its gradient.
+
+    A mark is 0 where there is no gradient, so zeroed memory has none.
+    """
+
+    entries: tuple[LayoutEntry, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, shard: ShardLayout) -> GradientLayout:
+        """Lay out the gradients of a shard."""
+        params = [e for e in shard.trainable.entries if e.name.startswith("param:")]
+        at = _up(len(params))
+        entries = []
+        for entry in params:
+            entries.append(replace(entry, name=entry.name.partition(":")[2], offset=at))
+            at += _up(entry.nbytes)
+        return cls(tuple(entries), at)
+
+    def load(self, memory: Memory, params: Mapping[str, nn.Parameter]) -> None:
+        """Let the gradients in the memory be those of the parameters.
+
+        A gradient that a parameter has already came later and is added, as autograd would.
+        """
+        marks = memory[: len(self.entries)].tolist()
+        for entry in itertools.compress(self.entries, marks):
+            parameter, gradient = params[entry.name], entry.view(memory)
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad)
+            parameter.grad = gradient
+
+    def store(self, memory: Memory | None, params: Mapping[str, nn.Parameter]) -> None:
+        """Move the gradients of the parameters into the memory.
+
+        Raises:
+            ConfigurationError: a gradient is sparse.
+            ValueError: there are gradients, but no memory.
+        """
+        marks = torch.zeros(len(self.entries), dtype=torch.uint8)
+        for number, entry in enumerate(self.entries):
+            parameter = params[entry.name]
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                memory = _fitting(entry, gradient, memory)
+                marks[number] = 1
+                if gradient.data_ptr() != memory.data_ptr() + entry.offset:
+                    entry.view(memory).copy_(gradient)
+        if memory is not None:
+            memory[: len(self.entries)] = marks
+
+
+def _fitting(entry: LayoutEntry, gradient: Tensor, memory: Memory | None) -> Memory:
+    """Return the memory that a gradient can be moved into."""
+    if gradient.is_sparse:
+        raise ConfigurationError(
+            f"the gradient of parameter {entry.name!r} is sparse and can't leave a device; set "
+            "sparse=False in its embedding"
+        )
+    if memory is None:
+        raise ValueError(
+            f"parameter {entry.name!r} has a gradient when its shard leaves the device; give "
+            "memory for gradients"
+        )
+    return memory
+
+
+def _up(nbytes: int) -> int:
+    return nbytes + -nbytes % ALIGNMENT

@@ -1,0 +1,235 @@
+"""A microbatch is one batch on its way through the shards of a trial.
+
+It is made of the windows that a reader gives. What its operations hold and read can be watched.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.plan.human_units import bytes_text
+from cerebro_hydra.recipe import RandomKey, Recipe, Window
+from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.shards.cut.sample import Example
+
+Reach = Callable[[Literal["F", "B"], int], object]
+"""Is called before F or B of a shard begins, and may block until it may."""
+
+
+@dataclass
+class Microbatch:
+    """Carries one batch, and its loss when it is known."""
+
+    recipe: Recipe
+    features: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    weight: float | None  # of its loss in a window of several microbatches, else None
+    key: RandomKey
+    loss: float = float("nan")
+
+    @classmethod
+    def collated(
+        cls, recipe: Recipe, example: Example, key: RandomKey, weight: float | None
+    ) -> Microbatch:
+        """Return a batch before shard 0, as `collate` leaves it."""
+        features, targets = recipe.collated(*example, key)
+        return cls(recipe, features, targets, weight, key)
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """Return what the model takes."""
+        return self.recipe.inputs(self.features, self.targets)
+
+    def loss_of(self, outputs: Any) -> Tensor:
+        """Return the mean loss of the model's outputs."""
+        return self.recipe.compute_loss(outputs, self.targets)
+
+    def finish_forward(self, loss: Tensor) -> None:
+        """Note the loss.
+
+        Raises:
+            NonFiniteLoss: it is NaN or infinite.
+        """
+        self.loss = loss.item()
+        if not math.isfinite(self.loss):
+            raise NonFiniteLoss(
+                f"the loss is {self.loss} at step {self.key.step}, batch {self.key.microbatch} of "
+                "its window; try a lower learning rate or clip_grad_norm"
+            )
+
+
+class UnfitShape(ConfigurationError):
+    """A batch has a shape that the cut model can't take, though the uncut model may."""
+
+
+class MicrobatchMaker:
+    """Collates the batches of one trial and checks their shapes."""
+
+    def __init__(self, cut_model: CutModel, recipe: Recipe, trial_seed: int) -> None:
+        self._cut_model = cut_model
+        self._recipe = recipe
+        self._trial_seed = trial_seed
+        self._shapes_seen: set[tuple[torch.Size, ...]] = set()
+
+    def make(self, window: Window, number: int, step: int) -> Microbatch:
+        """Return a batch of a window, whose loss counts by its rows.
+
+        Raises:
+            UnfitShape: it has a shape that the cut model can't take.
+        """
+        batch = window[number]
+        weight = batch.rows / sum(each.rows for each in window) if len(window) > 1 else None
+        key = RandomKey(self._trial_seed, step, number, self._recipe.device)
+        made = Microbatch.collated(self._recipe, (batch.features, batch.labels), key, weight)
+        self.check_shapes(made.inputs)
+        return made
+
+    def check_shapes(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse shapes that break an assumption of an exported graph; each is checked once."""
+        if self._recipe.collate is None:
+            return  # prepared columns have one shape
+        shapes = tuple(x.shape for x in inputs)
+        if shapes in self._shapes_seen:
+            return
+        graphs = self._cut_model.graphs
+        for guards in graphs.of(inputs).guards if graphs else ():
+            if (condition := guards.violated(inputs)) is not None:
+                raise UnfitShape(
+                    f"collate gave a batch of shapes {[tuple(s) for s in shapes]}, which the cut "
+                    f"model can't take: {condition}; give such batches another shape, or shards=1"
+                )
+        self._shapes_seen.add(shapes)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts, while it is entered, the bytes of results that somebody refers to.
+
+    What an operation takes and gives back inside of itself is not seen.
+
+    Attributes:
+        now: the bytes at present.
+        peak: the most bytes since it was set.
+        most: the bytes that there may be; an operation that passes them raises a MemoryError.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.most: float = math.inf
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for storage in _storages((args, kwargs)):
+            self._count(storage, 0)  # it was there before
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            self._count(storage, storage.nbytes())
+        if self.now > self.most:
+            raise MemoryError(
+                f"a batch takes {bytes_text(self.now)} of a device beside its shard, and it may "
+                f"take {bytes_text(self.most)}, by the largest batch of the first rows; let "
+                "collate limit the size of a batch, or use smaller microbatches"
+            )
+        return result
+
+    def _count(self, storage: UntypedStorage, nbytes: int) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= nbytes
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bounds what tasks hold of a device, by what the tasks of one batch were measured to hold.
+
+    Args:
+        batch: the bytes of that batch; one that has no more needs no more, and is not watched.
+        most: the bytes that tasks of each shard may hold.
+    """
+
+    batch: int
+    most: Sequence[int]
+
+    @contextmanager
+    def kept(
+        self, inputs: Sequence[Tensor], held: Iterable[Tensor], reach: Reach
+    ) -> Iterator[Reach]:
+        """Raise a MemoryError where a batch passes the limit; its `reach` is the one to call.
+
+        Args:
+            held: what is on the device for the batch by now.
+        """
+        nbytes = sum(each.nbytes for each in inputs)
+        if nbytes <= self.batch:
+            yield reach
+            return
+        live = LiveBytes()
+        live.now = nbytes + sum(each.nbytes for each in held)
+
+        def watched(kind: Literal["F", "B"], k: int) -> None:
+            reach(kind, k)
+            live.most = self.most[k]
+
+        with live:
+            yield watched
+
+
+class ReadsElsewhere(TorchDispatchMode):
+    """Notes the parameters that operations read while another shard than their owner runs.
+
+    Attributes:
+        found: their names.
+
+    Args:
+        memory: the name of each parameter by where its value lies.
+        owner: the shard of each parameter.
+        shard: returns the shard that runs.
+    """
+
+    def __init__(
+        self, memory: Mapping[int, str], owner: Mapping[str, int], shard: Callable[[], int]
+    ) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._memory = memory
+        self._owner = owner
+        self._shard = shard
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:  # a view reads nothing
+            for storage in _storages((args, kwargs)):
+                name = self._memory.get(storage.data_ptr())
+                if name is not None and self._owner[name] != self._shard():
+                    self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _storages(values: Any) -> Iterator[UntypedStorage]:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield leaf.untyped_storage()
+        elif isinstance(leaf, UntypedStorage):
+            yield leaf

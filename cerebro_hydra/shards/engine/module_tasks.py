@@ -1,0 +1,350 @@
+"""Runs a model's own forward and backward, and stops at the boundaries between its shards.
+
+Nothing is added to autograd's graph, so the bits are those of the uncut model. A shard begins when
+the forward enters the first of its units. In backward, autograd runs the node that was made last
+among those that are ready, so the node that made a unit's input runs after every node of that unit
+and of all later ones; a hook before it tells that their shards are done.
+
+A paused run lets F and B be taken one by one, though one Python call makes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from cerebro_hydra.errors import Cancelled, StepDiffers
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.placement import CPU
+from cerebro_hydra.recipe.randomness import generators, unit_hooks
+from cerebro_hydra.shards.cut.choice import content_of, same_content
+from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.shards.cut.spec import module_of
+from cerebro_hydra.shards.engine.bound_model import BoundModel
+from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach
+
+
+class ModuleTasks:
+    """Runs microbatches of one trial whose model is cut by modules.
+
+    Args:
+        recipe: its model is run, with the tensors that its parameters are bound to.
+        bound: binds the recipe's model to the trial's shards.
+        recompute: drops the activations of all shards but the last after F, and computes them again
+            in B, unit by unit.
+    """
+
+    def __init__(
+        self, cut_model: CutModel, recipe: Recipe, bound: BoundModel, recompute: bool
+    ) -> None:
+        self._recipe = recipe
+        self._bound = bound
+        self._last = cut_model.num_shards - 1
+        self._shard_of = cut_model.shard_of_unit
+        spec = cut_model.spec
+        self._run_again = {module_of(u) for u in spec.units if u not in spec.overwritten}
+        self._modules = dict(recipe.model.named_modules())
+        self._recompute = recompute
+        self._batch: Microbatch
+        self._reach: Reach
+        self._unit = ""
+        self._forward_at = self._backward_at = 0
+
+    @contextmanager
+    def attached(self) -> Iterator[ModuleTasks]:
+        """Install hooks on the model for a while."""
+        with ExitStack() as stack:
+            stack.enter_context(unit_hooks(self._recipe.model, self._entered))
+            stack.enter_context(boundary_hooks(self._modules, self._shard_of, self._cross))
+            if self._recompute:
+                stack.enter_context(self._recomputed_units())
+            yield self
+
+    def run(self, batch: Microbatch, reach: Reach) -> None:
+        """Run F and B of every shard, after `reach` has allowed each of them."""
+        recipe = self._recipe
+        self._batch, self._reach = batch, reach
+        self._forward_at, self._backward_at = -1, self._last + 1
+        with torch.enable_grad(), recipe.precision():
+            self._go_forward(0)
+            outputs = recipe.call(recipe.model, batch.inputs)
+            self._go_forward(self._last)
+            loss = batch.loss_of(outputs)
+        self._bound.collect_written()
+        batch.finish_forward(loss)
+        self._go_backward(self._last)
+        loss = loss if batch.weight is None else loss * batch.weight
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._go_backward(0)
+
+    def _entered(self, unit: str) -> None:
+        self._unit = unit
+        name = module_of(unit)
+        if self._shard_of.get(name, self._forward_at) != self._forward_at:
+            self._bound.check_here(self._modules[name], unit)
+        self._batch.key.reseed(unit)
+
+    def _cross(self, shard: int, arguments: Iterable[Any]) -> None:
+        """Begin a shard before the forward enters one of its units for the first time."""
+        if shard <= self._forward_at:
+            return
+        for value in arguments:
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                before = functools.partial(self._go_backward, shard - 1)
+                value.grad_fn.register_prehook(lambda _, before=before: before())
+        self._go_forward(shard)
+
+    def _go_forward(self, shard: int) -> None:
+        while self._forward_at < shard:
+            self._forward_at += 1
+            self._reach("F", self._forward_at)
+
+    def _go_backward(self, shard: int) -> None:
+        while self._backward_at > shard:
+            self._backward_at -= 1
+            self._reach("B", self._backward_at)
+
+    @contextmanager
+    def _recomputed_units(self) -> Iterator[None]:
+        """Run units under a checkpoint, except in the last shard, whose B follows at once.
+
+        A unit whose hooks never ran, because its forward was called by name, has no key to restart.
+        """
+        wrapped = [
+            self._modules[name]
+            for name, shard in self._shard_of.items()
+            if shard < self._last and name in self._run_again
+        ]
+        before = {module: vars(module).get("forward") for module in wrapped}
+        for module in wrapped:
+            module.forward = self._checkpointed(module, module.forward)
+        try:
+            yield
+        finally:
+            for module, forward in before.items():
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+    def _checkpointed(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # A checkpoint can't run under torch.vmap and torch.func.grad.
+            if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+                return forward(*args, **kwargs)
+            unit, key = self._unit, self._batch.key
+            arguments = (args, kwargs)
+            content = list(content_of(arguments))
+            # B runs on the buffers as they were before F, so that statistics don't move twice.
+            buffers = {n: b.clone() for n, b in self._bound.buffers_in(module).items()}
+            again = False
+
+            def body(*args: Any, **kwargs: Any) -> Any:
+                nonlocal again
+                if not again:
+                    again = True
+                    return forward(*args, **kwargs)
+                if not same_content(content, list(content_of(arguments))):
+                    raise StepDiffers(
+                        f"the forward changed an argument of unit {unit!r}, so that it can't run "
+                        "again in backward, as it did not in the trial's first steps"
+                    )
+                key.reseed(unit)
+                with self._bound.replaced_buffers({n: b.clone() for n, b in buffers.items()}):
+                    return forward(*args, **kwargs)
+
+            return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return run
+
+
+@contextmanager
+def boundary_hooks(
+    modules: Mapping[str, nn.Module],
+    shard_of: Mapping[str, int],
+    cross: Callable[[int, Iterable[Any]], None],
+) -> Iterator[None]:
+    """Call `cross` with the shard and the arguments of each unit behind shard 0 that is entered."""
+
+    def hook_of(shard: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: cross(shard, tree_leaves((args, kwargs)))
+
+    handles = [
+        modules[name].register_forward_pre_hook(hook_of(shard), with_kwargs=True, prepend=True)
+        for name, shard in shard_of.items()
+        if shard
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class ModulePredictor:
+    """Lets a recipe's model evaluate, which is bound to the trial's shards."""
+
+    def __init__(self, cut_model: CutModel, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._shard_of = cut_model.shard_of_unit
+        self._last = cut_model.num_shards - 1
+        self._reach: Reach
+        self._at = -1
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Install hooks on the model for a while."""
+        modules = dict(self._recipe.model.named_modules())
+        with boundary_hooks(modules, self._shard_of, lambda shard, _: self._go_to(shard)):
+            yield
+
+    def run(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
+        """Return the model's outputs, after `reach` has allowed F of each shard."""
+        self._reach, self._at = reach, -1
+        self._go_to(0)
+        outputs = self._recipe.call(self._recipe.model, inputs)
+        self._go_to(self._last)  # the loss may use any parameter
+        return outputs
+
+    def _go_to(self, shard: int) -> None:
+        while self._at < shard:
+            self._at += 1
+            self._reach("F", self._at)
+
+
+Step = tuple[Literal["F", "B"], int]
+
+
+class PausedRun:
+    """Runs microbatches on a thread of its own, which stops before F and B of every shard.
+
+    Between two steps other runs may take theirs: the generators of random numbers, which there is
+    one of for a device in a process, go on where this run left them. Autograd stays on the thread,
+    for a CUDA device too, whose one thread of autograd would otherwise wait with the run. All
+    microbatches share the thread, because OpenMP starts its own threads anew for each.
+
+    Args:
+        device: where the run computes, in the stream of the thread that makes it.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._generators = generators(device)
+        self._stream = None
+        if device != CPU:
+            self._stream = torch.get_device_module(device).current_stream(device)
+        self._threads = torch.get_num_threads()
+        self._thread: threading.Thread | None = None
+        self._run: Callable[[Reach], object] | None = None
+        self._between: Callable[[], object] | None = None
+        self._resumed, self._stopped = _closed_gate(), _closed_gate()
+        self._next: Step | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+
+    def begin(self, run: Callable[[Reach], object]) -> Step | None:
+        """Begin what makes F and B of all shards, and return its first step; see `advance`.
+
+        Args:
+            run: calls what it is given before each step; the `run` of tasks.
+        """
+        assert self._next is None, "a run begins after the one before"
+        self._run = run
+        if self._thread is None:
+            target = copy_context().run
+            self._thread = threading.Thread(
+                target=target, args=(self._work,), name="paused-run", daemon=True
+            )
+            self._thread.start()
+        return self._resume()
+
+    def advance(self) -> Step | None:
+        """Make the step that was returned before; return the next one, None at the end.
+
+        Whatever the step raises is raised here.
+        """
+        return None if self._next is None else self._resume()
+
+    def call(self, work: Callable[[], object]) -> None:
+        """Do work on the run's thread, before its next step; whatever it raises is raised here.
+
+        What a step has left in the cache of its core is still there.
+        """
+        if self._thread is None:
+            work()
+        else:
+            self._between = work
+            self._resume()
+
+    def close(self) -> None:
+        """End the run where it stands, and its thread."""
+        self._closed = True
+        if self._thread is not None:
+            self._resumed.release()
+            self._thread.join()
+            self._thread = None
+        self._error = self._run = None  # they refer to the run's memory
+
+    def _resume(self) -> Step | None:
+        self._resumed.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._next
+
+    def _work(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP keeps their number per thread
+        torch.autograd.set_multithreading_enabled(False)
+        if self._stream is not None:  # a thread begins in the default stream of the first device
+            torch.get_device_module(self._stream.device).set_stream(self._stream)
+        while not self._closed:
+            self._wait()
+            if self._run is None:
+                return
+            try:
+                self._run(self._reach)
+            except BaseException as error:
+                self._error = error
+            self._next = self._run = None
+            self._stopped.release()
+
+    def _wait(self) -> None:
+        """Wait for the next step, and do what comes between."""
+        self._resumed.acquire()
+        while self._between is not None:
+            try:
+                self._between()
+            except BaseException as error:
+                self._error = error
+            self._between = None
+            self._stopped.release()
+            self._resumed.acquire()
+
+    def _reach(self, kind: Literal["F", "B"], shard: int) -> None:
+        self._check_open(kind, shard)  # the trial's code may catch that, and come again
+        states = [generator.get_state() for generator in self._generators]
+        self._next = (kind, shard)
+        self._stopped.release()
+        self._wait()
+        self._check_open(kind, shard)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _check_open(self, kind: Literal["F", "B"], shard: int) -> None:
+        if self._closed:
+            raise Cancelled(f"a run was cancelled before {kind} of shard {shard}")
+
+
+def _closed_gate() -> threading.Lock:
+    """Return a lock that one thread waits for and another one releases."""
+    gate = threading.Lock()  # twice as fast as a Semaphore
+    gate.acquire()
+    return gate

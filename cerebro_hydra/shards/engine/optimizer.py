@@ -1,0 +1,125 @@
+"""Says which optimizer tensors each parameter will get, and clones optimizers over others.
+
+A clone is made without calling the optimizer's constructor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+StateEntry = tuple[str, torch.dtype, tuple[int, ...]]  # key, dtype, shape
+
+
+@dataclass(frozen=True)
+class StateTemplate:
+    """Describes the form of each parameter's optimizer state, by parameter name."""
+
+    entries: dict[str, tuple[StateEntry, ...]]
+
+    def of(self, name: str) -> tuple[StateEntry, ...]:
+        """Return the entries of a parameter, none if the optimizer keeps no state for it."""
+        return self.entries.get(name, ())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            name: [[key, str(dtype).removeprefix("torch."), list(shape)] for key, dtype, shape in e]
+            for name, e in self.entries.items()
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> StateTemplate:
+        return cls(
+            {
+                name: tuple((key, _DTYPES[dtype], tuple(shape)) for key, dtype, shape in e)
+                for name, e in document.items()
+            }
+        )
+
+    @classmethod
+    def learn(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateTemplate:
+        """Learn the template from an optimizer that has stepped.
+
+        For a trainable parameter without a gradient so far, a copy of the optimizer takes a step.
+
+        Raises:
+            ConfigurationError: the optimizer's state has a value that is no tensor and not None.
+        """
+        names = {id(p): name for name, p in model.named_parameters()}
+        entries: dict[str, tuple[StateEntry, ...]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue  # Adagrad makes state for frozen parameters too
+                name = names[id(parameter)]
+                state = optimizer.state.get(parameter) or _state_after_a_step(optimizer, parameter)
+                entries[name] = tuple(
+                    _entry(optimizer, name, key, value)
+                    for key, value in state.items()
+                    if value is not None
+                )
+        return cls({name: entries[name] for name in names.values() if entries.get(name)})
+
+
+def _state_after_a_step(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return the state that an optimizer makes for a parameter with its first gradient."""
+    stand_in = nn.Parameter(torch.zeros_like(parameter))
+    stand_in.grad = torch.zeros_like(parameter)
+    clone = clone_optimizer(optimizer, {id(parameter): stand_in})
+    clone.step()
+    return dict(clone.state[stand_in])
+
+
+def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) -> StateEntry:
+    if not isinstance(value, Tensor) or not isinstance(key, str):
+        raise ConfigurationError(
+            f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as a "
+            f"{type(value).__name__}; only tensors can hop, so choose another optimizer"
+        )
+    return key, value.dtype, tuple(value.shape)
+
+
+# LR schedulers wrap `step` in a function that refers to the original optimizer.
+NOT_CLONED = ("param_groups", "state", "step", "_opt_called")
+
+
+def clone_optimizer(
+    optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]
+) -> torch.optim.Optimizer:
+    """Return the same optimizer over the given parameters, with a copy of their state.
+
+    Param groups stay even if they are empty, so that their indices mean the same in every shard.
+
+    Args:
+        params: the new parameter by the id of the original one. Other parameters are left out.
+    """
+    clone = object.__new__(type(optimizer))
+    vars(clone).update((k, v) for k, v in vars(optimizer).items() if k not in NOT_CLONED)
+    clone.state = defaultdict(dict)
+    for parameter, state in optimizer.state.items():
+        # Adagrad makes state for every parameter it is given, but a frozen one needs none.
+        if parameter.requires_grad and id(parameter) in params:
+            clone.state[params[id(parameter)]] = copy.deepcopy(state)
+    clone.param_groups = []
+    for group in optimizer.param_groups:
+        indices = [i for i, p in enumerate(group["params"]) if id(p) in params]
+        chosen: dict[str, Any] = {"params": [params[id(group["params"][i])] for i in indices]}
+        if "param_names" in group:
+            chosen["param_names"] = [group["param_names"][i] for i in indices]
+        options = {name: value for name, value in group.items() if name not in chosen}
+        clone.param_groups.append(chosen | copy.deepcopy(options))
+    return clone

@@ -1,0 +1,263 @@
+"""Holds the state of one shard: its tensors, which are views into its two segments.
+
+A cursor is the small JSON that travels with a shard's segments.
+
+It has the step, the options of the param groups and the state of the LR scheduler. That of a fork
+has the step and how many epochs lie behind it: its options and its LR schedule are those of its own
+parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.lr_schedule import LRSchedule
+from cerebro_hydra.recipe.placement import CPU, stays_on_host
+from cerebro_hydra.shards.engine.layout import EXISTS, Segments, ShardLayout
+
+
+class ShardState:
+    """Holds a shard's parameters (leaves), their moving averages, buffers and optimizer state.
+
+    Training writes to the trainable segment; the frozen one may be shared.
+
+    Attributes:
+        values: where the parameters' values lie in the segments.
+        constant: the names of what the frozen segment has.
+
+    Args:
+        parameters: a model's own parameters, by name, which are bound to the segments' memory and
+            lose what they were bound to. Without them, new parameters are made.
+
+    Raises:
+        ValueError: a segment does not have this layout.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        segments: Segments,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        frozen, trainable = segments["frozen"], segments["trainable"]
+        layout.frozen.check(frozen, "frozen")
+        layout.trainable.check(trainable, "trainable")
+        self._bound = parameters
+        self.params: dict[str, nn.Parameter] = {}
+        self.values: dict[str, Tensor] = {}
+        self.constant: set[str] = set()
+        self.buffers: dict[str, Tensor] = {}
+        self.ema: dict[str, Tensor] = {}
+        self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
+        self._exists = torch.zeros(0, dtype=torch.uint8)
+        self._device = trainable.device
+        for segment, memory, is_frozen in (
+            (layout.frozen, frozen, True),
+            (layout.trainable, trainable, False),
+        ):
+            for entry in segment.entries:
+                self._add(entry.name, entry.view(memory), is_frozen)
+        self._marks: list[int] = self._exists.tolist()
+
+    def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
+        kind, _, rest = name.partition(":")
+        if is_frozen:
+            self.constant.add(rest)
+        if kind == "param":
+            self.values[rest] = view
+            if self._bound is None:
+                self.params[rest] = nn.Parameter(view, requires_grad=not is_frozen)
+            else:
+                self.params[rest] = self._bound[rest]
+                self.params[rest].data = view
+        elif kind == "buffer":
+            self.buffers[rest] = view
+        elif kind == "ema":
+            self.ema[rest] = view
+        elif kind == "optim":
+            param, _, key = rest.rpartition(":")
+            states = self._state.setdefault(param, {})
+            states[key] = (view, sum(map(len, self._state.values())))
+        elif name == EXISTS:
+            self._exists = view
+
+    def average(self, decay: float, first: bool) -> None:
+        """Move the averages towards the parameters, as `torch.optim.swa_utils.AveragedModel` does.
+
+        Args:
+            first: whether it is the trial's first step, which sets the averages to the parameters.
+        """
+        averages = list(self.ema.values())
+        current = [self.params[name].detach() for name in self.ema]
+        if first:
+            for average, parameter in zip(averages, current, strict=True):
+                average.copy_(parameter)
+        elif averages:
+            torch._foreach_lerp_(averages, current, 1 - decay)
+
+    def existing_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer state that exists by now, by parameter name and key."""
+        return {
+            name: found
+            for name, states in self._state.items()
+            if (found := {key: view for key, (view, mark) in states.items() if self._marks[mark]})
+        }
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer's state be the views of the state that exists.
+
+        What torch keeps on the host is copied there from another device, all at once.
+        """
+        names = {parameter: name for name, parameter in self.params.items()}
+        existing = self.existing_optimizer_state()
+        on_host: list[tuple[dict[str, Tensor], str]] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (state := existing.get(names.get(parameter, ""))) is not None:
+                    optimizer.state[parameter] = state
+                    if self._device != CPU:
+                        on_host += [(state, key) for key in state if stays_on_host(group, key)]
+        copies = _together([state[key] for state, key in on_host], CPU)
+        for (state, key), copy in zip(on_host, copies, strict=True):
+            state[key] = copy
+
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy state that lies outside of the segment into the segment.
+
+        The optimizer has made it there, or keeps it on the host.
+
+        Raises:
+            ConfigurationError: the optimizer made state that its template does not have.
+        """
+        on_host: list[tuple[Tensor, Tensor]] = []
+        marks = self._marks.copy()
+        for name, parameter in self.params.items():
+            state = optimizer.state.get(parameter)
+            if not state:
+                continue
+            views = self._state.get(name, {})
+            for key, value in state.items():
+                if value is None:
+                    continue
+                if key not in views:
+                    raise ConfigurationError(
+                        f"optimizer {type(optimizer).__name__} made state {key!r} for parameter "
+                        f"{name!r} after its first two steps, and such state can't hop; choose "
+                        "another optimizer"
+                    )
+                view, mark = views[key]
+                marks[mark] = 1
+                if value.device != view.device:
+                    on_host.append((view, value))
+                elif value is not view:
+                    view.copy_(value)
+                    state[key] = view
+        if on_host:
+            values = _together([value for _, value in on_host], self._device)
+            torch._foreach_copy_([view for view, _ in on_host], values)
+        if marks != self._marks:
+            self._marks = marks
+            self._exists.copy_(torch.tensor(marks, dtype=torch.uint8))
+
+
+def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors of few elements on a device, in one copy for each of their types."""
+    flat: dict[torch.dtype, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        flat[dtype] = torch.cat([t.reshape(-1) for t in tensors if t.dtype == dtype]).to(device)
+    found = []
+    for tensor in tensors:
+        part, flat[tensor.dtype] = flat[tensor.dtype].tensor_split([tensor.numel()])
+        found.append(part.view(tensor.shape))
+    return found
+
+
+_TAG = "!"  # the key that marks a value which JSON lacks
+
+
+def make_cursor(step: int, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> dict:
+    """Return what a shard needs beside its segments to go on at `step`.
+
+    Raises:
+        ConfigurationError: an option or the scheduler's state has a value that is not plain.
+    """
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    state = None if scheduler is None else scheduler.state_dict()
+    return {
+        "step": step,
+        "groups": [encode(group, f"param group {i}") for i, group in enumerate(groups)],
+        "scheduler": None if state is None else encode(state, type(scheduler).__name__),
+    }
+
+
+def restore_cursor(
+    cursor: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any | None,
+    schedule: LRSchedule,
+) -> None:
+    """Bring a new optimizer and scheduler to the point at which the cursor was made."""
+    if "groups" not in cursor:
+        schedule.advance(scheduler, cursor["step"], cursor["epochs"])
+        return
+    for group, options in zip(optimizer.param_groups, cursor["groups"], strict=True):
+        group.update(decode(options))
+    if scheduler is not None:
+        scheduler.load_state_dict(decode(cursor["scheduler"]))
+        # The optimizer stepped on another worker; without this mark torch would warn.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def encode(value: Any, where: str) -> Any:
+    """Return a plain Python value as JSON that `decode` turns back into an equal value.
+
+    Raises:
+        ConfigurationError: the value is not plain; the message says `where` it is.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_TAG: "float", "of": repr(float(value))}
+    if type(value) is list:
+        return [encode(each, where) for each in value]
+    if type(value) is tuple:
+        return {_TAG: "tuple", "of": [encode(each, where) for each in value]}
+    if type(value) in (dict, Counter):
+        plain = type(value) is dict and all(isinstance(k, str) and k != _TAG for k in value)
+        if plain:
+            return {key: encode(each, f"{where}[{key!r}]") for key, each in value.items()}
+        pairs = [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]
+        return {_TAG: "counter" if type(value) is Counter else "dict", "of": pairs}
+    raise ConfigurationError(
+        f"{where} is a {type(value).__name__}, which can't travel as JSON; "
+        "use plain numbers, strings, lists and dicts in optimizer options and LR schedulers"
+    )
+
+
+def decode(value: Any) -> Any:
+    """Return the value that `encode` was given."""
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_TAG):
+        case None:
+            return {key: decode(each) for key, each in value.items()}
+        case "float":
+            return float(value["of"])
+        case "tuple":
+            return tuple(decode(each) for each in value["of"])
+        case "counter":
+            return Counter({decode(k): decode(v) for k, v in value["of"]})
+        case _:
+            return {decode(k): decode(v) for k, v in value["of"]}

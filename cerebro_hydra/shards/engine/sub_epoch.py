@@ -1,0 +1,364 @@
+"""A sub-epoch of one trial: binds its shards to memory, updates them, and lets them go.
+
+Clipping goes shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_value_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.shards.cut.values import absent_value
+from cerebro_hydra.shards.engine.bound_model import (
+    BoundModel,
+    HeldTensors,
+    bound_model,
+    check_released,
+    storages,
+)
+from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
+from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialLayout
+from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
+from cerebro_hydra.shards.engine.optimizer import clone_optimizer
+from cerebro_hydra.shards.engine.state import ShardState, make_cursor, restore_cursor
+
+Cursor = dict[str, Any]
+Norms = Mapping[str, float]
+"""The 2-norm of each gradient of a shard, by parameter."""
+
+
+class SubEpoch:
+    """Holds the shards of a trial that trains, each from `receive` to `release`.
+
+    Args:
+        start_step: the number of optimizer steps that the trial has done before.
+        epoch_metrics: see `Engine.train`.
+        held: a microbatch's copies of what it may read while a shard is away, or None if shards
+            stay once they are there.
+    """
+
+    def __init__(
+        self,
+        cut_model: CutModel,
+        layout: TrialLayout,
+        recipe: Recipe,
+        steps_per_epoch: int,
+        start_step: int,
+        epoch_metrics: Mapping[str, float] | None,
+        held: HeldTensors | None = None,
+    ) -> None:
+        self._cut_model = cut_model
+        self._layout = layout
+        self._recipe = recipe
+        self._steps_per_epoch = steps_per_epoch
+        self._start_step = start_step
+        self._epoch_metrics = epoch_metrics
+        self._held = held
+        self._order = [p.name for p in cut_model.params]
+        self._states: dict[int, ShardState] = {}
+        self._params: dict[int, dict[str, nn.Parameter]] = {}  # of the shards that were here
+        self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
+        self._steps: dict[int, int] = {}  # that each shard has done
+        self._gradients: dict[int, Memory | None] = {}  # memory for those of each shard
+        self._updated: set[int] = set()  # in this window
+        self._norms: dict[int, dict[str, Tensor]] = {}
+        self._coefficient: Tensor | None = None
+        self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
+        self._bound: BoundModel | None = None
+        self.step = start_step
+        self._in_microbatch = False
+
+    @contextmanager
+    def tasks(self, keep: bool) -> Iterator[GraphTasks | ModuleTasks]:
+        """Return what runs F and B, for the time of the sub-epoch."""
+        recipe, cut_model = self._recipe, self._cut_model
+        try:
+            if cut_model.graphs is not None:
+                yield GraphTasks(cut_model, self._states, recipe.precision, keep, self._held)
+                return
+            with bound_model(recipe.model) as self._bound:
+                tasks = ModuleTasks(cut_model, recipe, self._bound, recompute=not keep)
+                with tasks.attached():
+                    yield tasks
+        finally:
+            self._let_go()
+
+    def __contains__(self, k: int) -> bool:
+        """Return whether a shard is here."""
+        return k in self._states
+
+    # ------------------------------------------------------------------ windows and microbatches
+
+    def begin_window(self, step: int) -> None:
+        """Begin an optimizer step."""
+        self.step = step
+        self._coefficient = None
+        self._norms.clear()
+        if self._bound is not None:
+            self._recipe.model.train()  # the forward may have left a module in evaluation
+
+    def end_window(self) -> None:
+        """Check that no parameter got a gradient after its update, which the next would take.
+
+        Raises:
+            StepDiffers: one did, so the uncut model takes this step otherwise.
+        """
+        for k in self._updated:
+            self._check_no_late_gradient(k)
+        self._updated.clear()
+
+    def _check_no_late_gradient(self, k: int) -> None:
+        for name, parameter in self._params[k].items():
+            if parameter.grad is not None:
+                raise StepDiffers(
+                    f"in step {self.step}, parameter {name!r} got a gradient after the update of "
+                    "its shard; the forward uses it in another shard too, or takes gradients itself"
+                )
+
+    def begin_microbatch(self) -> None:
+        """Hold copies, from now on, of what is read while its shard is away."""
+        self._in_microbatch = True
+        for state in self._states.values():
+            self._hold(state)
+
+    def end_microbatch(self) -> None:
+        """Hold copies no more."""
+        self._in_microbatch = False
+        for state in self._states.values():
+            self._end_hold(state)
+        assert self._held is not None
+        if self._bound is not None:
+            self._bound.end_copies(self._held.copies)
+        self._held.copies.clear()
+
+    def _hold(self, state: ShardState) -> None:
+        assert self._held is not None
+        copies = self._held.hold(state)
+        if self._bound is not None:
+            self._bound.use_copies(copies)
+
+    def _end_hold(self, state: ShardState) -> None:
+        """Let a shard's memory have what is held of it, and hold it no more."""
+        assert self._held is not None
+        self._write_back(state)
+        names = self._held.drop(self._held.names_of(state))
+        if self._bound is not None:
+            self._bound.end_copies(names, state)
+
+    def _write_back(self, state: ShardState) -> None:
+        assert self._held is not None
+        if self._bound is not None:
+            self._bound.collect_written()
+        self._held.write_back(state)
+
+    # ------------------------------------------------------------------ one shard
+
+    def receive(
+        self,
+        k: int,
+        segments: Segments,
+        cursor: Cursor | None,
+        gradients: Memory | None = None,
+    ) -> None:
+        """Bind a shard to memory, in which it is trained until it is released."""
+        if k in self._updated:
+            self._check_no_late_gradient(k)
+            self._updated.remove(k)
+        shard = self._layout.shards[k]
+        if self._bound is None:
+            state = ShardState(shard, segments, self._params.get(k))
+        elif self._held is None:
+            state = self._bound.bind(shard, segments)
+        else:
+            state = self._bound.bind_params(shard, segments)
+        self._params[k] = state.params
+        self._states[k] = state
+        if k not in self._optimizers or (cursor is not None and cursor["step"] != self._steps[k]):
+            self._make_optimizer(k, cursor)
+        self._optimizers[k][0].state.clear()
+        state.load_optimizer(self._optimizers[k][0])
+        self._gradients[k] = gradients
+        if gradients is not None:
+            GradientLayout.of(shard).load(gradients, state.params)
+        if self._in_microbatch:
+            self._hold(state)
+
+    def _make_optimizer(self, k: int, cursor: Cursor | None) -> None:
+        mine = {self._original[name]: p for name, p in self._params[k].items()}
+        optimizer = clone_optimizer(self._recipe.optimizer, mine)
+        scheduler = self._recipe.lr_schedule.make(optimizer, self._steps_per_epoch)
+        self._steps[k] = self._start_step if cursor is None else cursor["step"]
+        if cursor is not None:
+            restore_cursor(cursor, optimizer, scheduler, self._recipe.lr_schedule)
+        if self._epoch_metrics is not None and self._steps[k] == self._start_step:
+            self._recipe.lr_schedule.begin_epoch(scheduler, self._epoch_metrics)
+        self._optimizers[k] = (optimizer, scheduler)
+
+    def check_step(self, k: int) -> None:
+        """Check that a shard has done every step before the present one.
+
+        Raises:
+            ValueError: it has not, or has done more.
+        """
+        if self._steps[k] != self.step:
+            raise ValueError(f"shard {k} is at step {self._steps[k]}, training at step {self.step}")
+
+    def release(self, k: int, *, needed: bool, last: bool) -> Norms | None:
+        """Refer to a shard's memory no more; return the norms of its gradients, if they count.
+
+        Args:
+            needed: whether the present microbatch has yet to come back to the shard.
+            last: whether it was the shard's last visit of the sub-epoch.
+
+        Raises:
+            ConfigurationError: the forward keeps a view of a parameter.
+        """
+        state = self._states[k]
+        assert self._held is not None
+        if k in self._updated:
+            self._check_no_late_gradient(k)
+        self._write_back(state)
+        norms: Norms | None = None
+        if self._recipe.clip_grad_norm is not None and k not in self._updated:
+            self._norms[k] = grad_norms(state.params)
+            norms = floats(self._norms[k])
+        GradientLayout.of(self._layout.shards[k]).store(self._gradients.pop(k), state.params)
+        if self._bound is not None:
+            if last:
+                self._bound.check_frozen(state.constant & state.values.keys())
+            self._bound.unbind(state, self._held.copies)
+        else:
+            for parameter in state.params.values():
+                parameter.data = absent_value(parameter)
+        self._optimizers[k][0].state.clear()
+        memory = storages(state)
+        del self._states[k], state
+        if needed:
+            check_released(memory)
+        return norms
+
+    def add_norms(self, norms: Mapping[int, Norms]) -> None:
+        """Take the norms of gradients of shards whose last backward was in another process."""
+        kinds = {p.name: p.dtype.to_real() for p in self._cut_model.params}
+        for k, each in norms.items():
+            self._norms[k] = {
+                name: torch.tensor(norm, dtype=kinds[name], device=self._recipe.device)
+                for name, norm in each.items()
+            }
+
+    def norms_of(self, k: int) -> Norms:
+        """Return the norms of the gradients of a shard that is here."""
+        return floats(grad_norms(self._states[k].params))
+
+    def update(self, k: int) -> None:
+        """Take the optimizer step of a shard.
+
+        Raises:
+            ValueError: the norms of a shard's gradients are not known, by which they are clipped.
+        """
+        state = self._states[k]
+        if self._held is not None:
+            self._end_hold(state)
+        limit = self._recipe.clip_grad_norm
+        if limit is not None:
+            if self._coefficient is None:  # the first update after the barrier
+                self._norms |= {k: grad_norms(s.params) for k, s in self._states.items()}
+                if missing := set(range(self._cut_model.num_shards)) - self._norms.keys():
+                    raise ValueError(f"the norms of the gradients of shards {missing} are unknown")
+                norms: dict[str, Tensor] = {}
+                for each in self._norms.values():
+                    norms |= each
+                self._coefficient = clip_coefficient(norms, self._order, limit)
+            scale_grads(state.params, self._coefficient)
+        if self._recipe.clip_grad_value is not None:
+            torch.nn.utils.clip_grad_value_(state.params.values(), self._recipe.clip_grad_value)
+        optimizer, scheduler = self._optimizers[k]
+        optimizer.step()
+        state.keep_optimizer(optimizer)
+        self._recipe.lr_schedule.after_step(scheduler)
+        if self._recipe.ema is not None:
+            state.average(self._recipe.ema, first=self.step == 0)
+        for parameter in state.params.values():
+            parameter.grad = None
+        self._steps[k] = self.step + 1
+        self._updated.add(k)
+
+    def cursor(self, k: int = 0) -> Cursor:
+        """Return the cursor of a shard with its last update."""
+        return make_cursor(self._steps[k], *self._optimizers[k])
+
+    # ------------------------------------------------------------------ the end
+
+    def check_unwritten(self) -> None:
+        """Check that training wrote to nothing that does not hop; see `BoundModel`."""
+        if self._bound is not None:
+            self._bound.check_unwritten()
+
+    def _let_go(self) -> None:
+        """Refer to no segment any more: an optimizer and its scheduler refer to one another."""
+        for optimizer, _ in self._optimizers.values():
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+        self._states.clear()
+        self._params.clear()
+        self._gradients.clear()
+        if self._held is not None:
+            self._held.copies.clear()
+
+
+def grad_norms(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the 2-norm of each gradient that exists."""
+    norms: dict[str, Tensor] = {}
+    for grads in _grads_by_dtype(params):
+        norms |= zip(grads, torch._foreach_norm([*grads.values()], 2.0), strict=True)
+    return norms
+
+
+def floats(norms: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return norms as numbers of Python, for which a device is waited for once."""
+    if not norms:
+        return {}
+    values = torch.stack([norm.double() for norm in norms.values()]).tolist()
+    return dict(zip(norms, values, strict=True))
+
+
+def clip_coefficient(norms: Mapping[str, Tensor], order: Sequence[str], limit: float) -> Tensor:
+    """Return the factor for every gradient that brings the total norm down to `limit`.
+
+    Args:
+        norms: the norms of all shards together.
+        order: every parameter's name in `model.parameters()` order, on which the sum depends.
+    """
+    present = [norms[name] for name in order if name in norms]
+    if not present:
+        return torch.tensor(1.0)
+    # Gradients of several dtypes are summed dtype by dtype, in an order that only torch defines.
+    groups = _group_tensors_by_device_and_dtype([present])  # type: ignore[list-item]
+    ordered = [
+        norm for (of_a_dtype, *_), _ in groups.values() for norm in of_a_dtype if norm is not None
+    ]
+    device = present[0].device
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in ordered]), 2.0)
+    return torch.clamp(limit / (total + 1e-6), max=1.0)
+
+
+def scale_grads(params: Mapping[str, Tensor], coefficient: Tensor) -> None:
+    """Multiply every gradient by the coefficient."""
+    for grads in _grads_by_dtype(params):
+        torch._foreach_mul_([*grads.values()], coefficient)
+
+
+def _grads_by_dtype(params: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    groups: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, parameter in params.items():
+        if parameter.grad is not None:
+            groups.setdefault(parameter.grad.dtype, {})[name] = parameter.grad
+    return list(groups.values())

@@ -1,0 +1,1 @@
+"""Saves a trained model as a graph that loads without its source."""

@@ -1,0 +1,58 @@
+"""Lets the C library keep freed memory while large tensors come and go, and gives it back."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # their numbers in glibc's malloc.h
+_LIBRARY = ctypes.CDLL(None)
+_IS_GLIBC = hasattr(_LIBRARY, "mallopt")
+
+
+_users = 0
+_lock = threading.Lock()
+
+
+@contextmanager
+def kept_heap() -> Iterator[None]:
+    """Save the page faults of tensors below 32 MiB that are freed and made again in every step.
+
+    Larger ones go back at once: kept, they could leave gaps of several times their size. It is of
+    use on the main thread, and to the whole process. After its last user all freed memory goes
+    back, and the limits are those that glibc reaches by itself.
+    """
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _users
+    with _lock:
+        _users += change
+        if not _IS_GLIBC:
+            return
+        _LIBRARY.mallopt(_MMAP_THRESHOLD, 32 << 20)
+        _LIBRARY.mallopt(_TRIM_THRESHOLD, 2**31 - 1 if _users else 64 << 20)
+        if not _users:
+            _LIBRARY.malloc_trim(0)
+
+
+LEAST_TRIMMED = 16 << 20
+"""Freed bytes below which the heap is left alone."""
+
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others need it less
+
+
+def trim_heap(freed: int) -> None:
+    """Return free pages after so many bytes were freed, which takes about 5 ms.
+
+    Gaps between living blocks would else add up to several times the gradients.
+    """
+    if freed >= LEAST_TRIMMED and _TRIM is not None:
+        _TRIM(0)

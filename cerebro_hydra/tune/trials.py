@@ -1,0 +1,314 @@
+"""Gives a run the trials of a search: asks its searcher, and admits what that proposes.
+
+The user's code is called in a thread that can be given up when it takes too long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from cerebro_hydra.hopper.run_config import trial_config
+from cerebro_hydra.hopper.trials import News, NewTrial
+from cerebro_hydra.observe.text import parameters
+from cerebro_hydra.plan.messages.events import (
+    Event,
+    RecutRefused,
+    TrialAdded,
+    TrialForked,
+    TrialProposed,
+    TrialRecut,
+    TrialRefused,
+)
+from cerebro_hydra.plan.messages.instructions import CutFiner, FinishTrial, Instruction
+from cerebro_hydra.recipe import Metric, exclusive_generator, merge_metrics
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.names import trial_name
+from cerebro_hydra.tune.admission import Admission, Refused
+from cerebro_hydra.tune.decisions import SearchCourse
+from cerebro_hydra.tune.trial import all_failed, reason
+from cerebro_hydra.waits import Waiting
+
+NOT_FINER = "{}\nIt was to be cut finer, in vain: {}"
+
+
+class SearchTrials:
+    """Admits candidates one at a time, in the order in which they are proposed; a `TrialSource`.
+
+    The first one that can train is admitted before the run begins, and the others while it goes
+    on. A candidate that can't be built, or whose admission takes too long, fails alone. Among them,
+    trials that ran out of memory are admitted again, cut finer.
+
+    What a searcher proposes is in the journal as `TrialProposed`, and so is what became of it:
+    `TrialAdded`, `TrialForked` or `TrialRefused`. So a run whose driver died goes on with `resume`
+    and a new searcher. Where the journal has a `SearchClosed`, it needs no searcher: nothing is
+    decided after that, and the candidates that are left are known. For a grid, random draws and
+    every other list, that is so from the first segment of the journal on.
+
+    Args:
+        course: the searcher's, before its first candidate; None if the search has closed.
+        admission: admits each candidate.
+        folder: the run's.
+        seconds: how long the admission of one candidate may take; None for any time.
+        report: is given lines on progress.
+    """
+
+    def __init__(
+        self,
+        course: SearchCourse | None,
+        admission: Admission,
+        folder: RunFolder,
+        seconds: float | None,
+        report: Callable[[str], None],
+    ) -> None:
+        self._course, self._admission, self._folder = course, admission, folder
+        self._seconds, self._report = seconds, report
+        self._waiting = Waiting(report)
+        self._checked = self._to_check = 0
+        self._state_metrics: dict[int, tuple[Metric, ...]] = {}
+        self._begun: list[Event | NewTrial] = []  # what happened before the run began
+        self._settled = 0  # the candidates that were admitted or refused by then
+        self._counted = 0  # those that were proposed by then
+        self._candidates: queue.SimpleQueue[TrialProposed | CutFiner | None] = queue.SimpleQueue()
+        self._call: TimedCall[Any] | None = None
+        self._closed = threading.Event()
+
+    def admit_first(self) -> None:
+        """Admit candidates until one can train.
+
+        Raises:
+            AllTrialsFailed: every candidate was refused; the message holds every reason.
+            ConfigurationError: the searcher or the metrics can't be used.
+            StoreError: the store can't be read or written.
+            DataError: rows can't be read as they were prepared.
+        """
+        with self._waiting:
+            assert self._course is not None, "a search that has closed can only be resumed"
+            candidates = deque(self._proposed(self._course.begin()))
+            while candidates:
+                candidate = candidates.popleft()
+                outcome = self._admit(candidate)
+                self._begun.append(outcome)
+                self._settled += 1
+                if isinstance(outcome, NewTrial):
+                    return
+                failed = FinishTrial(candidate.trial, "failed", outcome.error, 0)
+                candidates += self._proposed(self._course.follow(outcome, [failed]))
+        raise all_failed([each.error for each in self._begun if isinstance(each, TrialRefused)])
+
+    def resume(
+        self,
+        records: Iterable[tuple[Event, Sequence[Instruction]]],
+        extension: Sequence[Event] = (),
+    ) -> None:
+        """Go on where the journal of a run ends, in place of `admit_first`.
+
+        Args:
+            records: those of the journal.
+            extension: the events that the run goes on with; it may propose candidates anew.
+
+        Raises:
+            JournalError: the searcher decides otherwise than the journal says.
+        """
+        decided = list(records)
+        if self._course is not None:
+            self._begun += self._course.replay(decided)
+        left: dict[int, TrialProposed] = {}
+        for event, _ in decided:
+            match event:
+                case TrialProposed(trial):
+                    left[trial] = event
+                case TrialRefused(trial):
+                    left.pop(trial)
+                case TrialAdded(config) | TrialForked(config):
+                    left.pop(config.trial)
+        for event in extension:
+            if isinstance(event, TrialProposed):
+                left.pop(event.trial, None)
+        for candidate in left.values():
+            self._candidates.put(candidate)
+        self._to_check = len(left)
+        self._begun += extension
+
+    def _proposed(self, events: list[Event]) -> list[TrialProposed]:
+        self._begun += events
+        proposed = [event for event in events if isinstance(event, TrialProposed)]
+        self._counted += len(proposed)
+        self._to_check = self._counted
+        return proposed
+
+    # ------------------------------------------------------------------ of a `TrialSource`
+
+    def start(self, put: Callable[[News], None]) -> Iterable[News]:
+        """Return what has happened before, and admit the other candidates from now on."""
+        threading.Thread(target=self._admit_all, args=(put,), name="search", daemon=True).start()
+        return self._begun
+
+    def follow(self, event: Event, instructions: Sequence[Instruction]) -> Iterable[Event]:
+        """Tell the searcher what has happened, and return what it decides."""
+        for instruction in instructions:
+            if isinstance(instruction, CutFiner):
+                self._candidates.put(instruction)
+        match event:
+            case TrialProposed(trial) if trial >= self._settled:
+                self._to_check += trial >= self._counted
+                self._candidates.put(event)
+            case TrialRefused(trial) if trial < self._settled:
+                return ()  # the searcher was told before the run began
+        return () if self._course is None else self._course.follow(event, instructions)
+
+    def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
+        """Merge the custom metrics of a trial, from their states on all partitions."""
+        if trial not in self._state_metrics:  # it was admitted before the run was resumed
+            spec = self._folder.read_trial(trial, self._folder.run_id)
+            self._state_metrics[trial] = self._admission.state_metrics(spec.params)
+        return merge_metrics(self._state_metrics[trial], states)
+
+    def close(self) -> None:
+        """Admit nothing more; a candidate under way is given up."""
+        self._closed.set()
+        self._candidates.put(None)
+        if self._call is not None:
+            self._call.give_up()
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit_all(self, put: Callable[[News], None]) -> None:
+        with self._waiting:
+            while (candidate := self._candidates.get()) is not None:
+                try:
+                    if isinstance(candidate, CutFiner):
+                        news: News = self._recut(candidate)
+                    else:
+                        news = self._admit(candidate)
+                except BaseException as error:
+                    news = error
+                if self._closed.is_set():
+                    return
+                put(news)
+
+    def _recut(self, asked: CutFiner) -> TrialRecut | RecutRefused:
+        name, error = trial_name(asked.trial), asked.error.rstrip()
+        self._waiting.now(f"cutting {name} finer, which ran out of memory")
+        self._call = TimedCall(partial(self._admission.recut, asked))
+        try:
+            recut: TrialRecut = self._call.result(self._seconds)
+            return recut
+        except Refused as refusal:
+            return RecutRefused(asked.trial, NOT_FINER.format(error, reason(str(refusal))))
+        except Overdue:
+            late = f"that takes longer than admission_seconds={self._seconds}"
+            return RecutRefused(asked.trial, NOT_FINER.format(error, late))
+        finally:
+            self._call = None
+            self._waiting.now("")
+
+    def _admit(self, candidate: TrialProposed) -> NewTrial | TrialRefused:
+        number, parent = candidate.trial, None
+        self._waiting.now(f"checking model {self._checked + 1} of {self._to_check}")
+        if candidate.parent is not None:
+            parent = self._folder.read_trial(candidate.parent, self._folder.run_id)
+        admit = partial(self._admission.admit, number, candidate.params, parent)
+        self._call = TimedCall(admit)
+        try:
+            admitted = self._call.result(self._seconds)
+        except Refused as refusal:
+            return TrialRefused(number, str(refusal))
+        except Overdue as overdue:
+            error = f"it is not admitted after admission_seconds={self._seconds}"
+            what = f"{trial_name(number)} ({parameters(candidate.params)})"
+            self._report(f"{what} failed: {error}")
+            advice = "give it more, or look at what it waits for"
+            return TrialRefused(number, f"{error}; {advice}:\n{overdue}")
+        finally:
+            self._call = None
+            self._checked += 1
+            self._waiting.now("")
+        self._state_metrics[number] = admitted.state_metrics
+        config = trial_config(admitted.spec)
+        event: TrialAdded | TrialForked = TrialAdded(config, candidate.budget)
+        if candidate.parent is not None:
+            event = TrialForked(config, candidate.parent, candidate.visit, candidate.budget)
+        return NewTrial(admitted.spec, event)
+
+
+GRACE_SECONDS = 2.0
+"""How long a thread that was given up may take to unwind."""
+
+T = TypeVar("T")
+
+
+class Overdue(Exception):
+    """A call was given up; the message is the stack that it was in."""
+
+
+class _GivenUp(SystemExit):
+    """Unwinds a thread that was given up, without a word."""
+
+
+class TimedCall(Generic[T]):
+    """Runs a function beside its caller, with thread-local settings that no other call has left.
+
+    Python can't end a thread. One that is given up is unwound by an exception as soon as it runs
+    Python code again. Until then it may hang in a call of the system, but `exclusive_generator` is
+    taken from it, so that others can go on.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        """Begin at once."""
+        self._function = function
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def result(self, seconds: float | None) -> T:
+        """Return what the function returns, or raise what it raises.
+
+        Raises:
+            Overdue: it takes longer than this, or was given up.
+        """
+        try:
+            self._ended.wait(seconds)
+        finally:  # an interrupt of the caller gives it up as well
+            stack = self.give_up()
+        if stack is not None:
+            raise Overdue(stack)
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # or it would keep what failed in a reference cycle
+        return self._results.pop()
+
+    def give_up(self) -> str | None:
+        """Let the function end as soon as it can; return where it is, or None if it has ended."""
+        thread = self._thread.ident
+        if self._ended.is_set() or thread is None:
+            return None
+        frame = sys._current_frames().get(thread)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        error = ctypes.py_object(_GivenUp)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+        if not self._ended.wait(GRACE_SECONDS):
+            exclusive_generator.take_from(thread)
+            self._error = Overdue(stack)
+            self._ended.set()
+        return stack

@@ -1,0 +1,172 @@
+"""Segments stay within a budget: the longest unused go to disk, and come back as they were."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cerebro_hydra.agent.memory.pool import BufferPool
+from cerebro_hydra.agent.memory.segment_store import LEAST_SPILLED, SegmentStore
+from cerebro_hydra.errors import TransferError
+from cerebro_hydra.shards.engine.layout import Bytes
+from cerebro_hydra.storage.digest import digest
+
+SIZE = LEAST_SPILLED
+
+
+def store(path: Path, segments: float) -> SegmentStore:
+    return SegmentStore(int(segments * SIZE), str(path), BufferPool(poison=True))
+
+
+def add(segment_store: SegmentStore, mark: int) -> str:
+    """Add a segment of one repeated byte, keep no reference to it, and return its digest."""
+    buffer = segment_store.allocate(SIZE)
+    buffer[:] = mark
+    name = digest(buffer)
+    segment_store.add(name, buffer)
+    return name
+
+
+def content(segment_store: SegmentStore, name: str) -> int:
+    buffer = segment_store.get(name)
+    assert buffer is not None
+    assert digest(buffer) == name
+    return int(buffer[0])
+
+
+def open_scratch_files() -> int:
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            count += "(deleted)" in os.readlink(f"/proc/self/fd/{descriptor}")
+    return count
+
+
+def test_more_segments_than_the_budget_are_kept_on_disk(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 3)
+    names = [add(segment_store, mark) for mark in range(1, 11)]
+    assert segment_store.pool.peak <= 3 * SIZE
+    assert [content(segment_store, name) for name in names] == list(range(1, 11))
+    assert segment_store.pool.peak <= 3 * SIZE
+    assert segment_store.digests() == set(names)
+    assert list(tmp_path.iterdir()) == [], "a killed agent would leave its files behind"
+
+
+def test_forgotten_segments_leave_no_file_and_no_memory(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 2)
+    before = open_scratch_files()
+    names = [add(segment_store, mark) for mark in range(1, 8)]
+    assert open_scratch_files() > before
+    for name in names:
+        segment_store.discard(name)
+        assert segment_store.get(name) is None
+    assert open_scratch_files() == before
+    assert segment_store.pool.leased == 0
+
+
+def test_the_longest_unused_goes_first(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 2)
+    first, second = add(segment_store, 1), add(segment_store, 2)
+    content(segment_store, first)
+    add(segment_store, 3)
+    assert segment_store._segments[first].file is None
+    assert segment_store._segments[second].file is not None
+
+
+def test_what_somebody_reads_stays_in_memory(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 2)
+    first, second = add(segment_store, 1), add(segment_store, 2)
+    reader = segment_store.get(first)
+    content(segment_store, second)
+    add(segment_store, 3)
+    assert segment_store._segments[first].file is None
+    assert segment_store._segments[second].file is not None
+    segment_store.discard(first)
+    add(segment_store, 4)
+    assert reader is not None
+    assert (reader == 1).all(), "its memory was lent while it was read"
+
+
+def test_memory_for_others_is_left_free(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 3)
+    names = [add(segment_store, mark) for mark in range(1, 4)]
+    with segment_store.reserved(2 * SIZE):
+        assert segment_store.pool.nbytes <= SIZE
+    assert [content(segment_store, name) for name in names] == [1, 2, 3]
+
+
+def test_a_segment_that_is_spilled_twice_is_written_once(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 1)
+    first = add(segment_store, 1)
+    add(segment_store, 2)
+    file = segment_store._segments[first].file
+    assert file is not None
+    content(segment_store, first)
+    add(segment_store, 3)
+    assert segment_store._segments[first].buffer is None
+    assert segment_store._segments[first].file is file
+
+
+def test_a_disk_that_changed_a_bit_is_found(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 1)
+    first = add(segment_store, 1)
+    add(segment_store, 2)
+    scratch = segment_store._segments[first].file
+    assert scratch is not None
+    os.pwrite(scratch._file.fileno(), b"\x00", 1000)
+    with pytest.raises(TransferError, match=f"segment {first} has digest .* on scratch disk"):
+        segment_store.get(first)
+
+
+def test_a_disk_that_fails_is_no_fault_of_the_trial(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 1)
+    first = add(segment_store, 1)
+    add(segment_store, 2)
+    scratch = segment_store._segments[first].file
+    assert scratch is not None
+    with tmp_path.joinpath("not readable").open("wb") as other:
+        os.dup2(other.fileno(), scratch._file.fileno())
+    with pytest.raises(TransferError, match=f"can't read segment {first} from scratch disk: .*Bad"):
+        segment_store.get(first)
+
+
+def test_without_room_on_disk_segments_stay_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    segment_store = store(tmp_path, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, limit[1]))
+    try:
+        names = [add(segment_store, mark) for mark in range(1, 5)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [content(segment_store, name) for name in names] == [1, 2, 3, 4]
+    assert "while scratch takes no more" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_readers_and_writers_on_threads_see_the_right_bytes(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 3)
+    names = {mark: add(segment_store, mark) for mark in range(1, 7)}
+    wrong: list[object] = []
+
+    def read(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(30):
+            mark = int(random.integers(1, 7))
+            buffer: Bytes | None = segment_store.get(names[mark])
+            if buffer is None or not (buffer == mark).all():
+                wrong.append(mark)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

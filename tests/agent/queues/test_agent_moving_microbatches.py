@@ -1,0 +1,137 @@
+"""Microbatches of graph cuts go from one device's process to another's, and no bit is other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cerebro_hydra.agent.device.runs import open_trials
+from cerebro_hydra.data.preparation.prepared import find_prepared
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
+from cerebro_hydra.plan.schedules.pick import Candidate
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.profile import TrialProfile, profile
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.testing.queue_worker import ME
+from tests.agent.lone_agent import ROWS, Agent
+from tests.agent.queues.many_shards import trained_many
+from tests.agent.queues.queue_bench import QueueBench, bench
+
+TRIALS, DEVICES = 3, 2
+
+
+class Copies:
+    """Trains copies of one trial, which is cut as a graph, on devices that hold two shards each."""
+
+    def __init__(self, everything: bool, scratch: str, room: float = 1.0) -> None:
+        folder, factory = trained_many("export", everything)
+        self.agent = Agent(folder, scratch, share=0.0, make=factory)
+        runtime = self.agent.builder.get(0)
+        batch = next(iter(self.agent.builder.windows(0, 0, 0)))[0]
+        example = (batch.features, batch.labels)
+        tasks = profile(factory(), runtime.cut_model, runtime.layout, example, keep=False)
+        assert tasks.moving is not None
+        tasks = replace(tasks, moving=tuple(int(each * room) for each in tasks.moving))
+        described = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, tasks)
+        run = described.training(0, 1, runtime.spec.accumulate, True, DEVICES)
+        self.budget = run.buffered_need(2)
+        self.spec = replace(runtime.spec, tasks=tasks.to_json(), recompute=True)
+        document = read_document(folder)
+        manifest = find_prepared(folder.store, document.fingerprint)
+        own = [info.index for info in manifest.partitions]
+        self.opener = partial(
+            open_trials, document, manifest, own, scratch, partial(made_by, factory)
+        )
+        self.folder = folder
+
+    def begin(self, made: QueueBench) -> None:
+        """Let every copy train its first sub-epoch."""
+        made._spec_of = lambda trial: replace(self.spec, trial=trial)
+        for trial in range(TRIALS):
+            made.put(trial, 0, state(self.folder))
+            task = StartSubEpoch(
+                trial, trial, 1, 0, self.agent.order[0], 0, ME, StateSource(0, ME), {}
+            )
+            made.perform(task)
+
+
+def state(folder: RunFolder) -> list[dict[str, np.ndarray]]:
+    """Return the first state of a trial."""
+    shards = folder.read_state(0, 0)["shards"]
+    names = ("frozen", "trainable")
+    return [{n: np.frombuffer(folder.read_object(s[n]), np.uint8) for n in names} for s in shards]
+
+
+def made_by(factory: Callable[[], Recipe], params: object) -> Recipe:
+    return factory()
+
+
+def moved(made: QueueBench) -> int:
+    """Return how many microbatches were on several devices."""
+    places = defaultdict(set)
+    for action in made.state.given:
+        if isinstance(action, Action) and action.kind.computes:
+            places[action.trial, action.microbatch].add(action.device)
+    return sum(len(devices) > 1 for devices in places.values())
+
+
+def longest_waiting(candidates: Sequence[Candidate]) -> Candidate:
+    """Pick the run whose last unit ended first, so that no run stays on its device."""
+    return min(candidates, key=lambda each: each.waiting_since)
+
+
+def trained(copies: Copies, kill: bool = False, audits: bool = False) -> None:
+    """Train the copies, whose runs take turns on the devices, and compare every digest."""
+    budgets = [copies.budget] * DEVICES
+    shards, audited = len(copies.spec.shards), 0.01 if audits else 0.0
+    options = {"rows": ROWS, "audit_share": audited, "double_buffering": False}
+    with bench(copies.opener, shards, budgets, **options) as made:
+        made.state._rule = longest_waiting
+        made.trainer._audits.budget.trained = 1e6
+        copies.begin(made)
+        if kill:
+            made.state.wait_for_tasks(100)
+            made.devices[0].kill()
+        results = [made.result() for _ in range(TRIALS)]
+        assert moved(made)
+        assert (len(made.devices) > DEVICES) is kill
+    for result in results:
+        assert isinstance(result, events.SubEpochDone), result
+        assert result.digests == copies.agent.known(1)
+        assert (result.audit_seconds > 0) is audits
+
+
+def test_microbatches_move_among_processes_and_no_bit_is_other(tmp_path: Path) -> None:
+    trained(Copies(True, str(tmp_path)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_process_that_is_killed_while_microbatches_move_changes_no_bit(
+    tmp_path: Path, everything: bool
+) -> None:
+    trained(Copies(everything, str(tmp_path)), kill=True)
+
+
+@pytest.mark.long
+def test_audits_agree_where_microbatches_move(tmp_path: Path) -> None:
+    trained(Copies(True, str(tmp_path)), audits=True)
+
+
+@pytest.mark.long
+def test_a_batch_that_leaves_too_much_fails_its_trial_with_the_numbers(tmp_path: Path) -> None:
+    copies = Copies(False, str(tmp_path), room=0.5)
+    with bench(copies.opener, len(copies.spec.shards), [None] * DEVICES, rows=ROWS) as made:
+        copies.begin(made)
+        results = [made.result() for _ in range(TRIALS)]
+    assert all(isinstance(each, events.TaskFailed) for each in results), results
+    assert "a batch leaves" in results[0].error

@@ -1,0 +1,111 @@
+"""The queues of a worker audit first steps: real devices and queues, with trials that are bytes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from cerebro_hydra.agent import audits
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.testing.queue_worker import train
+from tests.agent.byte_runs import ByteTrials
+from tests.agent.queues.queue_bench import QueueBench, bench
+from tests.agent.queues.test_agent_queue_trainer import SIZES, assert_trained, begin
+
+audited = partial(bench, audit_share=0.01)
+
+
+def long_trained(made: QueueBench) -> None:
+    """Let audits be allowed."""
+    made.trainer._audits.budget.trained = 1e6
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_audits_of_several_trials_change_no_byte(window: int) -> None:
+    trials = ByteTrials(SIZES, window)
+    need = trials.profile(0).training(0, 1, window, True).device_need
+    with audited(trials, len(SIZES), [need, need], 2 * need, window=window) as made:
+        long_trained(made)
+        begin(made, trials, 3)
+        for _ in range(3):
+            result = made.result()
+            assert_trained(made, trials, result.attempt, result, trials.initial(result.attempt))
+            assert result.audit_seconds > 0
+
+
+def test_a_device_that_dies_meanwhile_changes_no_byte() -> None:
+    trials = ByteTrials(SIZES, seconds=0.004)
+    with audited(trials, len(SIZES), [4500, 4500]) as made:
+        long_trained(made)
+        begin(made, trials, 3)
+        for done in (10, 60):
+            made.state.wait_for_tasks(done)
+            made.devices[-1].close()
+        for _ in range(3):
+            result = made.result()
+            assert_trained(made, trials, result.attempt, result, trials.initial(result.attempt))
+
+
+def test_a_trial_that_trains_otherwise_is_told_and_trained_uncut() -> None:
+    trials = ByteTrials(SIZES, wrong=frozenset({1}))
+    with audited(trials, len(SIZES), [4500, 4500]) as made:
+        long_trained(made)
+        begin(made, trials, 2)
+        results = {result.attempt: result for result in (made.result(), made.result())}
+        assert_trained(made, trials, 0, results[0], trials.initial(0))
+        assert isinstance(results[1], events.AuditFailed)
+        assert results[1].difference == (
+            "at step 0, in epoch 1 on partition 0 (worker 0): parameter 'bytes'"
+        )
+        assert not made.store.knows(1, 1), "nothing of the sub-epoch is published"
+        made.perform(train(2, 1, 1, uncut=True))
+        assert_trained(made, trials, 1, made.result(), trials.initial(1))
+
+
+def test_without_audits_it_is_not_found() -> None:
+    trials = ByteTrials(SIZES, wrong=frozenset({0}))
+    with bench(trials, len(SIZES)) as made:
+        long_trained(made)
+        begin(made, trials, 1)
+        done = made.result()
+        assert isinstance(done, events.SubEpochDone)
+        assert done.audit_seconds == 0.0
+        with pytest.raises(AssertionError):
+            assert_trained(made, trials, 0, done, trials.initial(0))
+
+
+def test_audits_wait_until_training_has_taken_long_enough() -> None:
+    trials = ByteTrials(SIZES, seconds=0.001)
+    with audited(trials, len(SIZES)) as made:
+        begin(made, trials, 1)
+        assert made.result().audit_seconds == 0.0
+        assert made.trainer._audits.budget.trained > 0.0
+
+
+def test_a_trial_that_cannot_be_built_again_is_told_once_and_trained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trials = ByteTrials(SIZES, unauditable=frozenset({0}))
+    with audited(trials, len(SIZES), [4500]) as made:
+        long_trained(made)
+        begin(made, trials, 1)
+        assert_trained(made, trials, 0, made.result(), trials.initial(0))
+        made.perform(train(1, 0, 2))
+        assert isinstance(made.result(), events.SubEpochDone)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == audits.__name__]
+    assert line == "trial 0 is no longer audited on worker 0: OSError: the hub is gone"
+
+
+def test_an_attempt_that_is_cancelled_takes_its_audit_along() -> None:
+    trials = ByteTrials(SIZES, seconds=0.01)
+    with audited(trials, len(SIZES), [4500]) as made:
+        long_trained(made)
+        begin(made, trials, 2)
+        made.state.wait_until(lambda: len(made.state.added) == 3)
+        first = next(run for run in made.trainer._runs.values() if run.audits).task.attempt
+        made.trainer.cancel(first)
+        result = made.result()
+        assert result.attempt == 1 - first
+        assert_trained(made, trials, 1 - first, result, trials.initial(1 - first))
+        assert not made.store.knows(first, 1)

@@ -1,0 +1,387 @@
+"""Plain Parquet files, trained on as they lie."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cerebro_hydra.data.partition import CachedPartition
+from cerebro_hydra.data.preparation.existing import metadata_from
+from cerebro_hydra.data.preparation.prepared import find_prepared
+from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.testing.datasets import write_dataset
+from tests.data.existing.existing_stores import describe, joined, read_all, write_plain
+
+ROWS = 60
+NUMBERS = np.random.default_rng(0)
+IMAGES = NUMBERS.normal(size=(ROWS, 2, 3))
+TABLE = pa.table(
+    {
+        "id": pa.array(range(ROWS), pa.int32()),
+        "a weight": pa.array(NUMBERS.normal(size=ROWS)),
+        "ok": pa.array([i % 3 == 0 for i in range(ROWS)]),
+        "features": pa.array(NUMBERS.normal(size=(ROWS, 4)).tolist(), pa.list_(pa.float32())),
+        "image": pa.array(IMAGES.tolist(), pa.list_(pa.list_(pa.float64()))),
+        "name": pa.array([f"row {i}" for i in range(ROWS)]),
+    }
+)
+COLUMNS = ["image", "features", "id", "ok", "a weight"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_plain(tmp_path / "some rows#1", TABLE)
+
+
+def open_store(tmp_path: Path, root: Path, val: Path | None = None) -> LocalStore:
+    return LocalStore(str(tmp_path / "store"), str(root), None if val is None else str(val))
+
+
+@pytest.mark.parametrize("parts", [1, 7])
+def test_rows_come_in_the_order_of_the_files_each_once(
+    tmp_path: Path, root: Path, parts: int
+) -> None:
+    store = open_store(tmp_path, root)
+    manifest = describe(store, COLUMNS, parts, None)
+    read = read_all(store, manifest, "train", tmp_path / "cache")
+    assert len(read) == parts
+    assert joined(read, "id").tolist() == list(range(ROWS))
+    assert max(part.rows for part in read) - min(part.rows for part in read) <= 1
+    np.testing.assert_array_equal(joined(read, "image"), IMAGES.astype(np.float32))
+    assert joined(read, "ok").tolist() == TABLE["ok"].to_pylist()
+    found = {spec.name: (spec.dtype, spec.shape) for spec in manifest.columns}
+    assert found["image"] == ("float32", (2, 3))
+    assert found["id"] == ("int64", ())
+    assert found["ok"] == ("bool", ())
+    assert isinstance(read[0].columns["features"], np.memmap)
+
+
+def test_petastorms_own_reader_gives_the_same_rows(tmp_path: Path) -> None:
+    petastorm = pytest.importorskip("petastorm")
+    plain = TABLE.select(["id", "ok", "features"])
+    root = write_plain(tmp_path / "rows", plain)
+    peer: dict[int, Any] = {}
+    url = f"file://{root}"
+    with petastorm.make_batch_reader(url, reader_pool_type="dummy", num_epochs=1) as reader:
+        for group in reader:
+            for i, row_id in enumerate(group.id):
+                peer[int(row_id)] = (bool(group.ok[i]), group.features[i].tolist())
+    store = open_store(tmp_path, root)
+    read = read_all(store, describe(store, ["features", "id", "ok"], 4, None), "train", tmp_path)
+    own = zip(joined(read, "id"), joined(read, "ok"), joined(read, "features"), strict=True)
+    assert [(i, (ok, x.tolist())) for i, ok, x in own] == sorted(peer.items())
+
+
+def test_fewer_row_groups_than_partitions(tmp_path: Path) -> None:
+    store = open_store(tmp_path, write_plain(tmp_path / "rows", TABLE, [[0, ROWS]]))
+    manifest = describe(store, ["id"], 7, None)
+    assert all(len(info.row_ranges) == 1 for info in manifest.partitions)
+    assert joined(read_all(store, manifest, "train", tmp_path), "id").tolist() == list(range(ROWS))
+
+
+def test_large_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("cerebro_hydra.data.parquet._BATCH_BYTES", 500)
+    store = open_store(tmp_path, write_plain(tmp_path / "rows", TABLE, [[40, 20]]))
+    read = read_all(store, describe(store, COLUMNS, 3, 0.25), "train", tmp_path)
+    val = read_all(store, describe(store, COLUMNS, 3, 0.25), "val", tmp_path)
+    together = np.concatenate([joined(read, "id"), joined(val, "id")])
+    assert sorted(together.tolist()) == list(range(ROWS))
+    for parts in (read, val):
+        rows = joined(parts, "id")
+        np.testing.assert_array_equal(joined(parts, "image"), IMAGES[rows].astype(np.float32))
+
+
+def test_share_is_held_back_by_the_seed(tmp_path: Path, root: Path) -> None:
+    store = open_store(tmp_path, root)
+    held = []
+    for seed in (0, 1, 0):
+        manifest = describe(store, ["id"], 2, 0.2, seed)
+        val = read_all(store, manifest, "val", tmp_path / "cache")
+        assert [part.rows for part in val] == [6, 6]
+        train = joined(read_all(store, manifest, "train", tmp_path / "cache"), "id").tolist()
+        held.append(joined(val, "id").tolist())
+        assert sorted(train + held[-1]) == list(range(ROWS))
+    assert held[0] == held[2] != held[1]
+
+
+def test_val_path_is_validated_on_whatever_the_share(tmp_path: Path, root: Path) -> None:
+    val = write_plain(tmp_path / "val", TABLE.slice(0, 9), [[4], [5]])
+    store = open_store(tmp_path, root, val)
+    manifest = describe(store, ["id"], 2, 0.2)
+    assert joined(read_all(store, manifest, "train", tmp_path), "id").tolist() == list(range(ROWS))
+    assert joined(read_all(store, manifest, "val", tmp_path), "id").tolist() == list(range(9))
+    without = describe(store, ["id"], 2, None)
+    assert not without.has_validation
+    assert (
+        len({each.fingerprint for each in (manifest, without, describe(store, ["id"], 3, 0.2))})
+        == 3
+    )
+
+
+def test_what_is_described_is_found_again_and_survives_json(tmp_path: Path, root: Path) -> None:
+    store = open_store(tmp_path, root)
+    manifest = describe(store, COLUMNS, 3, 0.25, 7)
+    assert find_prepared(store, manifest.fingerprint) == manifest
+
+    def unused(*_: Any) -> Any:
+        pytest.fail("the rows were read again")
+
+    assert describe(store, COLUMNS, 3, 0.25, 7, mapper=unused) == manifest
+    rebuilt = LocalStore.from_dict(store.to_dict())
+    assert (rebuilt.train_path, rebuilt.val_path) == (str(root), None)
+
+
+def test_a_store_with_its_rows_can_move(tmp_path: Path) -> None:
+    write_plain(tmp_path / "a" / "rows", TABLE)
+    store = LocalStore(str(tmp_path / "a"), str(tmp_path / "a" / "rows"))
+    manifest = describe(store, ["id"], 2, None)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    moved = LocalStore(str(tmp_path / "b"), str(tmp_path / "b" / "rows"))
+    assert describe(moved, ["id"], 2, None) == manifest
+    assert joined(read_all(moved, manifest, "train", tmp_path), "id").tolist() == list(range(ROWS))
+
+
+def test_one_file_of_pandas_and_nested_folders(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"x": np.arange(5), "v": list(np.arange(10.0).reshape(5, 2))})
+    frame.to_parquet(tmp_path / "one.parquet")
+    store = open_store(tmp_path, tmp_path / "one.parquet")
+    (part,) = read_all(store, describe(store, ["x", "v"], 1, None), "train", tmp_path)
+    assert part.columns["v"].tolist() == np.arange(10.0).reshape(5, 2).tolist()
+    for day in (2, 1):
+        write_plain(tmp_path / "days" / f"day={day}", TABLE.slice(day, 3), [[3]])
+    days = LocalStore(f"file://{tmp_path}/store", f"file://{tmp_path}/days")
+    (part,) = read_all(days, describe(days, ["id"], 1, None), "train", tmp_path)
+    assert part.columns["id"].tolist() == [1, 2, 3, 2, 3, 4]
+    with pytest.raises(DataError, match=r"'day' is kept in the names of folders.*into the files"):
+        describe(days, ["id", "day"], 1, None)
+
+
+def changed(column: str, values: list[Any], kind: pa.DataType | None = None) -> pa.Table:
+    """The table with these values in rows 40 and on."""
+    old = TABLE[column].to_pylist()
+    new = pa.array([*old[:40], *values, *old[40 + len(values) :]], kind or TABLE[column].type)
+    return TABLE.set_column(TABLE.schema.get_field_index(column), column, new)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "said"),
+    [
+        ("id", [None, None], r"'id' is null, or holds null in 2 of 60 rows, as in row 0 of"),
+        ("a weight", [1.0, np.nan], r"NaN, infinity, .* in 1 of 60 rows, as in row 1 of"),
+        ("a weight", [1e39], r"beyond float32 in 1 of 60 rows"),
+        ("features", [[1.0, None, 1.0, 1.0]], r"'features' is null, or holds null in 1 of 60"),
+        ("features", [[1.0]], r"lengths, from 1 to 4 in dimension 0; one of 1 is in row 0 of"),
+        (
+            "image",
+            [[[1.0] * 3] * 2, [[1.0] * 3, [1.0]]],
+            r"from 1 to 3 in dimension 1; .* row 1 of",
+        ),
+    ],
+)
+def test_rows_that_cant_be_trained_on_are_counted_and_placed(
+    tmp_path: Path, column: str, values: list[Any], said: str
+) -> None:
+    root = write_plain(tmp_path / "rows", changed(column, values))
+    store = open_store(tmp_path, root)
+    # Row 40 is the first of the last file.
+    with pytest.raises(DataError, match=rf"{said}.*part-00003") as raised:
+        describe(store, [column], 2, 0.2)
+    assert ": fill or drop" in str(raised.value) or ": pad or cut" in str(raised.value)
+    assert store.list(f"{store.prefix}/data") == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (["featuers"], r"'featuers' is not in .*did you mean 'features'"),
+        (["name"], r"'name' is string: .*StringIndexer"),
+    ],
+)
+def test_columns_that_cant_be_used(
+    tmp_path: Path, root: Path, columns: list[str], said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        describe(open_store(tmp_path, root), columns, 2, None)
+
+
+def test_files_may_differ_in_width_and_in_where_null_may_be(tmp_path: Path) -> None:
+    inner = pa.field("element", pa.float32(), nullable=False)
+    types = [(pa.int32(), pa.list_(pa.float64())), (pa.int64(), pa.list_(inner))]
+    for number, kinds in enumerate(types):
+        values = [pa.array([number], kinds[0]), pa.array([[number, 2]], kinds[1])]
+        write_plain(tmp_path / "rows" / f"{number}", pa.table(values, ["id", "x"]), [[1]])
+    store = open_store(tmp_path, tmp_path / "rows")
+    (part,) = read_all(store, describe(store, ["id", "x"], 1, None), "train", tmp_path)
+    assert part.columns["id"].tolist() == [0, 1]
+    assert part.columns["x"].tolist() == [[0, 2], [1, 2]]
+
+
+def tear(root: Path) -> None:
+    file = root / "part-00003.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def spoil(root: Path) -> None:
+    """Damage a page, which the footer doesn't show."""
+    file = root / "part-00003.parquet"
+    content = bytearray(file.read_bytes())
+    content[4:60] = b"\xff" * 56
+    file.write_bytes(bytes(content))
+
+
+def other_schema(root: Path) -> None:
+    file = root / "part-00003.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(0, "id", table["id"].cast(pa.float64())), file)
+
+
+def other_file(root: Path) -> None:
+    (root / "notes.txt").write_text("not rows")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (tear, r"part-00003.parquet' is not a whole Parquet file"),
+        (spoil, r"can't read \['id'\] from .*part-00003"),
+        (other_schema, r"'id' is int32 in .*part-00000.* and double in .*part-00003.*one schema"),
+        (other_file, r"notes.txt' is not a whole Parquet file"),
+        (shutil.rmtree, r"train_path .* does not exist: check the path"),
+    ],
+)
+def test_damaged_folders_are_refused(
+    tmp_path: Path, root: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    store = open_store(tmp_path, root)
+    damage(root)
+    with pytest.raises((DataError, ConfigurationError), match=said):
+        describe(store, ["id"], 2, None)
+
+
+def test_too_few_rows_none_and_marked_rows_are_refused(tmp_path: Path, root: Path) -> None:
+    store = open_store(tmp_path, root)
+    with pytest.raises(DataError, match="60 training rows are fewer than 61 partitions"):
+        describe(store, ["id"], 61, None)
+    with pytest.raises(DataError, match="3 validation rows are fewer than 4 partitions"):
+        describe(store, ["id"], 4, 0.05)
+    with pytest.raises(ConfigurationError, match=r"'ok', a column's name.*backend.prepare_data\("):
+        describe(store, ["id"], 2, "ok")
+    with pytest.raises(ConfigurationError, match=r"validation is 1\.5"):
+        describe(store, ["id"], 2, 1.5)
+    empty = write_plain(tmp_path / "empty", TABLE.slice(0, 0), [[0]])
+    with pytest.raises(DataError, match="hold no rows"):
+        describe(open_store(tmp_path, empty), ["id"], 1, None)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(DataError, match="there are no Parquet files"):
+        describe(open_store(tmp_path, tmp_path / "bare"), ["id"], 1, None)
+    with pytest.raises(ConfigurationError, match="there is no train_path: give both"):
+        LocalStore(str(tmp_path), val_path=str(root))
+    with pytest.raises(ConfigurationError, match="has no train_path; open it as"):
+        describe(LocalStore(str(tmp_path / "other")), ["id"], 1, None)
+
+
+def test_rows_that_are_both_trained_and_validated_on_are_refused(tmp_path: Path) -> None:
+    root = write_plain(tmp_path / "rows", TABLE)
+    write_plain(root / "val", TABLE)
+    with pytest.raises(ConfigurationError, match=r"share 4 files.*rows/val/part-00000\.parquet"):
+        describe(open_store(tmp_path, root, root / "val"), ["id"], 2, 0.2)
+    (tmp_path / "same").symlink_to(root)
+    with pytest.raises(ConfigurationError, match="keep them in folders apart"):
+        describe(open_store(tmp_path, root, tmp_path / "same"), ["id"], 2, 0.2)
+    described = describe(open_store(tmp_path, root, root / "val"), ["id"], 2, None)
+    assert sum(info.rows for info in described.partitions) == 2 * ROWS
+
+
+@pytest.mark.parametrize("rows", [slice(0, 19), slice(1, 21)])
+def test_files_that_change_afterwards_are_seen(tmp_path: Path, root: Path, rows: slice) -> None:
+    store = open_store(tmp_path, root)
+    manifest = describe(store, ["id"], 2, None)
+    file = root / "part-00003.parquet"
+    table = pq.read_table(file)
+    pq.write_table(pa.concat_tables([table, table]).slice(rows.start, rows.stop - rows.start), file)
+    with pytest.raises(StoreError, match=r"part-00003.* has changed .*restore it"):
+        find_prepared(store, manifest.fingerprint)
+    with pytest.raises(DataError, match=r"part-00003.* has changed since a run was planned"):
+        read_all(store, manifest, "train", tmp_path / "cache")
+    assert describe(store, ["id"], 2, None).fingerprint != manifest.fingerprint
+    file.unlink()
+    with pytest.raises(StoreError, match="part-00003"):
+        find_prepared(store, manifest.fingerprint)
+
+
+def test_rows_that_change_under_an_equal_footer_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "rows" / "one.parquet"
+    file.parent.mkdir()
+    weights = pa.table({"x": np.linspace(0.5, 1.5, 9)})
+    pq.write_table(weights, file, compression="none", use_dictionary=False)
+    store = open_store(tmp_path, file.parent)
+    manifest = describe(store, ["x"], 1, None)
+    one, nan = np.float64(1.0).tobytes(), np.float64(np.nan).tobytes()
+    content = file.read_bytes()
+    assert content.count(one) == 1
+    file.write_bytes(content.replace(one, nan))
+    changed = (
+        r"one\.parquet' has changed since a run was planned on it: .*'x' holds NaN.* rows 0 to 8"
+    )
+    with pytest.raises(DataError, match=changed):
+        read_all(store, manifest, "train", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("position", [0, 35, 59])
+def test_one_flipped_bit_under_an_equal_footer_is_seen(tmp_path: Path, position: int) -> None:
+    """In either split of rows that are partly held back, and in no other partition."""
+    file = tmp_path / "rows" / "one.parquet"
+    file.parent.mkdir()
+    weights = NUMBERS.normal(size=ROWS)
+    table = pa.table({"x": weights, "id": range(ROWS)})
+    pq.write_table(table, file, compression="none", use_dictionary=False, row_group_size=ROWS)
+    store = open_store(tmp_path, file.parent)
+    manifest = describe(store, ["x", "id"], 2, 0.3)
+    rows = {
+        (info.split, info.index): part.columns["id"].tolist()
+        for split in ("train", "val")
+        for info, part in zip(
+            [info for info in manifest.partitions if info.split == split],
+            read_all(store, manifest, split, tmp_path / "before"),
+            strict=True,
+        )
+    }
+    content = bytearray(file.read_bytes())
+    content[content.index(weights.tobytes()) + 8 * position + 7] ^= 0x80  # the sign
+    file.write_bytes(content)
+    assert find_prepared(store, manifest.fingerprint) == manifest  # footers show nothing
+    for info in manifest.partitions:
+        if position in rows[info.split, info.index]:
+            said = rf"{info.split} partition {info.index} in .*one.parquet': column 'x' has other"
+            with pytest.raises(DataError, match=said + r" values.*restore the files"):
+                CachedPartition.build(info, manifest, store, str(tmp_path / "after"))
+        else:
+            CachedPartition.build(info, manifest, store, str(tmp_path / "after"))
+
+
+def test_metadata_of_existing_and_of_prepared_data(tmp_path: Path, root: Path) -> None:
+    val = write_plain(tmp_path / "val", TABLE.slice(0, 9), [[9]])
+    rows, val_rows, metadata, size = metadata_from(open_store(tmp_path, root, val), ["id", "image"])
+    assert (rows, val_rows) == (ROWS, 9)
+    assert {n: (c.dtype, c.shape) for n, c in metadata.items()} == {
+        "id": ("int64", ()),
+        "image": ("float32", (2, 3)),
+    }
+    assert 50 < size < 400
+    store = LocalStore(str(tmp_path / "prepared"))
+    with pytest.raises(ConfigurationError, match="holds 0 data sets"):
+        metadata_from(store, ["x"])
+    write_dataset(store, {"x": np.ones((50, 4)), "y": np.arange(50)}, 2, 0.2)
+    found = metadata_from(store, ["x"])
+    assert (found.train_rows, found.val_rows, list(found.metadata)) == (40, 10, ["x"])
+    assert found.metadata["x"].shape == (4,)
+    assert 4 < found.avg_row_size < 100

@@ -1,0 +1,209 @@
+"""Programs that prepare the same rows at the same time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cerebro_hydra.data.claim import CLAIMS, Claims
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.partition import check_partitions
+from cerebro_hydra.data.preparation import prepared
+from cerebro_hydra.data.preparation.prepared import find_prepared
+from cerebro_hydra.errors import StoreError
+from cerebro_hydra.storage import LocalStore, Store
+from cerebro_hydra.testing.datasets import write_dataset
+from tests.storage.shared_files import SharedStore
+
+ROWS = {"x": np.random.default_rng(0).normal(size=(60, 2)), "y": np.arange(60)}
+STORES = {
+    "local": lambda path: LocalStore(f"{path}/store"),
+    "remote": lambda path: SharedStore(f"shared://{path}/store"),
+}
+PROGRAM = """
+import sys
+import tests.data.preparation.test_data_claim as rows
+from cerebro_hydra.data.preparation import prepared
+from cerebro_hydra.testing.datasets import write_dataset
+
+kind = rows.STORES[sys.argv[1]]
+store = kind(sys.argv[2])
+prepared.CLAIM_SECONDS = float(sys.argv[3])
+write = store.write
+
+def held(path, data):
+    if "partition=00001" in path and "split=train" in path:
+        print("half", flush=True)
+        sys.stdin.readline()
+    write(path, data)
+
+store.write = held
+print(write_dataset(store, rows.ROWS, 3, 0.3).partitions[0].path, flush=True)
+"""
+
+
+@pytest.fixture(params=list(STORES))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextmanager
+def half_way(kind: str, path: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    """A program that has written half of the files and goes on at a line of input."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, kind, str(path), str(seconds)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def assert_whole(store: Store, manifest: Manifest, scratch: Path) -> None:
+    """The data is whole, and nothing else is left beside it."""
+    assert find_prepared(store, manifest.fingerprint) == manifest
+    assert [each.problem for each in check_partitions(manifest, store, str(scratch))] == [None] * 6
+    attempt = manifest.partitions[0].path.partition("/")[0]
+    assert store.list(store.data_path(manifest.fingerprint)) == [attempt, "manifest.json"]
+
+
+class Waiting(logging.Handler):
+    """Hears when a program says that it waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = threading.Event()
+        self.said = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said = record.getMessage()
+        self.heard.set()
+
+
+@pytest.fixture
+def waiting() -> Iterator[Waiting]:
+    handler, logger = Waiting(), logging.getLogger("cerebro_hydra.data.claim")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_one_program_waits_for_the_other(kind: str, tmp_path: Path, waiting: Waiting) -> None:
+    store = STORES[kind](tmp_path)
+    with ThreadPoolExecutor(1) as pool, half_way(kind, tmp_path, 30) as first:
+        second = pool.submit(write_dataset, store, ROWS, 3, 0.3)
+        assert waiting.heard.wait(30)
+        assert f"process {first.pid} on" in waiting.said
+        assert "prepares the same rows: waiting" in waiting.said
+        out, _ = first.communicate("go on\n", timeout=60)
+        manifest = second.result(60)
+    assert out.strip() == manifest.partitions[0].path  # of the first: its files, not others
+    assert first.returncode == 0
+    assert_whole(store, manifest, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["local"])
+def test_program_that_is_killed_blocks_nobody(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "CLAIM_SECONDS", 0.3)
+    store = STORES[kind](tmp_path)
+    with half_way(kind, tmp_path, 0.3) as first:
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        (fingerprint,) = store.list(f"{store.prefix}/data")
+        assert find_prepared(store, fingerprint) is None
+        manifest = write_dataset(store, ROWS, 3, 0.3)
+    assert_whole(store, manifest, tmp_path)
+
+
+def test_claim_of_a_program_that_is_gone_from_this_machine_is_free_at_once(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    claims = f"{store.data_path('f')}/{CLAIMS}"
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    for number, (owner, free) in enumerate(
+        [
+            (f"process {ended.pid} on {socket.gethostname()}, renewed 3 times", True),
+            (f"process {ended.pid} on elsewhere", False),
+            (f"process {os.getpid()} on {socket.gethostname()}", False),
+        ]
+    ):
+        store.write(f"{claims}/{number:06d}", owner.encode())
+        assert (Claims(store, store.data_path("f"), 30).take() is not None) == free
+        store.delete(claims)
+
+
+@pytest.mark.parametrize("kind", ["remote"])
+def test_program_that_is_held_up_does_no_harm_afterwards(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "CLAIM_SECONDS", 0.3)
+    store = STORES[kind](tmp_path)
+    with half_way(kind, tmp_path, 0.3) as first:
+        os.kill(first.pid, signal.SIGSTOP)
+        manifest = write_dataset(store, ROWS, 3, 0.3)
+        os.kill(first.pid, signal.SIGCONT)
+        out, _ = first.communicate("go on\n", timeout=60)
+    assert first.returncode == 0
+    assert out.strip() == manifest.partitions[0].path
+    assert_whole(store, manifest, tmp_path)
+
+
+def test_claim_that_is_renewed_holds_and_one_given_up_is_free(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    folder = store.data_path("f")
+    mine, other = (Claims(store, folder, 1) for _ in range(2))
+    path = mine.take()
+    assert path == f"{folder}/{CLAIMS}/000000"
+    with mine.renewed(path):
+        # Each look waits a sixtieth of the time: together they are longer than a claim holds.
+        assert [other.take() for _ in range(80)] == [None] * 80
+    assert other.take() == f"{folder}/{CLAIMS}/000001"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_of_many_programs_one_takes_the_claim(kind: str, tmp_path: Path, ended: bool) -> None:
+    store = STORES[kind](tmp_path)
+    folder = store.data_path("f")
+    if ended:
+        with Claims(store, folder, 1).renewed(Claims(store, folder, 1).take()):
+            pass
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda _: Claims(store, folder, 1).take(), range(16)))
+    assert [path for path in taken if path] == [f"{folder}/{CLAIMS}/00000{int(ended)}"]
+
+
+def test_failure_gives_the_claim_up_and_clears_its_files(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+
+    def fail(attempt: str) -> Manifest:
+        store.write(f"{store.data_path('f')}/{attempt}/part", b"half")
+        raise StoreError("the disk is full")
+
+    def prepare(make: Callable[[str], Manifest]) -> None:
+        with pytest.raises(StoreError, match="the disk is full"):
+            prepared.prepare_once(store, "f", make)
+        assert store.list(store.data_path("f")) == [CLAIMS]
+
+    prepare(fail)
+    prepare(fail)  # without waiting for a claim to end

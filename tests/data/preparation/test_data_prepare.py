@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import decimal
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyspark.ml.linalg import SparseVector, Vectors, VectorUDT
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
+from cerebro_hydra.data.parquet import ParquetFolder
+from cerebro_hydra.data.partition import CachedPartition
+from cerebro_hydra.data.preparation import prepare as spark_prepare
+from cerebro_hydra.data.rows import checksum
+from cerebro_hydra.data.spec import DataSpec
+from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.testing.datasets import write_dataset
+
+pytestmark = pytest.mark.spark(group=1)
+
+ROWS = 101
+
+
+def prepare(
+    df: DataFrame,
+    store: LocalStore,
+    partitions: int,
+    validation: float | str | None,
+    columns: Sequence[str],
+    seed: int = 0,
+) -> Manifest:
+    spec = DataSpec.checked(columns, validation=validation, seed=seed)
+    return spark_prepare.prepare(df, store, partitions, spec)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(str(tmp_path / "a store"))
+
+
+@pytest.fixture(scope="module")
+def numbers(spark: SparkSession) -> DataFrame:
+    """Rows 0..100 in four Spark partitions, one of them empty, with one column of each kind."""
+    rows = spark.range(ROWS).repartitionByRange(3, "id")
+    rows = rows.union(spark.range(0)).withColumnRenamed("id", "n")
+    x = F.col("n").cast("double")
+    return rows.select(
+        F.col("n").cast("int").alias("n"),
+        (x / 3).alias("a.third"),
+        (F.col("n") % 2 == 0).alias("even"),
+        F.array(x, x + 0.5).alias("pair"),
+        F.array(
+            *(F.array(*(F.col("n") * 6 + 3 * i + j for j in range(3))) for i in range(2))
+        ).alias("grid"),
+        (F.col("n") % 5 == 0).cast("int").alias("held_back"),
+        F.format_string("text %d", "n").alias("text"),
+    ).persist()
+
+
+COLUMNS = ["n", "a.third", "even", "pair", "grid"]
+
+
+@pytest.fixture(scope="module")
+def prepared(
+    numbers: DataFrame, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LocalStore, Manifest]:
+    """The numbers in four partitions, with 30 rows held back; nobody changes them."""
+    store = LocalStore(str(tmp_path_factory.mktemp("prepared")))
+    return store, prepare(numbers, store, 4, 0.3, COLUMNS)
+
+
+def columns_of(store: LocalStore, manifest: Manifest, split: str) -> dict[str, np.ndarray]:
+    """All rows of a split, partition after partition."""
+    parts = [
+        CachedPartition.build(info, manifest, store, f"{store.prefix}/cache")
+        for info in manifest.partitions
+        if info.split == split
+    ]
+    return {
+        spec.name: np.concatenate([part.columns[spec.name] for part in parts])
+        for spec in manifest.columns
+    }
+
+
+def frame(spark: SparkSession, values: Sequence[object], kind: T.DataType) -> DataFrame:
+    schema = T.StructType([T.StructField("id", T.IntegerType()), T.StructField("x", kind)])
+    return spark.createDataFrame(list(enumerate(values)), schema).coalesce(1)
+
+
+def test_every_row_comes_back_once_with_its_type_and_shape(
+    prepared: tuple[LocalStore, Manifest],
+) -> None:
+    store, manifest = prepared
+    assert manifest.columns == (
+        ColumnSpec("n", "int64", ()),
+        ColumnSpec("a.third", "float32", ()),
+        ColumnSpec("even", "bool", ()),
+        ColumnSpec("pair", "float32", (2,)),
+        ColumnSpec("grid", "int64", (2, 3)),
+    )
+    train, val = columns_of(store, manifest, "train"), columns_of(store, manifest, "val")
+    assert (len(train["n"]), len(val["n"])) == (71, 30)
+    rows = {name: np.concatenate([train[name], val[name]]) for name in train}
+    n = rows["n"]
+    assert sorted(n.tolist()) == list(range(ROWS))
+    np.testing.assert_array_equal(rows["a.third"], (n / 3).astype(np.float32))
+    np.testing.assert_array_equal(rows["even"], n % 2 == 0)
+    np.testing.assert_array_equal(rows["pair"], np.stack([n, n + 0.5], axis=1))
+    np.testing.assert_array_equal(rows["grid"], (n[:, None] * 6 + np.arange(6)).reshape(-1, 2, 3))
+
+
+def test_footers_vouch_that_prepared_data_holds_no_null(
+    prepared: tuple[LocalStore, Manifest],
+) -> None:
+    """So that petastorm's reader needs no second look at any column."""
+    store, manifest = prepared
+    names = [ROW_ID, *(stored_name(i) for i in range(len(COLUMNS)))]
+    for info in manifest.partitions:
+        path = f"{store.data_path(manifest.fingerprint)}/{info.path}"
+        assert ParquetFolder.open(path, names).null_free == set(names)
+
+
+def test_partitions_of_both_splits_are_balanced(prepared: tuple[LocalStore, Manifest]) -> None:
+    _, manifest = prepared
+    assert [info.rows for info in manifest.partitions] == [18, 18, 18, 17, 8, 8, 7, 7]
+    assert manifest.has_validation
+    assert manifest.num_partitions == 4
+
+
+def test_marked_rows_are_held_back(numbers: DataFrame, store: LocalStore) -> None:
+    manifest = prepare(numbers, store, 2, "held_back", ["n"])
+    assert [info.rows for info in manifest.partitions] == [40, 40, 11, 10]
+    assert sorted(columns_of(store, manifest, "val")["n"].tolist()) == list(range(0, ROWS, 5))
+    flagged = numbers.withColumn("held_back", F.col("held_back") == 1)
+    again = prepare(flagged, LocalStore(f"{store.prefix}/b"), 2, "held_back", ["n"])
+    assert again == manifest
+
+
+def test_without_validation_all_rows_train(numbers: DataFrame, store: LocalStore) -> None:
+    manifest = prepare(numbers, store, 2, None, ["n"])
+    assert not manifest.has_validation
+    assert sorted(columns_of(store, manifest, "train")["n"].tolist()) == list(range(ROWS))
+
+
+def test_result_does_not_depend_on_sparks_own_partitions(
+    numbers: DataFrame, prepared: tuple[LocalStore, Manifest], store: LocalStore
+) -> None:
+    first, manifest = prepared
+    again = prepare(numbers.orderBy(F.rand(1)).coalesce(2), store, 4, 0.3, COLUMNS)
+    assert again == manifest
+    for split in ("train", "val"):
+        one, two = columns_of(first, manifest, split), columns_of(store, again, split)
+        assert one["n"].tolist() == two["n"].tolist()
+
+
+def test_seed_decides_where_rows_go(
+    numbers: DataFrame, prepared: tuple[LocalStore, Manifest], store: LocalStore
+) -> None:
+    other = prepare(numbers, store, 4, 0.3, COLUMNS, seed=1)
+    held_back = columns_of(*prepared, "val")["n"].tolist()
+    assert held_back != columns_of(store, other, "val")["n"].tolist()
+
+
+def test_rows_of_equal_content_are_all_kept(spark: SparkSession, store: LocalStore) -> None:
+    same = spark.range(50).select(F.lit(1.5).alias("x"))
+    manifest = prepare(same, store, 3, 0.2, ["x"])
+    assert [info.rows for info in manifest.partitions] == [14, 13, 13, 4, 3, 3]
+    assert columns_of(store, manifest, "train")["x"].tolist() == [1.5] * 40
+
+
+def test_prepared_data_is_found_again(
+    numbers: DataFrame, prepared: tuple[LocalStore, Manifest]
+) -> None:
+    store, manifest = prepared
+    folder = Path(store.data_path(manifest.fingerprint))
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert prepare(numbers.repartition(2), store, 4, 0.3, COLUMNS) == manifest
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
+
+
+def test_changed_data_is_prepared_anew(
+    numbers: DataFrame, prepared: tuple[LocalStore, Manifest], store: LocalStore
+) -> None:
+    _, manifest = prepared
+    changed = numbers.withColumn("n", F.when(F.col("n") == 7, 700).otherwise(F.col("n")))
+    other = prepare(changed, store, 4, 0.3, COLUMNS)
+    assert other.fingerprint != manifest.fingerprint
+    assert 700 in [*columns_of(store, other, "train")["n"], *columns_of(store, other, "val")["n"]]
+
+
+def test_half_written_data_is_written_again(numbers: DataFrame, store: LocalStore) -> None:
+    manifest = prepare(numbers, store, 2, 0.2, ["n"])
+    folder = Path(store.data_path(manifest.fingerprint))
+    (folder / "manifest.json").unlink()
+    assert prepare(numbers, store, 2, 0.2, ["n"]) == manifest
+    assert len(list(folder.rglob("*.parquet"))) == 4
+    next(folder.rglob("*.parquet")).unlink()
+    with pytest.raises(StoreError, match=r"doesn't match its manifest.*prepare the data again"):
+        prepare(numbers, store, 2, 0.2, ["n"])
+
+
+def test_arrays_and_spark_give_the_same_kind_of_store(
+    prepared: tuple[LocalStore, Manifest], store: LocalStore
+) -> None:
+    n = np.arange(ROWS)
+    arrays = {
+        "n": n,
+        "a.third": n / 3,
+        "even": n % 2 == 0,
+        "pair": np.stack([n, n + 0.5], axis=1),
+        "grid": (n[:, None] * 6 + np.arange(6)).reshape(-1, 2, 3),
+    }
+    written = store, write_dataset(store, arrays, 4, 0.3)
+    assert prepared[1].columns == written[1].columns
+    # Rows are numbered by another hash of their content, so that only the digests differ.
+    bare = [
+        [replace(info, digests=()) for info in manifest.partitions]
+        for manifest in (prepared[1], written[1])
+    ]
+    assert bare[0] == bare[1]
+    for where, manifest in (prepared, written):
+        splits = [columns_of(where, manifest, split) for split in ("train", "val")]
+        together = np.concatenate([split["n"] for split in splits])
+        assert sorted(together.tolist()) == n.tolist()
+        for split in splits:
+            np.testing.assert_array_equal(split["pair"][:, 1], split["n"] + 0.5)
+
+
+def test_dense_and_sparse_vectors_become_arrays(spark: SparkSession, store: LocalStore) -> None:
+    vectors = [
+        Vectors.dense(0.0, 1.5, 0.0),
+        SparseVector(3, {2: 2.5}),
+        SparseVector(3, {}),
+        Vectors.dense(4.0, 0.0, 0.0),
+    ]
+    manifest = prepare(frame(spark, vectors, VectorUDT()), store, 2, None, ["id", "x"])
+    assert manifest.columns[1] == ColumnSpec("x", "float32", (3,))
+    rows = columns_of(store, manifest, "train")
+    expected = np.stack([vectors[i].toArray() for i in rows["id"]])
+    np.testing.assert_array_equal(rows["x"], expected)
+
+
+KINDS = {
+    "int8": (T.ByteType(), [-128, 127], "int64"),
+    "int16": (T.ShortType(), [-32768, 5], "int64"),
+    "int64": (T.LongType(), [2**62 + 1, -(2**63)], "int64"),
+    "float": (T.FloatType(), [0.1, -1e38], "float32"),
+    "decimal": (
+        T.DecimalType(10, 2),
+        [decimal.Decimal("1.25"), decimal.Decimal("-3")],
+        "float32",
+    ),
+    "flags": (T.ArrayType(T.BooleanType()), [[True, False], [False, False]], "bool"),
+    "cube": (
+        T.ArrayType(T.ArrayType(T.ArrayType(T.FloatType()))),
+        [[[[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]]], [[[0.0, 0.0]]] * 3],
+        "float32",
+    ),
+}
+
+
+def test_kinds_of_numbers(spark: SparkSession, store: LocalStore) -> None:
+    fields = [T.StructField(name, kind) for name, (kind, _, _) in KINDS.items()]
+    values = zip(*(values for _, values, _ in KINDS.values()), strict=True)
+    df = spark.createDataFrame(list(values), T.StructType(fields))
+    rows = columns_of(store, prepare(df, store, 1, None, list(KINDS)), "train")
+    order = [0, 1] if rows["int8"][0] == -128 else [1, 0]
+    for name, (_, given, dtype) in KINDS.items():
+        assert rows[name].dtype == dtype
+        expected = np.array([np.array(given[i]).astype(dtype) for i in order])
+        np.testing.assert_array_equal(rows[name], expected, err_msg=name)
+
+
+ARRAY, NESTED = T.ArrayType(T.FloatType()), T.ArrayType(T.ArrayType(T.IntegerType()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (T.IntegerType(), [1, None, 3], r"'x' is null.* 1 of 3 rows.*id=1, x=None"),
+        (ARRAY, [[1.0, 2.0], [1.0, None]], r"'x' .*holds null.*id=1, x=\[1\.0, None\]"),
+        (NESTED, [[[1]], [None]], r"'x' .*holds null.*id=1"),
+        (NESTED, [[[1]], [[None]]], r"'x' .*holds null.*id=1"),
+        (VectorUDT(), [Vectors.dense(1.0), None], r"'x' is null.*id=1"),
+        (T.DoubleType(), [1.0, float("nan")], r"'x' holds NaN.*id=1, x=nan"),
+        (T.DoubleType(), [1.0, 2.0, 1e39], r"beyond float32 in 1 of 3 rows.*id=2, x=1e\+39"),
+        (ARRAY, [[1.0, 2.0], [float("-inf"), 0.0]], r"'x' holds NaN, infinity.*id=1"),
+        (VectorUDT(), [SparseVector(3, {1: float("inf")})], r"'x' holds NaN, infinity.*id=0"),
+        (ARRAY, [[1.0, 2.0], [1.0], [1.0, 2.0]], r"'x' .*from 1 to 2 in dimension 0.*id=1"),
+        (NESTED, [[[1, 2]], [[1, 2], [3, 4]]], r"'x' .*from 1 to 2 in dimension 0.*id=0"),
+        (NESTED, [[[1], [2]], [[1, 2], [3]]], r"'x' .*from 1 to 2 in dimension 1.*id="),
+        (ARRAY, [[], []], r"'x' holds empty arrays"),
+        (T.StringType(), ["a"], r"'x' is string.*StringIndexer"),
+        (T.ArrayType(T.StringType()), [["a"]], r"'x' is array<string>.*StringIndexer"),
+        (T.DateType(), [], r"'x' is date"),
+        (T.IntegerType(), [], "empty"),
+    ],
+)
+def test_unusable_values_are_named_before_anything_is_written(
+    spark: SparkSession, store: LocalStore, kind: T.DataType, values: list, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare(frame(spark, values, kind), store, 1, None, ["x"])
+    assert store.list(f"{store.prefix}/data") == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "validation", "count", "message"),
+    [
+        (["paar"], None, 2, r"'paar' is not in the DataFrame \(did you mean 'pair'\?\).*'text'"),
+        (["n"], "heldback", 2, r"validation column 'heldback'.*did you mean 'held_back'"),
+        (["n"], None, 0, "num_partitions is 0"),
+        (["n"], None, 2.0, r"num_partitions is 2\.0"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_value(
+    numbers: DataFrame, store: LocalStore, columns, validation, count, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        prepare(numbers, store, count, validation, columns)
+
+
+def test_columns_that_spark_takes_for_one_are_refused(
+    numbers: DataFrame, store: LocalStore
+) -> None:
+    twice = numbers.withColumn("other", F.col("n")).withColumnRenamed("other", "N")
+    with pytest.raises(
+        ConfigurationError, match=r"'n' is 2 times in the DataFrame, as \['n', 'N'\]"
+    ):
+        prepare(twice, store, 2, None, ["n"])
+
+
+def test_what_is_no_frame_of_spark_is_refused(numbers: DataFrame, store: LocalStore) -> None:
+    with pytest.raises(ConfigurationError, match=r"got a pandas\..*DataFrame; give a Spark"):
+        prepare(numbers.toPandas(), store, 2, None, ["n"])
+
+
+@pytest.mark.parametrize(
+    ("validation", "count", "message"),
+    [
+        (None, 102, "101 training rows are fewer than 102"),
+        (0.01, 2, "1 validation rows are fewer than 2"),
+        ("held_back", 22, "21 validation rows are fewer than 22"),
+        ("n", 2, r"'n' is neither true nor false in 99 of 101 rows.*n=2"),
+        ("text", 2, "'text' is string"),
+    ],
+)
+def test_rows_that_can_not_be_split_are_refused(
+    numbers: DataFrame, store: LocalStore, validation, count: int, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare(numbers, store, count, validation, ["pair"])
+    assert store.list(f"{store.prefix}/data") == []
+
+
+def test_random_query_is_evaluated_once(spark: SparkSession, store: LocalStore) -> None:
+    rolled = spark.range(1000).repartition(4).select(F.rand().alias("x"))
+    manifest = prepare(rolled, store, 2, 0.2, ["x"])
+    assert sum(len(columns_of(store, manifest, split)["x"]) for split in ("train", "val")) == 1000
+    assert sum(info.checksum for info in manifest.partitions) % 2**64 == checksum(range(1000))
+
+
+def test_rows_that_change_between_check_and_write_are_refused(
+    spark: SparkSession, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for a query of files, a random one is run twice."""
+    monkeypatch.setattr(spark_prepare, "reads_files_only", lambda df: True)
+    roll = F.udf(lambda: random.SystemRandom().random(), "double").asNondeterministic()
+    with pytest.raises(DataError, match="gives other rows when it is run again"):
+        prepare(spark.range(100).select(roll().alias("x")), store, 2, 0.2, ["x"])
+    assert all(not list(path.rglob("*.parquet")) for path in Path(store.prefix).iterdir())
+
+
+def test_importing_the_room_needs_no_pyspark() -> None:
+    code = (
+        "import sys, cerebro_hydra.data.partition, cerebro_hydra.data.batches; "
+        "print(sorted({'pyspark', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

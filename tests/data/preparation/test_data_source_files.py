@@ -1,0 +1,159 @@
+"""When a preparation may take the names, sizes and times of files for their rows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.preparation.prepare import prepare
+from cerebro_hydra.data.preparation.source_files import reads_files_only, source_files
+from cerebro_hydra.data.spec import DataSpec
+from cerebro_hydra.storage import LocalStore
+
+pytestmark = pytest.mark.spark(group=1)
+
+SPEC = DataSpec.checked(["x"], ["y"])
+
+
+def write(spark: SparkSession, path: Path, rows: int, factor: int = 2) -> None:
+    x = F.col("id").cast("float")
+    df = spark.range(rows).select(x.alias("x"), (F.col("id") * factor).alias("y"))
+    df.coalesce(1).write.mode("overwrite").parquet(str(path))
+    settle(path)
+
+
+def settle(path: Path, seconds: float = 100.0) -> None:
+    """Let the files have been written some time ago."""
+    for file in path.iterdir():
+        os.utime(file, times=(time.time() - seconds,) * 2)
+
+
+class Preparation:
+    def __init__(self, store: LocalStore) -> None:
+        self.store = store
+        self.told: list[str] = []
+        self.reported: list[str] = []
+
+    def __call__(self, df: DataFrame, spec: DataSpec = SPEC, recheck: bool = False) -> Manifest:
+        self.told.clear()
+        self.reported.clear()
+        told, reported = self.told.append, self.reported.append
+        return prepare(df, self.store, 2, spec, told, reported, recheck)
+
+
+@pytest.fixture
+def preparation(tmp_path: Path) -> Preparation:
+    return Preparation(LocalStore(tmp_path / "store"))
+
+
+def test_rows_of_unchanged_files_are_not_read_again(
+    spark: SparkSession, tmp_path: Path, preparation: Preparation
+) -> None:
+    write(spark, tmp_path / "rows", 50)
+    first = preparation(spark.read.parquet(str(tmp_path / "rows")))
+    assert preparation.told[0] == "checking rows"
+    assert not preparation.reported
+    again = preparation(spark.read.parquet(str(tmp_path / "rows")))
+    assert again == first
+    assert not preparation.told
+    (line,) = preparation.reported
+    assert line.startswith("files unchanged since 20")
+    assert preparation(spark.read.parquet(str(tmp_path / "rows")), recheck=True) == first
+    assert preparation.told == ["checking rows"]
+
+
+def touch(spark: SparkSession, path: Path) -> None:
+    settle(path, 50.0)
+
+
+def rewrite(spark: SparkSession, path: Path) -> None:
+    write(spark, path, 50, factor=3)
+
+
+def add(spark: SparkSession, path: Path) -> None:
+    (file,) = path.glob("*.parquet")
+    (path / "another.parquet").write_bytes(file.read_bytes())
+    settle(path)
+
+
+@pytest.mark.parametrize("change", [touch, rewrite, add])
+def test_files_of_another_time_size_or_number_are_read(
+    spark: SparkSession,
+    tmp_path: Path,
+    preparation: Preparation,
+    change: Callable[[SparkSession, Path], None],
+) -> None:
+    write(spark, tmp_path / "rows", 50)
+    first = preparation(spark.read.parquet(str(tmp_path / "rows")))
+    change(spark, tmp_path / "rows")
+    second = preparation(spark.read.parquet(str(tmp_path / "rows")))
+    assert preparation.told[0] == "checking rows"
+    assert (second == first) == (change is touch)
+
+
+def test_other_arguments_and_queries_read_the_rows(
+    spark: SparkSession, tmp_path: Path, preparation: Preparation
+) -> None:
+    write(spark, tmp_path / "rows", 50)
+
+    def read() -> DataFrame:
+        return spark.read.parquet(str(tmp_path / "rows"))
+
+    first = preparation(read().where("y < 40"))
+    for df, spec in (
+        (read().where("y < 41"), SPEC),
+        (read().where("y < 40").withColumn("x", F.col("x") + 1), SPEC),
+        (read().where("y < 40"), DataSpec.checked(["x"], ["y"], seed=1)),
+        (read().where("y < 40"), DataSpec.checked(["x"], ["y"], validation=0.2)),
+    ):
+        preparation(df, spec)
+        assert preparation.told[0] == "checking rows"
+    assert preparation(read().where("y < 40")) == first
+    assert not preparation.told
+
+
+def test_files_that_were_just_written_and_damaged_notes_are_read_again(
+    spark: SparkSession, tmp_path: Path, preparation: Preparation
+) -> None:
+    write(spark, tmp_path / "rows", 50)
+    settle(tmp_path / "rows", 0.0)
+    first = preparation(spark.read.parquet(str(tmp_path / "rows")))
+    assert not Path(preparation.store.prefix, "sources").exists()
+    settle(tmp_path / "rows")
+    preparation(spark.read.parquet(str(tmp_path / "rows")))
+    (note,) = Path(preparation.store.prefix, "sources").iterdir()
+    note.write_bytes(note.read_bytes().replace(b'"at"', b'"as"'))
+    assert preparation(spark.read.parquet(str(tmp_path / "rows"))) == first
+    assert preparation.told == ["checking rows"]
+
+
+def test_only_queries_that_give_the_same_again_count(spark: SparkSession, tmp_path: Path) -> None:
+    write(spark, tmp_path / "rows", 5)
+    rows = spark.read.parquet(str(tmp_path / "rows"))
+    steady = [rows, rows.where("x > 1"), rows.selectExpr("x * 2 as x"), rows.union(rows)]
+    assert all(source_files(df) for df in steady)
+    assert reads_files_only(spark.range(5))
+    assert source_files(spark.range(5)) is None  # there is no file
+    identity = F.udf(lambda value: value, "float")
+    unsteady = [
+        rows.withColumn("x", F.rand()),
+        rows.withColumn("x", F.current_timestamp()),
+        rows.withColumn("x", identity("x")),
+        rows.limit(3),
+        rows.repartition(2),
+        rows.join(rows, "x"),
+        rows.withColumn("x", F.monotonically_increasing_id()),
+        spark.createDataFrame([(1.0,)], ["x"]),
+    ]
+    assert [reads_files_only(df) for df in unsteady] == [False] * len(unsteady)
+    cached = spark.read.parquet(str(tmp_path / "rows")).where("y < 100").persist()
+    cached.count()
+    assert source_files(spark.read.parquet(str(tmp_path / "rows")).where("y < 100")) is None
+    cached.unpersist()

@@ -1,0 +1,50 @@
+"""Trials in shard queues on local Spark: sharp, on several devices smaller than the trials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cerebro_hydra import SparkBackend
+from tests.end_to_end.queues.mixed_models import NAMES
+from tests.end_to_end.queues.mixed_searches import LARGEST_STATE, cut_to_fit, dataframe, search
+from tests.end_to_end.test_runs import assert_replays
+
+pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
+
+
+def run(
+    spark: Any, path: Path, names: tuple[str, ...], workers: int, rows: int, **resources: int
+) -> Any:
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers, **resources)
+    chosen = search(backend, path, names, search_space=cut_to_fit(names))
+    result = chosen.fit(dataframe(spark, rows))
+    assert [trial.status for trial in result.trials] == ["finished"] * len(names)
+    assert_replays(result)
+
+
+def test_two_devices_of_an_eighth_of_a_trial_replay(spark: Any, tmp_path: Path) -> None:
+    resources = {"devices_per_worker": 2, "device_memory": 109_000}  # of 879,808 bytes
+    run(spark, tmp_path, ("mlp",), 1, 20, **resources)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("devices", "parts", "names"),
+    [
+        (1, 2, NAMES),
+        (1, 8, ("resnet", "llama")),
+        (2, 2, ("mlp", "gpt2")),
+        (2, 8, NAMES),
+        (3, 2, ("graph", "accumulated", "gpt2", "llama")),
+        (3, 8, ("mlp", "resnet", "bert")),
+    ],
+)
+def test_different_trials_replay(
+    spark: Any, tmp_path: Path, devices: int, parts: int, names: tuple[str, ...]
+) -> None:
+    """Each model meets both budgets and every number of devices, and twice all are trained."""
+    resources = {"devices_per_worker": devices, "device_memory": LARGEST_STATE // parts}
+    run(spark, tmp_path, names, 2, 24, **resources)

@@ -1,0 +1,64 @@
+"""Factories of trials that train otherwise than their uncut model, after admission."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.engine import graph_tasks, sub_epoch
+from tests.end_to_end.models import feed_forward
+
+FIRST_WRONG = 40
+"""The step, or the forward, from which on a fault shows: behind those of admission."""
+
+
+class Counts(nn.Module):
+    """Counts its forwards in training, and gives something else after some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count(1)  # admission sees numbers, but not what is in an iterator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.5 if self.training and next(self.calls) > FIRST_WRONG else x
+
+
+_update = sub_epoch.SubEpoch.update
+
+
+def _wrong_update(self: Any, k: int) -> None:
+    """Update as the engine does, and then flip the last bit of a weight of a marked model."""
+    _update(self, k)
+    if self.step >= FIRST_WRONG and getattr(self._recipe.model, "marked", False):
+        for parameter in self._states[k].params.values():
+            parameter.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+_forward = graph_tasks.GraphTasks.forward
+
+
+def _wrong_forward(self: Any, k: int, going: graph_tasks.GraphPass) -> None:
+    """Run a shard's graph, and then let another value go on to the next shard."""
+    _forward(self, k, going)
+    if going.batch.key.step >= FIRST_WRONG:
+        going.values |= {name: value * 1.001 for name, value in going.values.items()}
+
+
+def faulty(params: dict[str, Any]) -> Recipe:
+    """A small net with dropout, whose `fault` is "none", "in shards", "in graphs" or "counts"."""
+    recipe = feed_forward({"lr": 0.01, "dropout": 0.2, "batch_size": 4})
+    if params["fault"] == "counts":
+        recipe.model[1] = nn.Sequential(nn.ReLU(), Counts())
+    if params["fault"] == "in shards" and os.getpid() != params["driver"]:
+        recipe.model.marked = True
+        sub_epoch.SubEpoch.update = _wrong_update  # type: ignore[method-assign]
+    if params["fault"] == "in graphs":
+        recipe.cut = "export"
+        if os.getpid() != params["driver"]:
+            graph_tasks.GraphTasks.forward = _wrong_forward  # type: ignore[method-assign]
+    return recipe

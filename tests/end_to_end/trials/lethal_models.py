@@ -1,0 +1,95 @@
+"""Factories of trials that end, lock or hang their agent's process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cerebro_hydra.observe import AgentStarted, OutputLine, Record
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.wire.shards import ShardServer
+from tests.end_to_end.models import feed_forward
+
+LAST_WORDS = "here it comes"
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(60)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "exits": lambda: os._exit(1),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),  # as when memory runs out
+    "crashes": lambda: ctypes.string_at(0),
+    "locks Python": lambda: ctypes.PyDLL(None).sleep(20),
+    "hangs": _hang,
+    "is slow": lambda: time.sleep(8),
+    "fills memory": lambda: torch.empty(1 << 50, dtype=torch.uint8),
+    "fills numpy's memory": lambda: np.empty(1 << 45, dtype=np.uint8),
+    "none": lambda: None,
+}
+
+
+def lethal(params: dict[str, Any]) -> Recipe:
+    """A small net with dropout; on agents, its loss does what `fault` says in the third batch."""
+    recipe = feed_forward({"lr": 0.01, "dropout": 0.2})
+    plain, seen = recipe.loss, 0
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        nonlocal seen
+        on_agent = os.getpid() != params["driver"]
+        seen += on_agent
+        if seen == params.get("batch", 3) and params["fault"] != "none":
+            print(LAST_WORDS)
+            time.sleep(params.get("pause", 0.0))
+            FAULTS[params["fault"]]()
+        return plain(outputs, labels)
+
+    return replace(recipe, loss=loss)
+
+
+def deaf(params: dict[str, Any]) -> Recipe:
+    """The same net; the first agent that builds it stops to serve shards, as if cut off."""
+    if os.getpid() != params["driver"]:
+        with contextlib.suppress(FileExistsError):
+            Path(params["marker"]).touch(exist_ok=False)
+            for each in gc.get_objects():
+                if isinstance(each, ShardServer):
+                    each.close()
+    return feed_forward({"lr": params["lr"], "dropout": 0.2})
+
+
+class Interrupter:
+    """Watches a run, and sends the driver a signal when a trial does its worst."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        self._number = number
+        self.pids: dict[int, int] = {}  # by worker
+        self.hung: int | None = None
+        self.interrupted: float | None = None
+        self._timer = threading.Timer(2.0, self._interrupt)
+
+    def on_record(self, record: Record) -> None:
+        if isinstance(record, AgentStarted):
+            self.pids[record.worker] = record.pid
+        if isinstance(record, OutputLine) and record.line == LAST_WORDS:
+            self.hung = self.pids[record.worker]
+            self._timer.start()
+
+    def _interrupt(self) -> None:
+        self.interrupted = time.monotonic()
+        os.kill(os.getpid(), self._number)

@@ -1,0 +1,82 @@
+"""Agents audit a whole run: whatever differs from the uncut model is found, told and mended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cerebro_hydra
+from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.storage import RunFolder
+from tests.end_to_end.test_runs import classes, search
+from tests.end_to_end.trials.audited_models import faulty
+from tests.end_to_end.trials.test_lethal_trials import assert_equal_bits
+
+pytestmark = pytest.mark.slow
+
+FAULTS = ["none", "in shards", "counts"]
+
+
+def run(path: Path, audit_share: float, faults: Sequence[str] = FAULTS, **options: Any) -> Any:
+    space = {"fault": [*faults], "driver": [os.getpid()]}
+    more = {"num_epochs": 3, "order": "seeded", "audit_share": audit_share, **options}
+    return search(path, faulty, space, classes(800), **more)
+
+
+def identical(result: Any, trial: int) -> bool:
+    trial_id = result.trials[trial].trial_id
+    return cerebro_hydra.replay(result.run_path, trial_id).identical
+
+
+def test_what_trains_otherwise_is_trained_uncut_or_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = run(tmp_path, audit_share=1.0, verbose=1)
+    out = capfd.readouterr().out
+    assert [t.status for t in result.trials] == ["finished", "finished", "failed"]
+    told = "trial-001 is trained again from its first state, in one piece, because its training"
+    assert out.count(told) == 1
+    assert "the bits of the uncut model" in out
+    error = result.trials[2].error
+    assert error.startswith("an audit found that a step of training differs")
+    assert "(worker " in error and "counters" in error
+    assert "training in shards differs" in (Path(result.run_path) / "report.html").read_text()
+    view = RunView.of_run(RunFolder.open(result.run_path))
+    assert view.audits > 0 and view.trials[1].uncut_because.startswith("at step ")
+    assert identical(result, 1)
+    assert cerebro_hydra.verify(result.run_path).ok
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "resources"),
+    [
+        ("in shards", {"residents": 2}),
+        ("in graphs", {"device_memory": 20_500}),  # its largest shard needs 20,173
+    ],
+)
+def test_what_trains_otherwise_in_queues_is_trained_uncut(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str, resources: dict[str, int]
+) -> None:
+    options: dict[str, Any] = {"resources": resources, "workers": 1, "verbose": 1}
+    result = run(tmp_path, 1.0, ["none", fault], **options)
+    assert [t.status for t in result.trials] == ["finished", "finished"]
+    assert capfd.readouterr().out.count("trial-001 is trained again from its first state") == 1
+    view = RunView.of_run(RunFolder.open(result.run_path))
+    assert view.audits > 0 and view.audit_seconds > 0
+    assert view.trials[1].uncut_because.startswith("at step ")
+    assert not view.trials[0].uncut_because
+    assert [identical(result, trial) for trial in range(2)] == [True, True]
+
+
+@pytest.mark.long
+def test_without_audits_only_a_replay_finds_what_trains_otherwise(tmp_path: Path) -> None:
+    plain, audited = run(tmp_path / "off", audit_share=0.0), run(tmp_path / "on", audit_share=1.0)
+    assert [t.status for t in plain.trials] == ["finished", "finished", "finished"]
+    assert RunView.of_run(RunFolder.open(plain.run_path)).audits == 0
+    assert [identical(plain, trial) for trial in range(3)] == [True, False, False]
+    assert_equal_bits(audited, plain, 0)

@@ -1,0 +1,132 @@
+"""Whole runs with the training features and model kinds that users bring: all replay to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from cerebro_hydra.errors import AllTrialsFailed
+from cerebro_hydra.replay.record import read_trial
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.testing.local_backend import Arrays
+from tests.end_to_end import models
+from tests.end_to_end.test_runs import assert_replays, classes, search
+from tests.end_to_end.trials import rich_models
+
+pytestmark = pytest.mark.slow
+
+
+def weighed(rows: int = 200) -> Arrays:
+    data = classes(rows)
+    weights = np.random.default_rng(1).random(rows).astype(np.float32)
+    return Arrays(data.arrays | {"weight": weights})
+
+
+def test_every_training_feature_at_once(tmp_path: Path) -> None:
+    result = search(
+        tmp_path, rich_models.rich, {"lr": [0.1, 0.01]}, weighed(),
+        evaluation_metric="f1", num_epochs=3, sample_weight_column="weight",
+    )  # fmt: skip
+    assert_replays(result)
+    for trial in result.trials:
+        assert trial.history.keys() == {"train_loss", "val_loss", "val_f1", "val_accuracy"}
+        assert all(0 <= value <= 1 for value in trial.history["val_f1"])
+    averaged = result.torch().state_dict()
+    folder = RunFolder.open(result.run_path)
+    number = result.trials.index(result.best_trial)
+    visit = read_trial(folder, number).result_visit
+    live = {}
+    for shard in folder.read_state(number, visit)["shards"]:
+        live |= safetensors.torch.load(bytes(folder.read_object(shard["trainable"])))
+    assert torch.equal(averaged["0.weight"], live["ema:0.weight"])
+    assert not torch.equal(averaged["0.weight"], live["param:0.weight"])
+
+
+def test_early_stopping_keeps_the_best_epoch(tmp_path: Path) -> None:
+    result = search(
+        tmp_path, rich_models.rich, {"lr": [0.5, 0.1], "patience": [1]}, weighed(),
+        evaluation_metric="f1", num_epochs=8, sample_weight_column="weight",
+    )  # fmt: skip
+    assert_replays(result)
+    lengths = []
+    for number, trial in enumerate(result.trials):
+        values = trial.history["val_f1"]
+        folder = RunFolder.open(result.run_path)
+        visit = read_trial(folder, number).result_visit
+        assert trial.result_epoch == values.index(max(values)) + 1
+        assert visit == 2 * trial.result_epoch
+        newest = 2 * len(values)  # kept for more epochs, if it was written before the trial ended
+        others = set(folder.states(number)) - {newest}
+        assert others | {newest} == {0, visit, newest}, "what was the best before is swept"
+        assert visit in folder.states(number)
+        lengths.append(len(values))
+    assert min(lengths) < 8, "a trial stopped early"
+    best = max(max(trial.history["val_f1"]) for trial in result.trials)
+    assert max(result.best_trial.history["val_f1"]) == best
+
+
+def test_two_inputs_by_name_and_two_losses(tmp_path: Path) -> None:
+    random = np.random.default_rng(2)
+    kind = random.integers(0, 3, 120)
+    data = Arrays(
+        {
+            "image": (random.normal(size=(120, 1, 8, 8)) + kind[:, None, None, None]).astype("f4"),
+            "table": random.normal(size=(120, 5)).astype("f4"),
+            "kind": kind,
+            "size": random.normal(size=120).astype("f4"),
+        }
+    )
+    result = search(
+        tmp_path, rich_models.two_heads, {"lr": [0.01, 0.002]}, data,
+        feature_columns=["image", "table"], label_columns=["kind", "size"],
+        evaluation_metric="kind_accuracy",
+    )  # fmt: skip
+    assert_replays(result)
+    assert max(result.best_trial.history["val_kind_accuracy"]) > 0.5
+
+
+def text(rows: int = 96) -> Arrays:
+    random = np.random.default_rng(3)
+    lengths = random.integers(3, 13, rows)
+    mask = (np.arange(12) < lengths[:, None]).astype(np.int64)
+    tokens = random.integers(1, 64, (rows, 12)) * mask
+    return Arrays({"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, 0] % 3})
+
+
+def bert_search(path: Path, **space: list) -> object:
+    return search(
+        path, rich_models.bert, {"lr": [0.003], **space}, text(),
+        feature_columns=["input_ids", "attention_mask"], label_columns=["labels"],
+    )  # fmt: skip
+
+
+def test_a_transformer_as_it_comes_with_batches_of_any_length(tmp_path: Path) -> None:
+    result = bert_search(tmp_path, shards=[1, 3])
+    assert_replays(result)
+    one, three = result.trials
+    if one.visit_log == three.visit_log:
+        assert one.history == three.history
+
+
+def test_a_warm_start_begins_with_the_weights_given(tmp_path: Path) -> None:
+    first = search(tmp_path / "a", models.feed_forward, {"lr": [0.1]}, classes())
+    weights = {n: t.contiguous() for n, t in first.torch().state_dict().items()}
+    path = str(tmp_path / "weights.safetensors")
+    safetensors.torch.save_file(weights, path)
+    second = search(
+        tmp_path / "b", models.feed_forward, {"lr": [0.1], "warm_start": [path]}, classes()
+    )
+    assert_replays(second)
+    began = first.trials[0].history["train_loss"][0]
+    assert second.trials[0].history["train_loss"][0] < began
+    with pytest.raises(AllTrialsFailed, match="there is no such file"):
+        search(
+            tmp_path / "c",
+            models.feed_forward,
+            {"lr": [0.1], "warm_start": [path + "x"]},
+            classes(),
+        )

@@ -1,0 +1,70 @@
+"""Open searches with faults at random points."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+
+from cerebro_hydra.plan.hop.journal import comparable, fold
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.messages.codec import from_json
+from tests.examples import examples
+from tests.plan.hop.test_plan_hop_chaos import scripts
+from tests.plan.open_worlds import check_outcome, open_worlds
+
+
+@settings(max_examples=examples(300))
+@given(open_worlds(), scripts)
+def test_every_open_run_ends_with_one_surviving_commit_per_sub_epoch(world, script) -> None:
+    world.run(script)
+    check_outcome(world)
+
+
+@settings(max_examples=examples(100))
+@given(open_worlds(faults=("kill", "duplicate", "store", "driver")), scripts)
+def test_without_faults_of_its_own_no_trial_of_an_open_run_fails(world, script) -> None:
+    world.run(script)
+    check_outcome(world)
+    for each in world.state.trials.values():
+        refused = any("can't be forked" in line for line in each.log) or each.newest == 0
+        assert each.status != "failed" or refused
+
+
+@settings(max_examples=examples(15))
+@given(open_worlds(), scripts)
+def test_every_prefix_of_an_open_runs_journal_folds_to_the_state_at_that_time(
+    world, script
+) -> None:
+    world.run(script)
+    text = [json.dumps(entry) for entry in world.journal]
+    live = HopState(world.config)
+    for length, line in enumerate(text):
+        if length % max(1, len(text) // 8) == 0:
+            prefix = map(json.loads, text[:length])
+            assert comparable(fold(world.config, prefix)) == comparable(live)
+        live.handle(from_json(json.loads(line)["event"]))
+    assert comparable(live) == comparable(world.state)
+
+
+@settings(max_examples=examples(60))
+@given(open_worlds(faults=()), scripts)
+def test_budgets_are_never_exceeded_and_paused_trials_never_run(world, script) -> None:
+    world.run(script)
+    paused: set[int] = set()
+    budgets: dict[int, int] = {}
+    for entry in world.journal:
+        event = entry["event"]
+        match event["type"]:
+            case "TrialAdded" | "TrialForked":
+                budgets.setdefault(event["config"]["trial"], event["budget"])
+            case "BudgetExtended":
+                budgets[event["trial"]] = max(budgets[event["trial"]], event["budget"])
+            case "TrialPaused":
+                paused.add(event["trial"])
+            case "TrialResumed":
+                paused.discard(event["trial"])
+        for told in entry["instructions"]:
+            if told["type"] in ("StartSubEpoch", "Evaluate"):
+                assert told["epoch"] < budgets[told["trial"]]
+                assert told["trial"] not in paused

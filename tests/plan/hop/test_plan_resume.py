@@ -1,0 +1,231 @@
+"""Runs that go on after their driver's end, and what the store then has of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cerebro_hydra.plan.hop.checkpoints import LONGEST_WAIT, MOST_FAILED_WRITES, WAITS, wait_after
+from cerebro_hydra.plan.hop.journal import RemadeStates
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.config import CHECKPOINTS, HopConfig
+from cerebro_hydra.plan.simulate.run import ClosedSearch
+from tests.examples import examples
+from tests.plan.driver import Driver, config, done, of
+from tests.plan.hop.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
+from tests.plan.open_driver import OpenDriver, fork_of, trial
+from tests.plan.open_worlds import check_outcome as check_open_outcome
+from tests.plan.open_worlds import open_worlds
+from tests.plan.world import World
+
+
+def killed_at(world: World, length: int, workers: int) -> None:
+    """Let another driver go on from a prefix of a world's journal and from its store then."""
+    world.go_on_from(world.journal[:length], *world.snapshots[length - 1], workers)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("patience", [None, 1])
+def test_a_run_goes_on_from_every_prefix_of_its_journal_to_the_same_end(
+    checkpoint: str, patience: int | None
+) -> None:
+    search = config(
+        trials=2, epochs=2, order="seeded", seed=4, patience=patience, checkpoint=checkpoint
+    )
+    whole = World(search, [(0,), (1,)], Counter())
+    whole.run([])
+    for length in range(1, len(whole.journal), max(1, 60 // examples(10))):
+        world = World(search, [(0,), (1,)], Counter())
+        world.go_on_from(whole.journal[:length], *whole.snapshots[length - 1], 1 + length % 3)
+        world.run([])
+        check_outcome(world)
+        for number, mine in world.state.trials.items():
+            assert repr(mine.history) == repr(whole.state.trials[number].history)
+            assert world.store[number, mine.result] == whole.store[number, mine.result]
+
+
+@settings(max_examples=examples(25))
+@given(worlds(faults=("kill", "store"), order="seeded"), scripts, st.data())
+def test_a_disturbed_run_goes_on_from_any_prefix_on_any_number_of_workers(
+    world: World, script: list[int], data: st.DataObject
+) -> None:
+    world.run(script)
+    killed_at(
+        world, data.draw(st.integers(1, len(world.journal) - 1)), data.draw(st.integers(1, 5))
+    )
+    world.run([])
+    check_outcome(world)
+    check_undisturbed(world)
+
+
+@settings(max_examples=examples(25))
+@given(open_worlds(), scripts, st.data())
+def test_an_open_run_with_forks_and_pauses_goes_on_from_any_prefix(
+    world: World, script: list[int], data: st.DataObject
+) -> None:
+    world.run(script)
+    killed_at(
+        world, data.draw(st.integers(1, len(world.journal) - 1)), data.draw(st.integers(1, 5))
+    )
+    for candidate in list(world.state.tables.candidates):
+        world.handle(ev.TrialRefused(candidate, "it can't be built any more"))
+    if not world.state.tables.search_closed:
+        world.handle(ev.SearchClosed())
+    world.run([])
+    check_open_outcome(world)
+
+
+@settings(max_examples=examples(25))
+@given(worlds(faults=("kill", "store", "driver"), order="seeded"), scripts, st.integers(1, 2))
+def test_a_finished_run_that_is_extended_ends_like_one_that_was_longer_from_the_start(
+    world: World, script: list[int], more: int
+) -> None:
+    world.run(script)
+    longer = ClosedSearch(world.config, world.search.trials, world.search.epochs + more)
+    early = {n for n, each in world.state.trials.items() if "stopped early" in "".join(
+        i.reason for i in world.instructions if isinstance(i, ins.FinishTrial) and i.trial == n
+    )}  # fmt: skip
+    world.search = longer
+    killed_at(world, len(world.journal), workers=2)
+    world.run([])
+    calm = World(longer, world.workers, Counter())
+    calm.run([])
+    for number, mine in world.state.trials.items():
+        assert mine.status == "finished"
+        if number not in early:
+            assert repr(mine.history) == repr(calm.state.trials[number].history)
+            assert mine.result == calm.state.trials[number].result
+
+
+def test_a_state_is_written_at_the_end_of_every_epoch_and_the_one_before_goes() -> None:
+    run = Driver(partitions=1, epochs=3, evaluate=False)
+    (first,) = of(ins.Checkpoint, run(done(0, "a")))
+    run(ev.Checkpointed(0, 1, "a"))
+    (second,) = of(ins.Checkpoint, run(done(1, "a")))
+    assert (first.visit, second.visit) == (1, 2)
+    assert of(ins.Collect, run(ev.Checkpointed(0, 2, "a"))) == [ins.Collect(0, 1, ("t/0",))]
+    assert run.state.holders.where(0, 0), "the first state stays, for replays"
+
+
+def test_the_agent_with_the_fewest_writes_writes_a_state() -> None:
+    run = OpenDriver(partitions=2, checkpoint="epoch", evaluate=True)
+    for number in (0, 1):
+        run(ev.TrialAdded(trial(number), 2))
+    holders = run.state.holders
+    for number, visit in ((0, 5), (1, 5)):
+        holders.define(number, visit, (("f", f"u{number}"),))
+        holders.add(number, visit, "a")
+        holders.add(number, visit, "b")
+    holders.begin_write(0, 5, "a")
+    assert holders.least_busy_writer(1, 5) == "b"
+
+
+def test_one_failed_write_ends_nothing_and_the_next_epoch_is_written() -> None:
+    run = Driver(partitions=1, epochs=3, evaluate=False)
+    run(done(0, "a"))
+    told = run(ev.CheckpointFailed(0, 1, "a", "disk full"))
+    assert not of(ins.Checkpoint, told) and not of(ins.FinishTrial, told)
+    assert of(ins.Checkpoint, run(done(1, "a"))) == [ins.Checkpoint(0, 2, "a")]
+
+
+def test_a_result_that_can_not_be_written_fails_its_trial_alone_and_keeps_its_metrics() -> None:
+    run = Driver(partitions=1, epochs=1, trials=2, evaluate=False, seed=1)
+    first = run.state.attempts[run.running["a"]].trial
+    run(done(run.running["a"], "a"))
+    for _ in range(MOST_FAILED_WRITES - 1):
+        told = run(ev.CheckpointFailed(first, 1, "a", "disk full"))
+        assert of(ins.Checkpoint, told) == [ins.Checkpoint(first, 1, "a")]
+    (end,) = of(ins.FinishTrial, run(ev.CheckpointFailed(first, 1, "a", "disk full")))
+    assert (end.trial, end.status) == (first, "failed")
+    assert "could not be written" in end.reason and "disk full" in end.reason
+    assert run.state.trials[first].history
+    assert not run.state.trials[1 - first].over
+
+
+def test_a_fork_whose_state_can_not_be_written_fails_alone() -> None:
+    run = OpenDriver(partitions=1)
+    run(ev.TrialAdded(trial(0), 2))
+    run.train()
+    run(ev.TrialForked(fork_of(0, 1), 0, 1, 2))
+    for _ in range(MOST_FAILED_WRITES):
+        told = run(ev.CheckpointFailed(0, 1, "a", "disk full"))
+    (end,) = of(ins.FinishTrial, told)
+    assert (end.trial, end.status) == (1, "failed") and "disk full" in end.reason
+    assert not run.state.trials[0].over
+
+
+def test_a_segment_that_another_state_is_being_written_with_is_not_deleted() -> None:
+    run = OpenDriver(partitions=1, checkpoint="sub-epoch")
+    run(ev.TrialAdded(trial(0), 4))
+    made = ev.SubEpochDone(0, "a", 1, 1.0, (("f0", "same"),), 1, 1.0, ev.Hop(0, 0, 0.0))
+    run(made)
+    run(ev.Checkpointed(0, 1, "a"))
+    run(ev.SubEpochDone(1, "a", 1, 1.0, (("f0", "same"),), 1, 1.0, ev.Hop(0, 0, 0.0)))
+    (collect,) = of(ins.Collect, run(ev.Checkpointed(0, 2, "a")))
+    assert (collect.visit, collect.objects) == (1, ())
+
+
+def test_waits_between_tries_grow_and_end() -> None:
+    assert [wait_after(n) for n in range(1, len(WAITS) + 1)] == sorted(WAITS)
+    assert wait_after(len(WAITS) + 1) is None and max(WAITS) == LONGEST_WAIT
+
+
+def commits(*made: tuple[int, int, str]) -> list[tuple[ev.Event, list[ins.Instruction]]]:
+    """Return decisions that commit (visit, partition, digest) of trial 0."""
+    hop = ev.Hop(0, 0, 0.0)
+    return [
+        (
+            ev.SubEpochDone(visit, "a", 1, 1.0, (("f", "x"), ("f", digest)), 1, 1.0, hop),
+            [ins.Commit(visit, 0, visit, 0, partition)],
+        )
+        for visit, partition, digest in made
+    ]
+
+
+@pytest.mark.parametrize(
+    ("again", "expected"),
+    [
+        ([(2, 1, "b"), (3, 2, "c")], []),
+        ([(2, 1, "B"), (3, 2, "c")], [ev.StateDiffers(0, 2, (1,))]),
+        ([(2, 0, "B"), (3, 2, "C")], []),  # another partition makes another state
+    ],
+)
+def test_what_is_made_again_is_compared_while_the_trial_takes_the_same_way(
+    again: list[tuple[int, int, str]], expected: list[ev.StateDiffers]
+) -> None:
+    remade = RemadeStates({0: 1}, commits((1, 0, "a"), (2, 1, "b"), (3, 2, "c")))
+    found = [each for decision in commits(*again) for each in remade.compare(*decision)]
+    assert found == expected
+
+
+def test_a_resumed_run_merges_metrics_again_whose_answer_was_under_way() -> None:
+    run = Driver(partitions=1, custom=("auc",), checkpoint="sub-epoch")
+    run(done(0, "a"))
+    run(ev.Checkpointed(0, 1, "a"))
+    ((worker, attempt),) = run.running.items()
+    sums = {"loss": (1.0, 1)}
+    run(ev.EvaluationDone(attempt, worker, sums, 1.0, ev.Hop(0, 0, 0.0), {"auc": 1}))
+    (merge,) = of(ins.MergeMetrics, run.last)
+    (again,) = of(ins.MergeMetrics, run(ev.RunResumed()))
+    assert again.attempt != merge.attempt and again.states == merge.states
+
+
+def test_a_sub_epoch_that_is_held_back_goes_with_its_worker() -> None:
+    """The state before it is committed later, because its message took longer."""
+    run = Driver(partitions=2, evaluate=False)
+    ((first, attempt),) = run.running.items()
+    run(ev.StateReceived(0, 0, first))
+    run(ev.SubEpochEnding(attempt, first))
+    (second,) = {"a", "b"} - {first}
+    run(done(run.running[second], second))
+    told = run(ev.WorkerLost(second, "killed"))
+    assert run.state.trials[0].attempts == [run.state.attempts[attempt]], told
+
+
+def test_an_unknown_cadence_is_refused() -> None:
+    with pytest.raises(ValueError, match="checkpoint='hourly' is unknown"):
+        HopConfig(2, checkpoint="hourly")

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cerebro_hydra.plan.messages.actions import (
+    HOST,
+    Action,
+    ActionKind,
+    format_actions,
+    parse_action,
+    parse_actions,
+)
+from cerebro_hydra.plan.schedules.sequential import sequential
+
+GOLDEN = Path(__file__).parent / "golden"
+SCHEDULES = {
+    "sequential_3x2": sequential(3, 3, 2, barrier=False),
+    "sequential_3x2_barrier": sequential(3, 3, 2, barrier=True),
+    "sequential_3x1_send": sequential(0, 3, 1, barrier=False, send=True),
+    "sequential_2x2_barrier_send": sequential(0, 2, 2, barrier=True, send=True),
+    "sequential_3x1_tied_owner_behind": sequential(0, 3, 1, barrier=False, tied=[(2, 0)]),
+}
+
+numbers = st.integers(0, 10**6)
+kinds = {
+    computes: [kind for kind in ActionKind if kind.computes is computes]
+    for computes in (False, True)
+}
+computing = st.builds(
+    Action, numbers, numbers, st.sampled_from(kinds[True]), numbers, st.none() | numbers
+)
+moving = st.builds(
+    Action, numbers, numbers, st.sampled_from(kinds[False]), st.none(),
+    st.none() | st.just(HOST) | numbers,
+)  # fmt: skip
+
+
+@given(st.lists(computing | moving))
+def test_a_list_of_actions_round_trips_through_text(actions: list[Action]) -> None:
+    assert parse_actions(format_actions(actions)) == actions
+
+
+@given(computing | moving)
+def test_an_action_round_trips_through_text(action: Action) -> None:
+    assert parse_action(str(action)) == action
+
+
+def test_text_is_what_people_write() -> None:
+    assert str(Action(3, 1, ActionKind.F, 0)) == "t3s1F0"
+    assert parse_action("t3s1LOAD") == Action(3, 1, ActionKind.LOAD)
+    assert str(Action(3, 1, ActionKind.B, 0, device=2)) == "t3s1B0@2"
+    assert parse_action("t3s1SPILL@host") == Action(3, 1, ActionKind.SPILL, device=HOST)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "t3s1",
+        "t3s1F",
+        "t3s1LOAD0",
+        "t03s1F0",
+        "s1F0",
+        "t3s1X0",
+        "t٣s1F0",
+        "t3s1F0@",
+        "t3s1LOAD@02",
+    ],
+)
+def test_other_text_is_refused_with_what_it_should_look_like(text: str) -> None:
+    with pytest.raises(ValueError, match="t3s1F0"):
+        parse_action(text)
+
+
+def test_a_wrong_word_is_named_with_its_line() -> None:
+    with pytest.raises(ValueError, match="line 2: 'oops'"):
+        parse_actions("t0s0F0  # fine\nt0s0B0 oops\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatch"), [(ActionKind.F, None), (ActionKind.SEND, 0), (ActionKind.B, -1)]
+)
+def test_an_action_without_text_cannot_be_made(kind: ActionKind, microbatch: int | None) -> None:
+    with pytest.raises(ValueError, match=r"microbatch|negative"):
+        Action(0, 0, kind, microbatch)
+
+
+def test_computing_needs_a_device_and_not_the_host() -> None:
+    with pytest.raises(ValueError, match="F needs the number of a device"):
+        parse_action("t0s0F0@host")
+    with pytest.raises(ValueError, match="LOAD needs the number of a device"):
+        Action(0, 0, ActionKind.LOAD, device=-2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_give_their_golden_actions(name: str) -> None:
+    text = (GOLDEN / f"{name}.txt").read_text()
+    assert format_actions(SCHEDULES[name]) == text
+    assert parse_actions(text) == SCHEDULES[name]

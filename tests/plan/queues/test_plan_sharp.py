@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, parse_actions
+from cerebro_hydra.plan.queues.events import ActionDone, RunAdded, RunEnded
+from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.pick import Candidate, Rule, oldest_first, sharp
+from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
+from tests.plan.rules import at_random, fifo
+
+F, B = ActionKind.F, ActionKind.B
+
+
+def run_of(
+    run: int, shards: int, microbatches: int, forward: float = 1.0, backward: float = 2.0
+) -> RunSpec:
+    shard = ShardSpec(1, forward=forward, backward=backward)
+    return RunSpec(run, TaskGraph(shards, microbatches), (shard,) * shards, fused=False)
+
+
+def simulate(
+    specs: list[RunSpec],
+    devices: int,
+    promotion: float,
+    *,
+    rule: Rule = sharp,
+    slots: int = 3,
+    double_buffering: bool = True,
+) -> WorkerTimeline:
+    """Run with ``slots`` shards to a device; only promotion and computing take time."""
+
+    def seconds(action: Action) -> float:
+        if action.kind is ActionKind.LOAD and action.device != HOST:
+            return promotion
+        shard = specs[action.trial].shards[action.shard]
+        return {F: shard.forward, B: shard.backward}.get(action.kind, 0.0)
+
+    return WorkerSimulation(
+        specs, [slots] * devices, None, rule, seconds, double_buffering=double_buffering
+    ).run()
+
+
+def lane(timeline: WorkerTimeline, device: int) -> str:
+    """Return when a device's forwards and backwards began."""
+    computed = [d for d in timeline.done if d.action.kind in (F, B) and d.action.device == device]
+    return " ".join(f"{str(d.action).partition('@')[0]}@{d.begin:g}" for d in computed)
+
+
+def test_golden_table_of_three_trials_on_two_devices() -> None:
+    timeline = simulate([run_of(run, 2, 1) for run in range(3)], 2, 0.5, slots=2)
+    assert lane(timeline, 0) == (
+        "t0s0F0@0.5 t2s0F0@1.5 t2s1F0@2.5 t2s1B0@3.5 t1s1B0@5.5 t1s0B0@7.5"
+    )
+    assert lane(timeline, 1) == (
+        "t1s0F0@0.5 t1s1F0@1.5 t0s1F0@2.5 t0s1B0@3.5 t0s0B0@5.5 t2s0B0@7.5"
+    )
+    assert timeline.makespan == 9.5
+    assert timeline.utilisation == pytest.approx(0.947, abs=5e-4)
+
+
+def test_two_equal_trials_start_on_both_devices_at_once() -> None:
+    timeline = simulate([run_of(0, 2, 4), run_of(1, 2, 4)], 2, 0.0)
+    begins = [min(d.begin for d in timeline.done if d.action.device == j) for j in (0, 1)]
+    assert begins == [0, 0]
+    assert timeline.utilisation == 1.0
+
+
+def chains(trials: int) -> list[RunSpec]:
+    """Return runs of which no two units in a row use the same shard: evaluations."""
+    graph = TaskGraph(20, 4, training=False)
+    return [RunSpec(run, graph, (ShardSpec(1, forward=1.0),) * 20) for run in range(trials)]
+
+
+def never_the_own_next_unit(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Break SHARP on purpose, as a negative control."""
+    others = [each for each in candidates if not each.own]
+    return sharp(others) if others else None
+
+
+@pytest.mark.parametrize(("trials", "without"), [(4, 0.5), (5, 0.62), (6, 0.75), (8, 1.0)])
+def test_the_running_trials_own_next_unit_may_be_reserved(trials: int, without: float) -> None:
+    broken = simulate(chains(trials), 4, 1.0, rule=never_the_own_next_unit)
+    assert broken.utilisation == pytest.approx(without, abs=0.03)
+    assert simulate(chains(trials), 4, 1.0).utilisation > 0.98
+
+
+@pytest.mark.parametrize(("promotion", "single"), [(0.5, 0.67), (1.0, 0.5), (1.5, 0.4)])
+def test_utilisation_follows_promotion_over_compute(promotion: float, single: float) -> None:
+    one = simulate(chains(8), 4, promotion, double_buffering=False)
+    both = simulate(chains(8), 4, promotion)
+    assert one.utilisation == pytest.approx(single, abs=0.015)
+    assert both.utilisation == pytest.approx(min(1, 1 / promotion), abs=0.02)
+
+
+@pytest.mark.parametrize("trials", [4, 8, 16])
+def test_longest_first_is_at_the_bound_with_tenfold_costs(trials: int) -> None:
+    def makespan_over_bound(rule: Rule) -> float:
+        specs = []
+        for run in range(trials):
+            cost = 10 ** (run / (trials - 1))
+            specs.append(run_of(run, 4, 8, forward=cost, backward=2 * cost))
+        work = [8 * 4 * 3 * spec.shards[0].forward for spec in specs]
+        return simulate(specs, 4, 0.0, rule=rule).makespan / max(max(work), sum(work) / 4)
+
+    assert makespan_over_bound(sharp) <= 1.01
+    assert makespan_over_bound(fifo) < 1.15
+    assert makespan_over_bound(at_random(7)) < 1.15
+
+
+def test_sequential_ends_the_oldest_run_first() -> None:
+    timeline = simulate([run_of(run, 2, 4) for run in range(3)], 1, 0.0, rule=oldest_first)
+    trials = [d.action.trial for d in timeline.done if d.action.kind in (F, B)]
+    assert trials == sorted(trials)
+
+
+def test_a_shard_that_fits_is_loaded_once() -> None:
+    timeline = simulate([run_of(0, 3, 5)], 1, 0.5, slots=3)
+    kinds = [d.action.kind for d in timeline.done]
+    assert kinds.count(ActionKind.LOAD) == kinds.count(ActionKind.SPILL) == 3
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(8, 3, 2), ShardSpec(4, 1, 2)))
+    (refused,) = WorkerState([10, 9], None, sharp).handle([RunAdded(spec)])
+    assert refused == RunEnded(
+        0, "refused", "it needs 11 bytes of a device, and the largest has 10"
+    )
+    (refused,) = WorkerState([20], 11, sharp).handle([RunAdded(spec)])
+    assert refused == RunEnded(0, "refused", "it needs 12 bytes of DRAM, and there are 11")
+
+
+def test_an_answer_to_nothing_is_an_error() -> None:
+    state = WorkerState([None], None, sharp)
+    state.handle([RunAdded(run_of(0, 1, 1))])
+    with pytest.raises(ValueError, match="t0s0F0@0 was not given"):
+        state.handle([ActionDone(Action(0, 0, F, 0, 0), 1.0)])
+
+
+def test_the_actions_of_one_small_run_read_like_its_story() -> None:
+    timeline = simulate([run_of(0, 2, 1)], 1, 0.5, slots=2)
+    text = " ".join(str(each) for each in timeline.given if isinstance(each, Action))
+    assert text == (
+        "t0s0RECV t0s1RECV t0s0LOAD@0 t0s0F0@0 t0s1LOAD@0 t0s1F0@0 t0s1B0@0 t0s1U0@0 "
+        "t0s0B0@0 t0s0U0@0 t0s1SPILL@0 t0s1SEND t0s0SPILL@0 t0s0SEND"
+    )
+    assert [str(a) for a in parse_actions(text)] == text.split()

@@ -1,0 +1,272 @@
+"""Random runs on random devices: always progress, never over a budget, never two writers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from cerebro_hydra.errors import InvalidSchedule
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.queues.events import (
+    ActionDone,
+    DeviceJoined,
+    DeviceLost,
+    RunAdded,
+    RunCancelled,
+    RunReleased,
+    RunRestarted,
+    ShardArrived,
+    WorkerEvent,
+)
+from cerebro_hydra.plan.queues.memory import Room
+from cerebro_hydra.plan.queues.run_progress import RunProgress, RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.pick import Rule, oldest_first, sharp
+from cerebro_hydra.plan.schedules.validate import validate_order
+from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
+from tests.examples import examples
+from tests.plan.rules import at_random, fifo
+
+RULES: dict[str, Rule] = {"sharp": sharp, "sequential": oldest_first, "fifo": fifo}
+
+
+@st.composite
+def ties(draw: st.DrawFn, shards: int) -> tuple[tuple[int, ...], ...]:
+    if shards == 1 or draw(st.booleans()):
+        return ()
+    group = draw(st.lists(st.integers(0, shards - 1), min_size=2, max_size=3, unique=True))
+    return (tuple(group),)
+
+
+@st.composite
+def specs(draw: st.DrawFn, run: int) -> RunSpec:
+    shards = draw(st.integers(1, 4))
+    graph = TaskGraph(
+        shards,
+        microbatches=draw(st.integers(1, 4)),
+        window=draw(st.integers(1, 3)),
+        barrier=draw(st.booleans()),
+        tied=draw(ties(shards)),
+        training=draw(st.integers(0, 3)) > 0,
+    )
+    if not graph.training:
+        graph = replace(graph, window=1, barrier=False, tied=())
+    scale = draw(st.sampled_from([1.0, 0.01]))  # units have one task or many
+    shard = st.builds(
+        ShardSpec,
+        state=st.integers(1, 10),
+        activations=st.integers(0, 5),
+        boundary=st.integers(0, 3),
+        forward=st.integers(1, 3).map(scale.__mul__),
+        backward=st.integers(1, 3).map(scale.__mul__),
+        update=st.integers(0, 1).map(scale.__mul__),
+        forward_writes=st.booleans(),
+    )
+    return RunSpec(
+        run,
+        graph,
+        tuple(draw(st.lists(shard, min_size=shards, max_size=shards))),
+        by_modules=draw(st.booleans()),
+        recompute=draw(st.booleans()),
+        fused=draw(st.booleans()),
+        later_seconds=float(draw(st.integers(0, 10))),
+    )
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> dict[str, object]:
+    runs = [draw(specs(run)) for run in range(draw(st.integers(1, 5)))]
+    slack = st.sampled_from([0, 1, 5, 20, 1000])
+    need = max(spec.device_need for spec in runs)
+    host_need = max(spec.host_state_bytes + spec.host_boundary_bytes for spec in runs)
+    budgets: list[int | None] = [need + draw(slack)]
+    for _ in range(draw(st.integers(0, 3))):
+        budgets.append(draw(st.none() | st.integers(1, 2 * need)))
+    rule = draw(st.sampled_from([*RULES, "random"]))
+    return {
+        "specs": runs,
+        "budgets": budgets,
+        "host_budget": draw(st.none() | slack.map(lambda more: host_need + more)),
+        "rule": RULES.get(rule) or at_random(draw(st.integers(0, 9))),
+        "seconds": seconds_of(runs, draw(st.sampled_from([0.0, 0.5, 3.0]))),
+        "double_buffering": draw(st.booleans()),
+    }
+
+
+def seconds_of(runs: list[RunSpec], move: float):
+    def seconds(action: Action) -> float:
+        shard = runs[action.trial].shards[action.shard]
+        match action.kind:
+            case ActionKind.F:
+                return shard.forward
+            case ActionKind.B:
+                return shard.backward
+            case ActionKind.U:
+                return shard.update
+        return move
+
+    return seconds
+
+
+def simulate(world, later: list[tuple[float, WorkerEvent]]) -> WorkerTimeline:
+    simulation = WorkerSimulation(**world, later=later, observe=WorkerState.validate)
+    timeline = simulation.run()
+    for place, budget in simulation.check.budgets.items():
+        assert budget is None or simulation.check.peak[place] <= budget
+    return timeline
+
+
+def check_order(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
+    actions = [each for each in timeline.given if isinstance(each, Action)]
+    for spec in runs:
+        mine = [action for action in actions if action.trial == spec.run]
+        validate_order(mine, {spec.run: spec.graph})
+
+
+def check_changes(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
+    """Check that what is published has every change of plain training once, in its order."""
+    home: dict[tuple[int, int], list[Action]] = {}
+    there: dict[tuple[int, int], list[Action]] = {}
+    sent = set()
+    for done in timeline.done:
+        action, key = done.action, (done.action.trial, done.action.shard)
+        graph, shard = runs[key[0]].graph, runs[key[0]].shards[key[1]]
+        task = replace(action, device=None)
+        if action.kind is ActionKind.RECV:
+            home[key] = []
+        elif action.device == HOST or not graph.training:
+            continue
+        elif action.kind is ActionKind.LOAD:
+            there[key] = home[key].copy()
+        elif action.kind is ActionKind.SPILL:
+            home[key] = there[key].copy()
+        elif action.kind is ActionKind.SEND:
+            tasks = (t for window in range(graph.windows) for t in graph.tasks(key[0], window))
+            mine = [t for t in tasks if t.shard == key[1]]
+            assert home[key] == [t for t in mine if writes(t, shard)]
+            sent.add(key)
+        elif writes(task, shard):
+            there[key].append(task)
+    expected = {(s.run, k) for s in runs if s.graph.training for k in range(s.graph.shards)}
+    assert sent == expected
+
+
+def writes(task: Action, shard: ShardSpec) -> bool:
+    return task.kind is not ActionKind.F or shard.forward_writes
+
+
+@settings(max_examples=examples(150))
+@given(worlds())
+def test_every_run_ends_in_order_and_within_every_budget(world) -> None:
+    timeline = simulate(world, [])
+    assert {timeline.outcome(spec.run) for spec in world["specs"]} == {"finished"}
+    check_order(timeline, world["specs"])
+    check_changes(timeline, world["specs"])
+
+
+@settings(max_examples=examples(150))
+@given(worlds(), st.data())
+def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
+    moment = st.floats(0, 60, allow_nan=False)
+    runs = world["specs"]
+    numbers = data.draw(st.lists(st.sampled_from(range(len(runs))), min_size=1, unique=True))
+    later: list[tuple[float, WorkerEvent]] = [(data.draw(moment), RunCancelled(n)) for n in numbers]
+    later += [(1000.0, RunReleased(spec.run)) for spec in runs]
+    simulation = WorkerSimulation(**world, later=later, observe=WorkerState.validate)
+    timeline = simulation.run()
+    check_order(timeline, [spec for spec in runs if spec.run not in numbers])
+    assert {timeline.outcome(s.run) for s in runs if s.run not in numbers} <= {"finished"}
+    tiers = simulation.state.tiers
+    assert simulation.state.runs == {}
+    assert (list(tiers), tiers.host_used) == ([], 0)
+
+
+@settings(max_examples=examples(150))
+@given(worlds(), st.data())
+def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
+    later: list[tuple[float, WorkerEvent]] = []
+    for device in range(len(world["budgets"])):
+        moment = 0.0
+        for _ in range(data.draw(st.integers(0, 2))):
+            moment += data.draw(st.integers(1, 60)) / 4
+            later.append((moment, DeviceLost(device)))
+            moment += data.draw(st.integers(0, 20)) / 4 + 0.1
+            later.append((moment, DeviceJoined(device)))
+    timeline = simulate(world, later)
+    runs = world["specs"]
+    assert {timeline.outcome(spec.run) for spec in runs} == {"finished"}
+    check_changes(timeline, runs)
+    event(f"restarts: {sum(isinstance(a, RunRestarted) for a in timeline.given)}")
+
+
+def one_run_with_a_loss(spec: RunSpec, at: float) -> tuple[WorkerTimeline, list[str]]:
+    """Lose the only device for a while, and return the tasks that it ended as well."""
+    later: list[tuple[float, WorkerEvent]] = [(at, DeviceLost(0)), (at + 0.5, DeviceJoined(0))]
+    seconds = seconds_of([spec], 0.0)
+    timeline = WorkerSimulation([spec], [None], None, sharp, seconds, later=later).run()
+    check_changes(timeline, [spec])
+    return timeline, [str(d.action) for d in timeline.done if d.action.kind.computes]
+
+
+SHARDS = (ShardSpec(1), ShardSpec(1))
+
+
+def test_tasks_whose_changes_died_with_the_device_are_done_again() -> None:
+    spec = RunSpec(0, TaskGraph(2, 1), SHARDS)  # F0 0-1, F1 1-2, B1 2-4, B0 4-6
+    timeline, tasks = one_run_with_a_loss(spec, at=4.5)
+    # Shard 1 was written back after its last update, so it need not be done again.
+    assert " ".join(tasks) == "t0s0F0@0 t0s1F0@0 t0s1B0@0 t0s1U0@0 t0s0B0@0 t0s0U0@0"
+    held = RunSpec(0, TaskGraph(2, 2, window=2), SHARDS)
+    timeline, tasks = one_run_with_a_loss(held, at=4.5)
+    assert tasks.count("t0s1B0@0") == 2
+    assert not any(isinstance(each, RunRestarted) for each in timeline.given)
+
+
+def test_a_run_that_lost_changes_of_an_older_microbatch_begins_anew() -> None:
+    spec = RunSpec(0, TaskGraph(2, 2), SHARDS)
+    timeline, tasks = one_run_with_a_loss(spec, at=6.5)
+    assert RunRestarted(0) in timeline.given
+    assert tasks.count("t0s0F0@0") == 2
+
+
+def test_what_a_task_has_beside_its_shard_counts() -> None:
+    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
+    simulation = WorkerSimulation([spec], [9], None, sharp, seconds_of([spec], 0.0))
+    simulation.run()
+    assert simulation.check.peak[0] == 9
+
+
+def test_a_device_that_counts_no_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
+    monkeypatch.setattr(Room, "_activations", lambda room, queue, unit: 0)
+    with pytest.raises(InvalidSchedule, match="13 bytes are resident, but the budget is 9"):
+        WorkerSimulation([spec], [9], None, sharp, seconds_of([spec], 0.0)).run()
+
+
+def test_a_change_that_is_not_done_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_back = RunProgress.put_back
+
+    def forgetful(run: RunProgress, tasks: Iterable[Action]) -> None:
+        put_back(run, [task for task in tasks if task.kind is not ActionKind.B])
+
+    monkeypatch.setattr(RunProgress, "put_back", forgetful)
+    with pytest.raises(AssertionError):
+        one_run_with_a_loss(RunSpec(0, TaskGraph(2, 1), SHARDS), at=4.5)
+
+
+def test_a_cancelled_run_has_its_boundary_values_until_its_task_ends() -> None:
+    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(1, boundary=3), ShardSpec(1, boundary=3)))
+    state = WorkerState([None], 20, sharp)
+    state.handle([RunAdded(spec)])
+    (load,) = state.handle([ShardArrived(0, 0)])
+    (task,) = state.handle([ActionDone(load, 1.0)])
+    state.handle([RunCancelled(0)])
+    assert state.tiers.boundaries == 6, "the task writes there"
+    state.handle([ActionDone(task, 1.0)])
+    assert state.tiers.boundaries == 0
+    state.validate()

@@ -1,0 +1,120 @@
+"""The bill against the queues that it speaks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.human_units import numbers_text
+from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.pick import sharp
+from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation
+from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, table
+from tests.examples import examples
+from tests.plan.queues.test_plan_worker_chaos import specs
+
+MIB = 2**20
+RATES = MoveRates(device=100 * MIB, disk=10 * MIB)
+
+
+def trial(number: int, shards: int = 4, steps: int = 20, **more) -> RunSpec:
+    """Return a trial of 10 MiB to a shard; a forward takes 0.1 s and a backward 0.2 s."""
+    shard = ShardSpec(10 * MIB, 2 * MIB, MIB, forward=0.1, backward=0.2)
+    return RunSpec(number, TaskGraph(shards, steps), (shard,) * shards, **more)
+
+
+def memory(device: int | None = None, host: int | None = None, disk: int | None = None, **more):
+    def of(mib: int | None) -> int | None:
+        return None if mib is None else mib * MIB
+
+    return WorkerMemory((of(device),), of(host), of(disk), more.get("residents", 1), RATES)
+
+
+@settings(max_examples=examples(60))
+@given(specs(0), st.integers(1, 80), st.none() | st.integers(1, 60))
+def test_a_trial_is_refused_exactly_when_the_queues_refuse_it(
+    run: RunSpec, device: int, host: int | None
+) -> None:
+    (line,) = bill([run], [WorkerMemory((device,), host, None, 1, MoveRates())]).lines
+    simulation = WorkerSimulation([run], [device], host, sharp, lambda action: 1.0)
+    assert line.fits == (simulation.run().outcome(0) == "finished")
+    if line.fits and line.device_all <= device and host is None:
+        assert (line.moved, line.seconds) == (0, 0.0)
+
+
+def test_a_trial_that_fits_its_device_spills_nothing() -> None:
+    (line,) = bill([trial(0)], [memory(device=42)]).lines
+    assert (line.device_least, line.device_all) == (12 * MIB, 42 * MIB)
+    assert (line.moved, line.seconds, line.disk) == (0, 0.0, 0)
+
+
+def test_what_moves_and_what_it_costs_grow_with_the_sub_epoch_and_are_those_of_the_queues() -> None:
+    rows = [bill([trial(0, steps=s)], [memory(device=22)]).lines[0] for s in (8, 40, 400)]
+    moved, seconds = [row.moved for row in rows], [row.seconds for row in rows]
+    assert 0 < moved[0] < moved[1] < moved[2] and 0 < seconds[0] < seconds[1] < seconds[2]
+    run = trial(0, steps=40)
+
+    def makespan(device: int | None) -> float:
+        def took(action):
+            return RATES.seconds(action, run.shards[action.shard])
+
+        return WorkerSimulation([run], [device], None, sharp, took).run().makespan
+
+    measured = makespan(22 * MIB) - makespan(None)
+    assert seconds[1] == pytest.approx(measured, rel=0.05)
+
+
+def test_states_that_are_kept_and_neighbours_go_to_disk_when_dram_is_full() -> None:
+    runs = [trial(0), trial(1), trial(2, shards=2)]
+    worker = memory(host=60, residents=2)
+    alone, pair = bill(runs[:1], [worker]), bill(runs, [worker])
+    assert (alone.lines[0].host, alone.lines[0].disk) == (84 * MIB, 24 * MIB)
+    assert [line.host // MIB for line in pair.lines] == [168, 168, 126]
+    with pytest.raises(ConfigurationError, match=r"^trial 0-1 on worker 0: disk needs 108 MiB"):
+        bill(runs, [memory(host=60, disk=100, residents=2)]).check()
+
+
+def test_what_can_not_fit_is_refused_with_the_numbers_and_what_to_change() -> None:
+    runs = [trial(0), trial(1), trial(2, recompute=False), replace(trial(3), by_modules=True)]
+    each = bill(runs, [memory(device=11), memory(device=64, host=12), memory(device=64)])
+    with pytest.raises(ConfigurationError) as refused:
+        each.check()
+    assert str(refused.value).splitlines() == [
+        "trial 0-1 on worker 0: a device needs 12.0 MiB for the largest shard, and the largest "
+        "device has 11.0 MiB; use more shards, smaller microbatches, or raise device_memory",
+        "trial 0-1 on worker 1: DRAM needs 14.0 MiB for a shard and the boundary values, and "
+        "host_memory leaves 12.0 MiB for them; use more shards, smaller microbatches, or raise "
+        "host_memory",
+        "trial 2 on worker 0: a device needs 48.0 MiB for all shards, whose activations are kept, "
+        "and the largest device has 11.0 MiB; use recompute=True, or raise device_memory",
+        "trial 2 on worker 1: DRAM needs 40.0 MiB for a shard and the boundary values, and "
+        "host_memory leaves 12.0 MiB for them; use more shards, smaller microbatches, or raise "
+        "host_memory",
+        "trial 3 on worker 0: a device needs 16.0 MiB for the largest shard, and the largest "
+        "device has 11.0 MiB; use more shards, smaller microbatches, or raise device_memory",
+    ]
+
+
+def test_the_table_has_a_row_for_trials_and_workers_with_the_same_numbers() -> None:
+    runs = [trial(number) for number in range(3)] + [trial(3, shards=1)]
+    small = memory(device=22, host=100, disk=1000)
+    lines = bill(runs, [small, small, memory()]).lines
+    assert table(lines).splitlines() == TABLE.splitlines()[1:]
+
+
+TABLE = """
+trials  workers  device: least       all       has  DRAM: all       has  disk       has   spilled  costs
+   0-2      0-1       12.0 MiB  42.0 MiB  22.0 MiB   84.0 MiB   100 MiB   0 B  1000 MiB  1.69 GiB  1.9 s
+   0-2        2       12.0 MiB  42.0 MiB  no limit   84.0 MiB  no limit   0 B  no limit       0 B  0.0 s
+     3      0-1       12.0 MiB  12.0 MiB  22.0 MiB   21.0 MiB   100 MiB   0 B  1000 MiB       0 B  0.0 s
+     3        2       12.0 MiB  12.0 MiB  no limit   21.0 MiB  no limit   0 B  no limit       0 B  0.0 s
+"""  # noqa: E501
+
+
+def test_numbers_are_written_as_ranges() -> None:
+    assert numbers_text([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"

@@ -1,0 +1,133 @@
+"""A profile says what a shard's tasks need of a device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.profile import TaskProfile, TrialProfile, profile
+from tests.shards import zoo
+from tests.shards.engine.test_shards_equivalence import mlp_recipe, resnet_recipe
+from tests.shards.hopping import Trial, start
+
+WIDTH, ROWS = 64, 32
+
+
+def trial_of(model: nn.Module, shards, cut="modules", batch=None, **rules) -> Trial:
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards, cut=cut, **rules)
+    return start(recipe, [[batch or zoo.vectors(ROWS, features=WIDTH)[0]]])
+
+
+def tasks_of(trial: Trial, batch=None) -> TaskProfile:
+    batch = batch or zoo.vectors(ROWS, features=WIDTH)[0]
+    example = (batch.features, batch.labels)
+    return profile(trial.recipe, trial.cut_model, trial.layout, example)
+
+
+def run_of(trial: Trial, recompute: bool = True, batch=None) -> RunSpec:
+    tasks = tasks_of(trial, batch)
+    described = TrialProfile.of(trial.recipe, trial.cut_model, trial.layout, tasks)
+    return described.training(0, 5, trial.recipe.accumulate, recompute)
+
+
+def blocks(number: int = 3) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(number)),
+        nn.Linear(WIDTH, 3),
+    )
+
+
+@pytest.mark.parametrize("cut", ["modules", "export"])
+def test_a_profile_counts_what_a_linear_layer_needs(cut):
+    trial = trial_of(blocks(), shards=["1", "2"], cut=cut)
+    found = run_of(trial)
+    first, second, _ = found.shards
+    value = ROWS * WIDTH * 4
+    weights = (WIDTH * WIDTH + WIDTH) * 4
+    for shard, layout in zip(found.shards, trial.layout.shards, strict=True):
+        assert shard.state == layout.nbytes
+        assert min(shard.forward, shard.backward, shard.update) > 0
+    # One value goes from shard to shard, or one to each unit; the batch is there throughout.
+    assert value <= first.boundary <= 2 * value + 1024
+    assert value <= second.boundary <= 2 * value
+    # A backward has the gradients of its weights and makes optimizer state in the first step.
+    assert weights <= second.activations <= 6 * weights + 8 * value
+    assert not tasks_of(trial).shared
+
+
+def test_gradients_count_into_the_state_where_they_outlive_a_task():
+    plainly, clipped = (
+        run_of(trial_of(blocks(), ["1", "2"], **rules)).shards[1].state
+        for rules in ({}, {"clip_grad_norm": 1.0})
+    )
+    gradients = (WIDTH * WIDTH + WIDTH) * 4
+    assert gradients <= clipped - plainly <= gradients + 4 * 64
+
+
+@pytest.mark.parametrize("rules", [{"clip_grad_norm": 1.0}, {"accumulate": 2}, {}])
+def test_gradients_count_once_where_no_activations_were_measured(rules):
+    trial = trial_of(blocks(), ["1", "2"], **rules)
+    found = TrialProfile.of(trial.recipe, trial.cut_model, trial.layout, None)
+    bytes_of = [shard.frozen + shard.trainable + shard.gradients for shard in found.shards]
+    window = trial.recipe.accumulate
+    assert found.training(0, 4, window, recompute=False).device_need == sum(bytes_of)
+    assert found.training(0, 4, window, recompute=True).device_need == max(bytes_of)
+    assert not found.recomputes(None, sum(bytes_of), window), "it would fit as it is"
+    assert found.recomputes(None, sum(bytes_of) - 1, window)
+
+
+def test_without_recomputation_activations_stay_and_nothing_else_is_held():
+    trial = trial_of(blocks(), ["1", "2"])
+    kept, again = run_of(trial, recompute=False), run_of(trial)
+    assert [shard.boundary for shard in kept.shards] == [0, 0, 0]
+    assert kept.keeps_all and not again.keeps_all
+    assert kept.graph.microbatches == 5
+    assert again.device_need < kept.device_need
+
+
+class ReadsBack(nn.Module):
+    """Calls its first layer again at the end, and reads the weight of its second one by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = torch.tanh(layer(x))
+        return self.head(x @ self.layers[1].weight)
+
+
+def test_parameters_that_other_shards_read_are_found():
+    trial = trial_of(ReadsBack(), ["layers.1", "layers.2", "layers.3"])
+    found = tasks_of(trial)
+    assert {"layers.0.weight", "layers.0.bias", "layers.1.weight"} <= set(found.shared)
+    assert not {"layers.2.weight", "layers.3.weight"} & set(found.shared)
+
+
+def test_a_forward_that_moves_statistics_writes_to_its_shard():
+    trial = start(resnet_recipe(3)(), zoo.singly(zoo.images(6)))
+    batch = zoo.images(6)[0]
+    assert all(shard.forward_writes for shard in run_of(trial, batch=batch).shards)
+    trial = start(mlp_recipe()(), zoo.singly(zoo.vectors(8)))
+    batch = zoo.vectors(8)[0]
+    assert not any(shard.forward_writes for shard in run_of(trial, batch=batch).shards)
+
+
+def test_a_profile_changes_nothing_and_goes_through_json():
+    trial = trial_of(blocks(), ["1", "2"])
+    before = {n: t.clone() for n, t in trial.recipe.model.state_dict().items()}
+    random_state = torch.default_generator.get_state()
+    found = tasks_of(trial)
+    assert torch.equal(torch.default_generator.get_state(), random_state)
+    for name, tensor in trial.recipe.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert TaskProfile.from_json(json.loads(json.dumps(found.to_json()))) == found

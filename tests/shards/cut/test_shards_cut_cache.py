@@ -1,0 +1,43 @@
+"""Equal models share what was cut of one of them."""
+
+from __future__ import annotations
+
+import torch
+
+from cerebro_hydra.shards.cut.model import CutModelCache
+from cerebro_hydra.shards.cut.spec import CutSpec
+from tests.shards import zoo
+
+
+def cached(*models):
+    cache = CutModelCache()
+    sample = zoo.sample(zoo.vectors(8)[0])
+    return [cache.get(m, CutSpec("export", ("3@0",)), sample) for m in models]
+
+
+def test_equal_models_share_a_cut_model_whatever_their_weights():
+    torch.manual_seed(0)
+    a, b = cached(zoo.mlp(), zoo.mlp())
+    assert a is b
+
+
+def test_models_that_differ_do_not_share():
+    frozen = zoo.mlp()
+    frozen[0].requires_grad_(False)
+    every = cached(zoo.mlp(), zoo.mlp(dropout=0.2), zoo.mlp(width=8), frozen)
+    assert len({id(s) for s in every}) == 4
+
+
+def test_models_with_equal_configuration_objects_share():
+    cache = CutModelCache()
+    sample = zoo.sample(zoo.tokens(4)[0])
+    spec = CutSpec("export", ("gpt.transformer.h.1@0",))
+    assert cache.get(zoo.Language(), spec, sample) is cache.get(zoo.Language(), spec, sample)
+
+
+def test_a_model_with_something_unknown_inside_is_not_shared():
+    models = [zoo.mlp(), zoo.mlp()]
+    for model in models:
+        model.secret = iter(())
+    a, b = cached(*models)
+    assert a is not b

@@ -1,0 +1,161 @@
+"""The engine: what it asks for, when it publishes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.errors import NonFiniteLoss
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.cut.model import CutModelCache
+from tests.shards import plain, zoo
+from tests.shards.engine.test_shards_equivalence import mlp_recipe, two_sub_epochs
+from tests.shards.hopping import start
+
+
+def trial_of(**rules):
+    return start(mlp_recipe(**rules)(), two_sub_epochs()[0])
+
+
+def test_a_shard_is_asked_for_once_and_published_as_soon_as_its_last_update_is_done():
+    trial = trial_of()
+    trial.train(two_sub_epochs()[0])
+    asked = ["need0", "need1", "need2"]
+    assert trial.events == [*asked, "publish2", "publish1", "publish0"]
+
+
+def test_clipping_holds_every_update_back_until_the_whole_norm_is_known():
+    trial = trial_of(clip_grad_norm=1.0)
+    trial.train(two_sub_epochs()[0])
+    assert trial.events[3:] == ["publish0", "publish1", "publish2"]
+
+
+def test_the_first_shard_runs_before_the_second_is_asked_for():
+    trial = trial_of(cut="export")
+    seen = []
+
+    def need(k):
+        seen.append(k)
+        return trial.need(k)
+
+    arrived = []
+    first, *others = trial.cut_model.graphs.train
+
+    def spy(*arguments):
+        arrived.append(list(seen))
+        return first.run(*arguments)
+
+    spied = (dataclasses.replace(first, run=spy), *others)
+    graphs = dataclasses.replace(trial.cut_model.graphs, train=spied)
+    trial.cut_model = dataclasses.replace(trial.cut_model, graphs=graphs)
+    trial.engine().train(iter(two_sub_epochs()[0]), 0, need, trial.publish)
+    assert arrived[0] == [0]
+
+
+def test_nothing_is_written_to_what_was_published():
+    trial = trial_of()
+    published = {}
+
+    def publish(k, segments, cursor):
+        published[k] = (segments["trainable"], segments["trainable"].copy())
+
+    trial.engine().train(iter(two_sub_epochs()[0]), 0, trial.need, publish)
+    for live, then in published.values():
+        assert np.array_equal(live, then)
+
+
+def test_a_frozen_segment_may_be_read_only():
+    trial = trial_of()
+    content, _ = trial.need(0)
+    assert not content["frozen"].flags.writeable
+    trial.train(two_sub_epochs()[0])
+
+
+def test_each_step_reports_its_mean_loss_and_gives_the_cursor_after_it():
+    make = mlp_recipe(accumulate=2)
+    windows = [zoo.vectors(8, 5), zoo.vectors(8, seed=1)]
+    reference = make()
+    sums, *_ = plain.train(reference, [[windows[0]], [windows[1]]])
+    trial = start(make(), windows)
+    heard = []
+
+    def hear(step, loss, cursor):
+        heard.append((step, loss, cursor()["step"]))
+
+    trial.engine().train(windows, 0, trial.need, trial.publish, hear)
+    assert heard == [(0, sums[0] / 13, 1), (1, sums[1] / 8, 2)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_training_before_anything_is_published(bad):
+    trial = trial_of()
+    (first,), *_ = two_sub_epochs()[0]
+    broken = Batch((first.features[0] * bad,), first.labels, first.rows)
+    with pytest.raises(NonFiniteLoss, match="step 1"):
+        trial.train([[first], [broken]])
+    assert not any(event.startswith("publish") for event in trial.events)
+
+
+def test_a_validation_loss_that_is_not_finite_is_an_error():
+    trial = trial_of()
+    batch = zoo.vectors(8)[0]
+    broken = Batch((batch.features[0] * math.nan,), batch.labels, batch.rows)
+    with pytest.raises(NonFiniteLoss, match="validation"):
+        trial.engine().evaluate([broken], trial.need)
+
+
+def test_a_cursor_of_another_step_is_refused():
+    trial = trial_of()
+    trial.train(two_sub_epochs()[0])
+    trial.step += 1
+    with pytest.raises(ValueError, match="at step 3, training at step 4"):
+        trial.train(two_sub_epochs()[0])
+
+
+def test_trials_that_share_a_cut_model_do_not_disturb_each_other():
+    def make(seed):
+        def recipe() -> Recipe:
+            torch.manual_seed(seed)
+            model = zoo.LongSkips()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
+            return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=3)
+
+        return recipe
+
+    cache = CutModelCache()
+    sub_epochs = [zoo.singly(zoo.images(6, 4, seed=s)) for s in range(3)]
+    windows = [w for s in sub_epochs for w in s]
+    trials = {seed: start(make(seed)(), windows, mode, cache)
+              for seed, mode in ((1, "keep"), (2, "recompute"))}  # fmt: skip
+    assert trials[1].cut_model is trials[2].cut_model
+
+    # They are interleaved window by window: each pulls the other's next window from inside its own.
+    def through(trial, other, mine, theirs):
+        for number, window in enumerate(mine):
+            yield window
+            if number == 0 and other is not None:
+                other.train(through(other, None, theirs, []))
+
+    for windows_of in sub_epochs:
+        trials[1].train(through(trials[1], trials[2], windows_of, windows_of))
+    for seed, trial in trials.items():
+        reference = make(seed)()
+        plain.train(reference, sub_epochs)
+        assert plain.everything(trial.loaded()) == plain.everything(reference)
+
+
+def test_the_generator_is_the_only_global_thing_that_training_changes():
+    trial = trial_of()
+    before = (torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype())
+    numpy_state = np.random.get_state()[1].tolist()
+    trial.train(two_sub_epochs()[0])
+    trial.engine().evaluate(zoo.vectors(8), trial.need)
+    after = (torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype())
+    assert before == after
+    assert np.random.get_state()[1].tolist() == numpy_state

@@ -1,0 +1,97 @@
+"""Every optimizer of `torch.optim` is cut with the same bits, or is refused by its name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
+from tests.shards.engine.test_shards_equivalence import two_sub_epochs
+from tests.shards.hopping import assert_equal_to_plain
+
+# Each is tried with its defaults and with these settings, which make more state.
+SEPARABLE = {
+    "Adadelta": {},
+    "Adafactor": {"beta2_decay": -0.7},
+    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.05},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"fused": True},
+    "Adamax": {"weight_decay": 0.1},
+    "ASGD": {"t0": 1.0},
+    "Muon": {"nesterov": False},
+    "NAdam": {"decoupled_weight_decay": True},
+    "RAdam": {"weight_decay": 0.1},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+}
+REFUSED = {"LBFGS", "SparseAdam"}
+
+
+def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    found = {name: getattr(torch.optim, name) for name in torch.optim.__all__}
+    return {
+        name: kind
+        for name, kind in found.items()
+        if isinstance(kind, type) and kind is not torch.optim.Optimizer
+    }
+
+
+def test_every_optimizer_of_torch_is_in_one_list():
+    assert optimizers().keys() == SEPARABLE.keys() | REFUSED
+
+
+def net() -> nn.Sequential:
+    # Matrices only: Muon takes nothing else.
+    return nn.Sequential(
+        nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False), nn.Tanh(),
+        nn.Linear(8, 3, bias=False),
+    )  # fmt: skip
+
+
+def made(name: str, settings: dict, frozen: bool = False):
+    def make() -> Recipe:
+        torch.manual_seed(4)
+        model = net()
+        model[0].weight.requires_grad_(not frozen)
+        groups = [
+            {"params": [model[0].weight, model[4].weight], "lr": 0.02},
+            {"params": [model[2].weight], "lr": 0.005, "weight_decay": 0.01},
+        ]
+        optimizer = optimizers()[name](groups, **settings)
+        return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=3)
+
+    return make
+
+
+@pytest.mark.parametrize("name", SEPARABLE)
+@pytest.mark.parametrize("own", [False, True], ids=["defaults", "more state"])
+def test_two_groups_with_different_settings_train_to_the_same_bits(name, own):
+    trial = assert_equal_to_plain(made(name, SEPARABLE[name] if own else {}), two_sub_epochs())
+    assert trial.cut_model.num_shards == 3
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "AdamW"])
+def test_a_frozen_parameter_in_a_group_has_no_state(name):
+    trial = assert_equal_to_plain(made(name, {}, frozen=True), two_sub_epochs())
+    state = {e.name for s in trial.layout.shards for e in s.trainable.entries}
+    assert not {name for name in state if name.startswith("optim:0.weight")}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_an_optimizer_that_is_not_separable_is_refused_by_name(name):
+    model = net()
+    optimizer = optimizers()[name](model.parameters())
+    with pytest.raises(ConfigurationError, match=f"optimizer {name} can't be cut into shards"):
+        Recipe(model, optimizer, nn.CrossEntropyLoss())
+
+
+def test_a_subclass_of_one_that_is_not_separable_is_refused_too():
+    class Mine(torch.optim.LBFGS):
+        pass
+
+    model = net()
+    with pytest.raises(ConfigurationError, match=r"Mine can't be cut.*line search"):
+        Recipe(model, Mine(model.parameters()), nn.CrossEntropyLoss())

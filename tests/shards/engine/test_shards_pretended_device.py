@@ -1,0 +1,53 @@
+"""On a device other than the CPU, every tensor of a step is there, and few things wait for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.shards.engine.accelerated import MODELS
+
+AT_LOAD = 3
+"""Waits where a shard is bound: for both headers, and for which optimizer state exists."""
+
+
+def waits(*cases: str) -> dict[str, dict[str, int]]:
+    """Return where each case waited for the device, and how often."""
+    command = [sys.executable, "-m", "tests.shards.engine.pretended", *cases]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found.keys() == set(cases)
+    assert all(each["there"] > 1000 for each in found.values()), "nothing ran on the device"
+    return {case: each["waits"] for case, each in found.items()}
+
+
+def check(case: str, found: dict[str, int]) -> None:
+    """Check that a device is waited for once a load, unload, loss or metric, for no parameter."""
+    trial = MODELS[case.partition(":")[0]]
+    recipe = trial.recipe()
+    microbatches = sum(map(len, trial.windows))
+    loads, rest = divmod(found.pop("state.__init__"), AT_LOAD)
+    assert rest == 0
+    assert found.pop("layout.load") < loads
+    assert found.pop("state._together", 0) < loads
+    assert found.pop("sub_epoch.floats", 0) < (loads if recipe.clip_grad_norm else 1)
+    assert found.pop("microbatch.finish_forward") == microbatches
+    assert found.pop("evaluation.run") == 1
+    assert found.pop("recipe.compute_metrics", 0) == len(recipe.metric_list)
+    assert not found
+
+
+def test_a_step_of_an_mlp_is_on_its_device() -> None:
+    for case, found in waits("norms:modules").items():
+        check(case, found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cut", ["modules", "export"])
+def test_steps_of_larger_models_are_on_their_device(cut: str) -> None:
+    for case, found in waits(*(f"{model}:{cut}" for model in MODELS)).items():
+        check(case, found)

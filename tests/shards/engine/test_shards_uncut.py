@@ -1,0 +1,146 @@
+"""A trial trained uncut has the bits of its shards, and one plain step shows where they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from torch.optim import lr_scheduler as lrs
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.cut.model import CutModelCache
+from cerebro_hydra.shards.engine.uncut import PlainStep, UncutEngine
+from tests.shards import plain, zoo
+from tests.shards.engine.test_shards_equivalence import (
+    first_layer_frozen,
+    language_recipe,
+    mlp_recipe,
+    resnet_recipe,
+    two_sub_epochs,
+)
+from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
+
+VECTORS = two_sub_epochs()
+IMAGES = [zoo.singly(zoo.images(6, 6, 4)), zoo.singly(zoo.images(6, 6, 4, seed=1))]
+TEXT = [zoo.singly(zoo.tokens(4, 4)), zoo.singly(zoo.tokens(4, 4, seed=1))]
+PAIRS = [[zoo.vectors(8, 8), zoo.vectors(8, 5, seed=s)] for s in range(2)]
+
+
+def cosine(optimizer):
+    return lrs.CosineAnnealingLR(optimizer, T_max=9)
+
+
+CASES: dict[str, tuple[Callable[[], Recipe], list]] = {
+    "dropout": (mlp_recipe(), VECTORS),
+    "moving average, frozen layer": (mlp_recipe(ema=0.9, model=first_layer_frozen), VECTORS),
+    "accumulation, clipping, schedule": (
+        mlp_recipe(accumulate=2, clip_grad_norm=0.1, lr_scheduler=cosine),
+        PAIRS,
+    ),
+    "norms of batches": (resnet_recipe(3), IMAGES),
+    "tied weights": (language_recipe(), TEXT),
+}
+
+
+def trained(
+    make: Callable[[], Recipe],
+    sub_epochs: list,
+    cut: str,
+    uncut: tuple[bool, ...],
+    cache: CutModelCache | None = None,
+) -> Trial:
+    """Train sub-epochs as one model or in shards, each on what the one before left."""
+    recipe = make()
+    recipe.cut = cut
+    trial = start(recipe, [w for windows in sub_epochs for w in windows], cache=cache)
+    in_shards, as_one = trial.engine, lambda: uncut_engine(trial)
+    for windows, whole in zip(sub_epochs, uncut, strict=True):
+        trial.engine = as_one if whole else in_shards
+        trial.train(windows)
+    return trial
+
+
+def uncut_engine(trial: Trial) -> UncutEngine:
+    admitted = trial.cut_model, trial.admission.layout, trial.recipe
+    return UncutEngine(*admitted, plain.TRIAL_SEED, STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize(
+    ("case", "cut"),
+    [*((case, "modules") for case in CASES), ("dropout", "export"), ("norms of batches", "export")],
+)
+def test_segments_cursors_and_measures_are_those_of_the_shards(case: str, cut: str) -> None:
+    make, sub_epochs = CASES[case]
+    cache = CutModelCache()  # measures once, so that all cuts are the same
+    cutting = trained(make, sub_epochs, cut, (False, False), cache)
+    assert cutting.cut_model.num_shards > 1
+    batches = [batch for window in sub_epochs[1] for batch in window]
+    for uncut in [(True, True), (False, True)]:
+        other = trained(make, sub_epochs, cut, uncut, cache)
+        assert other.shards == cutting.shards
+        assert other.losses == cutting.losses
+        assert uncut_engine(other).evaluate(batches, other.need) == cutting.evaluate(batches)
+
+
+def plain_difference(
+    make: Callable[[], Recipe], sub_epochs: list, change: Callable[[Trial], None] = lambda t: None
+) -> str | None:
+    """Train a sub-epoch, then one more step in shards, and compare that with a plain one."""
+    trial = trained(make, sub_epochs[:1], "modules", (False,))
+    needed = [trial.need(k) for k in range(trial.cut_model.num_shards)]
+    (window, *_), cursor = sub_epochs[1], needed[0][1]
+    step = PlainStep(
+        make(), trial.layout, [segments for segments, _ in needed], cursor, window,
+        plain.TRIAL_SEED, STEPS_PER_EPOCH, trial.step,
+    )  # fmt: skip
+    try:
+        trial.train([window])
+        change(trial)
+        live = [trial.need(k)[0] for k in range(trial.cut_model.num_shards)]
+        return step.difference(trial.losses[-1], live)
+    finally:
+        step.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plain_step_from_the_middle_of_training_has_the_same_bits(case: str) -> None:
+    assert plain_difference(*CASES[case]) is None
+
+
+def flipped(trial: Trial, shard: int, name: str) -> None:
+    """Change the lowest bit of a tensor in a segment."""
+    layout = trial.layout.shards[shard].trainable
+    (entry,) = [e for e in layout.entries if e.name == name]
+    content, cursor = trial.shards[shard]
+    changed = bytearray(content["trainable"])
+    changed[entry.offset] ^= 1
+    trial.shards[shard] = {**content, "trainable": bytes(changed)}, cursor
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("param:0.weight", "parameter '0.weight'"),
+        ("ema:0.weight", "moving average of '0.weight'"),
+        ("optim:0.weight:exp_avg", "optimizer state 'exp_avg' of '0.weight'"),
+    ],
+)
+def test_one_wrong_bit_is_named(name: str, told: str) -> None:
+    make = mlp_recipe(ema=0.9)
+    assert plain_difference(make, VECTORS, lambda trial: flipped(trial, 0, name)) == told
+
+
+def test_a_wrong_loss_is_named() -> None:
+    def change(trial: Trial) -> None:
+        trial.losses[-1] *= 2
+
+    assert "the loss is" in (plain_difference(mlp_recipe(), VECTORS, change) or "")
+
+
+def test_shards_of_different_states_are_not_trained_uncut() -> None:
+    trial = trained(*CASES["dropout"], "modules", (False, False))
+    content, cursor = trial.shards[1]
+    trial.shards[1] = content, json.dumps({**json.loads(cursor), "step": 1})
+    with pytest.raises(ValueError, match="different cursors"):
+        uncut_engine(trial).train(VECTORS[0], trial.step, trial.need, trial.publish)

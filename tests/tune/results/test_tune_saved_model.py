@@ -1,0 +1,179 @@
+"""Saved models and the archive of a run: both load where nothing of the source is known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark import SparkContext
+from torch import nn
+
+import cerebro_hydra
+from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.export.archive import METADATA_FILE
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from tests.tune import tune_models
+
+ALONE = """
+import json, sys
+sys.modules["tests"] = None  # no source of the model
+import torch, cerebro_hydra
+result = cerebro_hydra.SearchResult.open(sys.argv[1])
+model, loaded = result.get_best_model(), cerebro_hydra.load_model(sys.argv[2])
+row = torch.ones(3, 16)
+try:
+    result.torch(sys.argv[3])
+except cerebro_hydra.errors.ReplayError as error:
+    said = str(error)
+print(json.dumps({
+    "outputs": [each.torch()(row)[0].tolist() for each in (model, loaded)],
+    "weights": sorted(model.state_dict()),
+    "history": model.get_history(),
+    "params": loaded.params,
+    "other": sorted(result.get_model(sys.argv[3]).state_dict()),
+    "said": said,
+}))
+"""
+
+
+def jittered(params: dict[str, Any]) -> Recipe:
+    """A model whose collate adds noise in training alone, and in evaluation clips."""
+    recipe = tune_models.small(params)
+
+    def collate(batch: dict[str, torch.Tensor], training: bool) -> dict[str, torch.Tensor]:
+        if training:
+            noise = params["noise"] * torch.randn_like(batch["features"])
+            return {**batch, "features": batch["features"] + noise}
+        return {**batch, "features": batch["features"].clamp(-params["clip"], params["clip"])}
+
+    return Recipe(recipe.model, recipe.optimizer, recipe.loss, ["accuracy"], 16, collate=collate)
+
+
+class Decides(nn.Module):
+    """A model that is not exported, because its forward decides by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.linear(features if float(features.sum()) > 0 else -features)
+
+
+def deciding(params: dict[str, Any]) -> Recipe:
+    model = Decides()
+    return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+
+
+def search(path: Path, factory: Any, **changes: Any) -> GridSearch:
+    space = {"noise": hp_choice([0.1, 10.0]), "clip": hp_choice([1.5])}
+    fixed: dict[str, Any] = {"search_space": space, "num_epochs": 2, "verbose": 0}
+    fixed["evaluation_metric"] = "accuracy"
+    return GridSearch(
+        backend=LocalBackend(2),
+        store=LocalStore(str(path)),
+        estimator_gen_fn=factory,
+        **{**fixed, **changes},
+    )
+
+
+def rows(count: int = 121) -> Arrays:
+    random = np.random.default_rng(1)
+    labels = random.integers(0, 4, count)
+    features = random.normal(size=(count, 16)) + labels[:, None]
+    return Arrays({"features": features.astype(np.float32), "label": labels})
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
+    """A run of a factory that only this process knows."""
+    return search(tmp_path_factory.mktemp("store"), partial(jittered)).fit(rows())
+
+
+@pytest.mark.slow
+def test_a_result_opens_in_a_process_without_its_source(
+    result: SearchResult, tmp_path: Path
+) -> None:
+    best = result.get_best_model()
+    best.save(str(tmp_path / "model"))
+    (other,) = {each.trial_id for each in result.get_all_models()} - {best.trial_id}
+    command = [sys.executable, "-c", ALONE, result.run_path, str(tmp_path / "model"), other]
+    said = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    with torch.no_grad():  # evaluation's view of collate is a part of what was saved
+        expected = best.torch()(torch.ones(3, 16).clamp(-1.5, 1.5))
+    assert said["outputs"] == [expected.tolist()] * 2
+    assert said["weights"] == said["other"] == sorted(best.torch().state_dict())
+    assert f"no archive of {other}, so it needs its source: " in said["said"]
+    assert "give it as factory=" in said["said"]
+    assert (said["history"], said["params"]) == (best.get_history(), best.params)
+
+
+@pytest.mark.slow
+def test_a_saved_model_is_written_as_a_whole_and_never_over_another(
+    result: SearchResult, tmp_path: Path
+) -> None:
+    model, path = result.get_best_model(), tmp_path / "a" / "model"
+    model.save(str(path))
+    with pytest.raises(ConfigurationError, match=r"model' exists; choose .* overwrite=True"):
+        model.save(str(path))
+    (path / "of-another").write_text("old")
+    model.save(str(path), overwrite=True)
+    names = {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
+    assert METADATA_FILE in names and "of-another" not in names
+    assert [each.name for each in path.parent.iterdir()] == ["model"]
+    loaded = cerebro_hydra.load_model(str(path))
+    assert (loaded.feature_columns, loaded.trial) == (["features"], result.best_trial)
+    loaded.save(f"file://{tmp_path}/again")
+    again = cerebro_hydra.load_model(str(tmp_path / "again"))
+    assert torch.equal(again.torch()(torch.ones(2, 16))[0], loaded.torch()(torch.ones(2, 16))[0])
+
+
+def test_what_is_no_saved_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreError, match=r"can't read .*part-00000.*check the path"):
+        cerebro_hydra.load_model(str(tmp_path))
+    # Other tests of this process may have started a session.
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
+    with pytest.raises(SetupError, match="no Spark session; start one"):
+        cerebro_hydra.load_model("hdfs://far/away")
+
+
+@pytest.mark.slow
+def test_a_model_that_needs_its_source_says_why_and_how_to_load_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = {"lr": hp_choice([0.1])}
+    grid = search(
+        tmp_path, deciding, search_space=space, num_epochs=1, verbose=1, evaluation_metric="loss"
+    )
+    trained = grid.fit(rows())
+    with pytest.raises(ConfigurationError, match=r"Decides can't be exported.*factory=") as error:
+        trained.get_best_model().save(str(tmp_path / "model"))
+    assert f"SearchResult.open('{trained.run_path}', factory=estimator_gen_fn)" in str(error.value)
+    printed = capsys.readouterr().out
+    assert "trial-000 needs its source: Decides can't be exported" in printed
+    assert f"open it again: cerebro_hydra.SearchResult.open('{trained.run_path}')" in printed
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow
+def test_the_best_epoch_is_kept_and_replays_before_the_last(tmp_path: Path) -> None:
+    """Nothing is to be learned from labels at random, so that training makes the loss worse."""
+    noise = Arrays({**rows().arrays, "label": np.random.default_rng(3).integers(0, 4, 121)})
+    space = {"lr": hp_choice([0.2, 0.5])}
+    fixed = {"search_space": space, "evaluation_metric": "loss", "order": "seeded"}
+    result = search(tmp_path, tune_models.small, num_epochs=4, **fixed).fit(noise)
+    for trial in result.trials:
+        values = trial.history["val_loss"]
+        assert trial.result_epoch == values.index(min(values)) + 1
+        assert cerebro_hydra.replay(result.run_path, trial.trial_id).identical
+    assert any(trial.result_epoch != 4 for trial in result.trials)

@@ -1,0 +1,208 @@
+"""What `cerebro-hydra runs` lists, and what `cerebro-hydra clean` never deletes."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from cerebro_hydra import cli
+from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims
+from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import GridSearch, hp_choice
+from cerebro_hydra.tune.running import run_claim
+from cerebro_hydra.tune.store import StoreContents, cleanings, print_contents
+from tests.tune import tune_models
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store with a run on one data set, and another data set that no run needs."""
+    random = np.random.default_rng(1)
+    features = random.normal(size=(80, 16)).astype(np.float32)
+    backend, store = LocalBackend(2), LocalStore(str(tmp_path_factory.mktemp("store")))
+    search = GridSearch(
+        backend=backend,
+        store=store,
+        estimator_gen_fn=tune_models.small,
+        search_space={"lr": hp_choice([0.1])},
+        num_epochs=1,
+        verbose=0,
+    )
+    rows = Arrays({"features": features, "label": random.integers(0, 4, 80)})
+    backend.prepare(store, rows, search.data_spec)
+    again = Arrays({"features": features + 1, "label": rows.arrays["label"]})
+    search.fit(again)
+    with pytest.raises(ConfigurationError) as several:
+        search.fit_on_prepared_data()
+    said = str(several.value)
+    assert "holds 2 prepared data sets" in said
+    for each in StoreContents.of(store).data:
+        line = f"{each.fingerprint}: 64 training and 16 validation rows in 2 partitions, of 20"
+        assert line in said and "features float32[16], label int64" in said
+        assert f"fit_on_prepared_data('{each.fingerprint}')" in said or each.needed_by
+    return store.prefix
+
+
+@pytest.fixture
+def store(trained: str, tmp_path: Path) -> LocalStore:
+    shutil.copytree(trained, tmp_path / "store")
+    return LocalStore(str(tmp_path / "store"))
+
+
+def listed(store: LocalStore, width: int = 200) -> str:
+    text = io.StringIO()
+    print_contents(Console(file=text, width=width), store.prefix)
+    return text.getvalue()
+
+
+def run_of(store: LocalStore) -> RunFolder:
+    (name,) = store.list(f"{store.prefix}/runs")
+    return RunFolder(store, name)
+
+
+def data_of(store: LocalStore) -> tuple[str, str]:
+    """The data that the run needs, and the other."""
+    one, two = StoreContents.of(store).data
+    needed, other = (one, two) if one.needed_by else (two, one)
+    assert (len(needed.needed_by), len(other.needed_by)) == (1, 0)
+    return needed.fingerprint, other.fingerprint
+
+
+def test_a_list_has_size_age_status_and_winner(store: LocalStore) -> None:
+    text, folder = listed(store), run_of(store)
+    line = next(line for line in text.splitlines() if folder.run_id in line)
+    assert " finished " in line and "1 of 1" in line and "kB" in line and " s " in line
+    assert "trial-000, val_loss" in line
+    needed, other = data_of(store)
+    assert next(line for line in text.splitlines() if needed in line).endswith("needed by 1 run")
+    assert next(line for line in text.splitlines() if other in line).endswith("needed by 0 runs")
+
+
+def test_names_are_whole_in_a_narrow_window(store: LocalStore) -> None:
+    text = listed(store, width=80)
+    assert all(name in text for name in (run_of(store).run_id, *data_of(store)))
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_status_of_a_run_is_told_by_its_claim_and_its_journal(store: LocalStore) -> None:
+    folder = run_of(store)
+    with run_claim(folder):
+        assert StoreContents.of(store).runs[0].status == "running"
+        with pytest.raises(ConfigurationError, match="is running; stop it before"):
+            cleanings([folder.path])
+    lines = [line for segment in folder.read_segments() for line in segment]
+    folder.store.delete(f"{folder.path}/journal")
+    folder.write_segment(0, lines[: len(lines) // 2])
+    assert StoreContents.of(store).runs[0].status == "interrupted"
+    Path(folder.path, "run.json").write_text("{}")
+    assert StoreContents.of(store).runs[0].status == "unreadable"
+
+
+def test_data_that_a_kept_run_needs_stays(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed, other = data_of(store)
+    with pytest.raises(ConfigurationError, match=rf"'{needed}' can't be deleted: runs .* need"):
+        cleanings([store.data_path(needed)])
+    assert cli.main(["clean", store.prefix, "--yes"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"data {other} in {store.prefix}"
+    assert store.list(f"{store.prefix}/data") == [needed]
+    assert cli.main(["clean", store.prefix, "--yes"]) == 0
+    assert "nothing to delete" in capsys.readouterr().out
+    assert cli.main(["clean", run_of(store).path, store.data_path(needed), "--yes"]) == 0
+    assert "freed" in capsys.readouterr().out
+    assert not store.list(f"{store.prefix}/runs") and not store.list(f"{store.prefix}/data")
+
+
+def test_a_run_that_cannot_be_read_may_need_any_data(store: LocalStore) -> None:
+    Path(run_of(store).path, "run.json").write_text("{}")
+    for path in (store.prefix, *map(store.data_path, data_of_any(store))):
+        with pytest.raises(ConfigurationError, match="may need"):
+            cleanings([path])
+    (cleaning,) = cleanings([run_of(store).path, store.prefix])
+    assert len(cleaning.runs) == 1 and len(cleaning.data) == 2
+
+
+def data_of_any(store: LocalStore) -> list[str]:
+    return store.list(f"{store.prefix}/data")
+
+
+def test_data_that_is_being_prepared_stays(store: LocalStore) -> None:
+    _, other = data_of(store)
+    folder = store.data_path(other)
+    store.delete(f"{folder}/manifest.json")
+    claims = Claims(store, folder, CLAIM_SECONDS)
+    path = claims.take()
+    assert path is not None
+    with claims.renewed(path):
+        assert "is being prepared" in listed(store)
+        with pytest.raises(ConfigurationError, match="it is being prepared"):
+            cleanings([folder])
+        assert cleanings([store.prefix])[0].data == ()
+    assert "its preparation did not end" in listed(store)
+    assert cleanings([store.prefix])[0].data == (other,)
+
+
+def test_a_run_that_begins_keeps_data_that_was_to_be_deleted(store: LocalStore) -> None:
+    """The question to the user may stand for hours."""
+    _, other = data_of(store)
+    (cleaning,) = cleanings([store.data_path(other)])
+    began = RunFolder(store, "20990101-000000-abcdef")
+    with run_claim(began), pytest.raises(ConfigurationError, match="may need it"):
+        cleaning.carry_out()
+    assert store.exists(f"{store.data_path(other)}/manifest.json")
+
+
+def test_an_end_in_the_middle_leaves_nothing_that_looks_whole(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed, other = data_of(store)
+    deleted, run = [], run_of(store)
+    delete = LocalStore.delete
+
+    def dying(self: LocalStore, path: str) -> None:
+        if len(deleted) == 1:
+            raise StoreError("the machine went down")
+        deleted.append(path)
+        delete(self, path)
+
+    for path, document in (
+        (store.data_path(other), "manifest.json"),
+        (run.path, "run.json"),
+    ):
+        deleted.clear()
+        monkeypatch.setattr(LocalStore, "delete", dying)
+        with pytest.raises(StoreError, match="went down"):
+            cleanings([path])[0].carry_out()
+        assert deleted == [f"{path}/{document}"]
+        monkeypatch.setattr(LocalStore, "delete", delete)
+        cleanings([path])[0].carry_out()
+        assert not store.exists(path)
+    assert data_of_any(store) == [needed]
+
+
+def test_nothing_is_deleted_without_a_yes(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for answer in ("", "n", "nonsense"):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        assert cli.main(["clean", run_of(store).path]) == 1
+    assert "nothing was deleted" in capsys.readouterr().out
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert cli.main(["clean", run_of(store).path]) == 0
+    assert not store.list(f"{store.prefix}/runs")
+
+
+@pytest.mark.parametrize("path", ["runs/none", "data/none", "nowhere"])
+def test_what_is_not_there_is_named(store: LocalStore, path: str) -> None:
+    with pytest.raises(StoreError, match="there is no"):
+        cleanings([f"{store.prefix}/{path}"])

@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES, WorkerResources
+from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.digest import digest
+from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.testing.datasets import write_dataset
+from cerebro_hydra.tune.admission import Admission, MemoryBill, Refused
+from cerebro_hydra.tune.example_batches import ExampleBatches
+from tests.tune import tune_models
+
+COLUMNS = Columns(("features",), ("label",))
+
+
+def examples(path: Path, rows: int, partitions: int = 2) -> ExampleBatches:
+    random = np.random.default_rng(0)
+    columns = {
+        "features": random.normal(size=(rows, 16)).astype(np.float32),
+        "label": random.integers(0, 4, rows),
+    }
+    store = LocalStore(str(path))
+    manifest = write_dataset(store, columns, partitions, None)
+    return ExampleBatches(manifest, store, COLUMNS)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of candidates."""
+
+    specs: list[TrialSpec] = dataclasses.field(default_factory=list)
+    refused: dict[int, str] = dataclasses.field(default_factory=dict)
+    told: list[str] = dataclasses.field(default_factory=list)
+    metrics: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def admit_with(
+    factory: Callable[[Any], Any],
+    folder: RunFolder,
+    batches: ExampleBatches,
+    candidates: Sequence[dict[str, Any]],
+    evaluation_metric: str = "loss",
+    resources: WorkerResources = DEFAULT_RESOURCES,
+) -> Outcome:
+    found = Outcome()
+    admission = Admission(
+        factory,
+        COLUMNS,
+        batches,
+        folder,
+        3,
+        evaluation_metric,
+        found.told.append,
+        MemoryBill(resources, 2, found.told.append),
+    )
+    for number, params in enumerate(candidates):
+        try:
+            found.specs.append(admission.admit(number, params).spec)
+        except Refused as refusal:
+            found.refused[number] = str(refusal)
+    found.metrics = admission.metrics
+    return found
+
+
+def admit(path: Path, *candidates: dict[str, Any]) -> tuple[Outcome, RunFolder, list[str]]:
+    folder = RunFolder(LocalStore(str(path)), "run")
+    found = admit_with(tune_models.small, folder, examples(path, 70), candidates)
+    return found, folder, found.told
+
+
+def test_examples_have_every_size_that_training_meets(tmp_path: Path) -> None:
+    # 41 rows are partitions of 21 and 20: batches of 8, 8, 5 and 8, 8, 4.
+    found = examples(tmp_path, 41)
+    assert found.sizes(8) == [8, 5, 4]
+    batches = found.batches(8)
+    assert [batch.rows for batch in batches] == [8, 5, 4]
+    assert [tuple(batch.features[0].shape) for batch in batches] == [(8, 16), (5, 16), (4, 16)]
+    assert torch.equal(batches[0].features[0][:4], batches[2].features[0])
+
+
+def with_rows(path: Path, *rows: int) -> ExampleBatches:
+    """Batches of prepared data that says it has so many rows per partition."""
+    real = examples(path, 41)
+    infos = [
+        dataclasses.replace(info, rows=count)
+        for info, count in zip(real.manifest.partitions, rows, strict=True)
+    ]
+    manifest = dataclasses.replace(real.manifest, partitions=tuple(infos))
+    store = LocalStore(str(path))
+    return ExampleBatches(manifest, store, COLUMNS)
+
+
+def test_batch_larger_than_the_first_partition_repeats_its_rows(tmp_path: Path) -> None:
+    found = with_rows(tmp_path, 20, 21)
+    assert found.sizes(64) == [21, 20]
+    (largest, _) = found.batches(64)
+    assert largest.rows == 21
+    assert torch.equal(largest.features[0][20], largest.features[0][0])
+    assert len(torch.unique(largest.features[0], dim=0)) == 20
+
+
+def test_partition_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="1 training rows for 2 partitions; give more"):
+        with_rows(tmp_path, 1, 0)
+
+
+def test_state_0_is_written_by_digest_and_equal_layers_share_bytes(tmp_path: Path) -> None:
+    admitted, folder, _ = admit(tmp_path, {"lr": 0.1}, {"lr": 0.2}, {"width": 6})
+    assert [spec.trial_id for spec in admitted.specs] == ["trial-000", "trial-001", "trial-002"]
+    for spec in admitted.specs:
+        state = folder.read_state(spec.trial, 0)
+        found = [(shard["frozen"], shard["trainable"]) for shard in state["shards"]]
+        assert tuple(found) == spec.shards
+        assert len(found) == 2
+        for pair in found:
+            for name in pair:
+                assert digest(folder.read_object(name)) == name
+    first, second, wider = admitted.specs
+    assert first.shards == second.shards, "one seed, one initialisation"
+    assert first.shards != wider.shards
+    assert len({spec.seed for spec in admitted.specs}) == 3
+
+
+def test_steps_per_partition_are_its_windows(tmp_path: Path) -> None:
+    admitted, _, _ = admit(tmp_path, {"batch_size": 16}, {"batch_size": 35})
+    assert [spec.steps for spec in admitted.specs] == [(3, 3), (1, 1)]
+    assert admitted.specs[0].steps_per_epoch == 6
+
+
+def test_a_refused_trial_keeps_its_number_and_shifts_nobody_elses(tmp_path: Path) -> None:
+    found, _, told = admit(tmp_path, {"width": -1}, {"width": 8}, {"width": -2})
+    whole, _, _ = admit(tmp_path / "whole", {"width": 6}, {"width": 8})
+    (spec,) = found.specs
+    assert (spec.trial, spec.trial_id, spec.params["width"]) == (1, "trial-001", 8)
+    assert spec == whole.specs[1], "its seed and all else are as if no other were refused"
+    assert list(found.refused) == [0, 2]
+    assert "ValueError: no layer is -2 wide" in found.refused[2]
+    said = r"trial-002 \(width=-2\) failed before training: ValueError: no layer is -2 wide \(.*\)"
+    assert re.fullmatch(said, told[-1])
+
+
+class Counts(nn.Module):
+    """It counts its steps where no hop carries them, and where admission does not look."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counts.steps += self.training
+        return self.layer(x) * Counts.steps
+
+
+def test_a_refusal_is_told_without_its_details(tmp_path: Path) -> None:
+    def factory(params: dict[str, Any]) -> Recipe:
+        model = Counts()
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    found = admit_with(factory, folder, examples(tmp_path, 70), [{}])
+    assert found.told[0].endswith("state outside of parameters and buffers")
+    assert "\nas one shard: " in found.refused[0]
+
+
+def test_report_is_told_once_per_structure(tmp_path: Path) -> None:
+    _, _, told = admit(
+        tmp_path, {"width": 8}, {"width": 8, "batch_size": 8}, {"width": 6}, {"width": 8, "lr": 1}
+    )
+    assert [line.split(":")[0] for line in told] == ["trial-000", "trial-002"]
+
+
+def test_directions_of_all_measured_names_are_known(tmp_path: Path) -> None:
+    admitted, _, _ = admit(tmp_path, {"metrics": ["accuracy"]})
+    assert admitted.metrics == {"loss": "min", "accuracy": "max"}
+
+
+def test_models_of_other_threads_are_built_before_or_after(tmp_path: Path) -> None:
+    params = {"lr": 0.1}
+    expected, _, _ = admit(tmp_path / "alone", params)
+    admitting, building, built = threading.Event(), threading.Event(), threading.Event()
+
+    def other(params: dict[str, Any]) -> Any:
+        building.set()
+        built.wait(30)
+        return tune_models.small(params)
+
+    def aside() -> None:
+        admitting.wait(30)
+        build_keeping_random_state(other, params, 1, COLUMNS)
+
+    def first(params: dict[str, Any]) -> Any:
+        admitting.set()
+        building.wait(1)  # in vain: the other thread waits until this trial is admitted
+        try:
+            return tune_models.small(params)
+        finally:
+            built.set()
+
+    thread = threading.Thread(target=aside)
+    thread.start()
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    found = admit_with(first, folder, examples(tmp_path, 70), [params])
+    thread.join()
+    assert not found.refused
+    assert found.specs[0].shards == expected.specs[0].shards
+
+
+def test_a_metric_that_is_not_measured_ends_admission_at_the_first_trial(tmp_path: Path) -> None:
+    built: list[float] = []
+
+    def counting(params: dict[str, Any]) -> Any:
+        built.append(params["lr"])
+        return tune_models.small(params)
+
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    with pytest.raises(ConfigurationError, match=r"'f1', which is not measured; measured are"):
+        batches = examples(tmp_path, 70)
+        admit_with(counting, folder, batches, [{"lr": 0.1}, {"lr": 0.2}], "f1")
+    assert built == [0.1]
+
+
+def test_equal_structures_take_their_first_steps_once_and_each_has_its_own_state(
+    tmp_path: Path,
+) -> None:
+    def forwards(*candidates: dict[str, Any]) -> int:
+        tune_models.Counted.forwards = 0
+        folder = RunFolder(LocalStore(str(tmp_path)), f"run-{len(list(tmp_path.iterdir()))}")
+        batches = examples(tmp_path, 70)
+        admitted.extend(admit_with(tune_models.counted, folder, batches, candidates).specs)
+        return tune_models.Counted.forwards
+
+    admitted: list[Any] = []
+    alone = forwards({"dropout": 0.1})
+    assert alone > 0
+    assert forwards({"lr": 0.1}, {"lr": 0.2}, {"lr": 0.2, "scale": 2.0}) == alone
+    first, second, scaled = admitted[1:]
+    assert first.shards == second.shards != scaled.shards
+    assert first.cut == second.cut == scaled.cut
+    assert forwards({"dropout": 0.1}, {"dropout": 0.2}) == 2 * alone
+    assert forwards({"lr": float("nan")}, {"lr": 0.1}) > alone, "a refusal speaks for no other"
+
+
+def test_what_no_device_can_hold_is_refused_with_the_numbers_before_training(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    batches = examples(tmp_path, 70)
+    tight, ample = WorkerResources(device_memory=300), WorkerResources(device_memory=1 << 20)
+    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=tight)
+    assert "a device needs " in found.refused[0]
+    assert "the largest device has 300 B" in found.refused[0]
+    assert "raise device_memory" in found.refused[0]
+    assert not found.specs
+    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=ample)
+    (table,) = (line for line in found.told if "device: least" in line)
+    assert "GPUs" not in table
+    gpus = WorkerResources(device_memory=1 << 20, device_kind="cuda")
+    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=gpus)
+    (table,) = (line for line in found.told if "device: least" in line)
+    assert table.endswith("GPUs compute and copy at another speed.")
+    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}])
+    assert not any("device: least" in line for line in found.told)
+
+
+def test_automatic_cuts_of_a_grid_are_in_the_documents_with_what_they_need(tmp_path: Path) -> None:
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    batches = examples(tmp_path, 70)
+    model = {"width": 64, "batch_size": 4, "shards": "auto"}  # 26 kB as one shard, 18 kB as two
+    candidates = [{"lr": 0.1, **model}, {"lr": 0.2, **model}]
+
+    def cuts(resources: WorkerResources) -> list[TrialSpec]:
+        found = admit_with(tune_models.small, folder, batches, candidates, resources=resources)
+        assert not found.refused
+        return found.specs
+
+    for spec in cuts(DEFAULT_RESOURCES):
+        assert spec.cut["at"] == [] and spec.tasks is None, "nobody asked for a budget"
+    whole, _ = cuts(WorkerResources(device_memory=1 << 20))
+    assert whole.cut["at"] == [] and whole.tasks is not None
+    first, second = cuts(WorkerResources(device_memory=20_000))
+    assert first.cut["at"] and first.cut == second.cut
+    assert first.tasks == second.tasks is not None, "they were measured once"
+    assert TrialSpec.from_json(json.loads(json.dumps(first.to_json())), "a trial") == first

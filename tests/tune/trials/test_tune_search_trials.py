@@ -1,0 +1,282 @@
+"""Trials are admitted while others train, and a candidate that hangs costs itself alone."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from cerebro_hydra.data.preparation.prepared import find_prepared
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES
+from cerebro_hydra.hopper.trials import NewTrial
+from cerebro_hydra.observe import Decision, Record
+from cerebro_hydra.plan.messages.events import (
+    BudgetExtended,
+    SearchClosed,
+    SubEpochDone,
+    TrialAdded,
+    TrialPaused,
+    TrialProposed,
+    TrialRefused,
+    TrialResumed,
+    TrialStopped,
+)
+from cerebro_hydra.recipe import exclusive_generator
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import CustomSearch, GridSearch, SearchResult, hp_choice
+from cerebro_hydra.tune import trials as timed_call
+from cerebro_hydra.tune.admission import Admission, MemoryBill
+from cerebro_hydra.tune.decisions import SearchCourse
+from cerebro_hydra.tune.result import print_replays
+from cerebro_hydra.tune.searcher import CandidateList
+from cerebro_hydra.tune.searches import ListSearch
+from cerebro_hydra.tune.trials import Overdue, SearchTrials, TimedCall
+from tests.tune import open_models
+from tests.tune.searchers import Rungs
+from tests.tune.trials.test_tune_admission import COLUMNS, examples
+
+
+def rows() -> Arrays:
+    random = np.random.default_rng(1)
+    labels = random.integers(0, 4, 90)
+    features = random.normal(size=(90, 16)) + labels[:, None]
+    return Arrays({"features": features.astype(np.float32), "label": labels})
+
+
+class Tape:
+    """Keeps the decisions of a run, and says when a trial has trained."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+        self.trained = threading.Event()
+
+    def on_record(self, record: Record) -> None:
+        if isinstance(record, Decision):
+            self.decisions.append(record)
+            if isinstance(record.event, SubEpochDone):
+                self.trained.set()
+
+    def of(self, *kinds: type) -> list[Any]:
+        return [each.event for each in self.decisions if isinstance(each.event, kinds)]
+
+
+def arguments(path: Path, tape: Tape, **changes: Any) -> dict[str, Any]:
+    return {
+        "backend": LocalBackend(2),
+        "store": LocalStore(str(path)),
+        "estimator_gen_fn": open_models.patient,
+        "num_epochs": 1,
+        "verbose": 0,
+        "observers": [tape],
+        **changes,
+    }
+
+
+@pytest.mark.slow
+def test_the_first_trial_trains_while_the_others_are_admitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tape = Tape()
+    monkeypatch.setattr(open_models, "trained", tape.trained)
+    space = {"number": hp_choice([0, 1, 2])}
+    result = GridSearch(search_space=space, **arguments(tmp_path, tape)).fit(rows())
+    assert [(t.status, t.params["number"]) for t in result.trials] == [
+        ("finished", 0), ("finished", 1), ("finished", 2)
+    ]  # fmt: skip
+    kinds = (TrialProposed, SearchClosed, TrialAdded, SubEpochDone)
+    assert [type(event) for event in tape.of(*kinds)][:6] == [
+        TrialProposed, TrialProposed, TrialProposed, SearchClosed, TrialAdded, SubEpochDone
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_users_searcher_pauses_resumes_and_stops_trials_and_can_be_brought_to_where_it_was(
+    tmp_path: Path,
+) -> None:
+    tape = Tape()
+    search = CustomSearch(
+        make_searcher=lambda: Rungs(candidates=4, most_epochs=2, forks=False),
+        **arguments(tmp_path, tape, num_epochs=2),
+    )
+    result = search.fit(rows())
+    assert sorted(len(t.history["train_loss"]) for t in result.trials) == [1, 1, 2, 2]
+    assert {trial.status for trial in result.trials} == {"stopped"}
+    assert all(result.get_model(trial.trial_id).state_dict() for trial in result.trials)
+    said = io.StringIO()
+    assert print_replays(Console(file=said), result.run_path)
+    assert "4 of 4 replayed trials are identical" in said.getvalue()
+    count = [len(tape.of(kind)) for kind in (TrialPaused, BudgetExtended, TrialResumed)]
+    assert count == [6, 2, 2]
+    assert len(tape.of(TrialStopped)) == 4
+    records = [(each.event, each.instructions) for each in tape.decisions]
+    paused = [isinstance(event, TrialPaused) for event, _ in records].index(True)
+    (first, *_) = SearchCourse(search.searcher(), 2, 2).replay(records[:paused])
+    assert first == records[paused][0], "what was decided, and not journalled, is decided again"
+    assert SearchCourse(search.searcher(), 2, 2).replay(records) == []
+
+
+def test_make_searcher_must_be_a_function(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"make_searcher is .*; give a function"):
+        CustomSearch(make_searcher=Rungs(), **arguments(tmp_path, Tape()))  # type: ignore[arg-type]
+    assert CustomSearch(make_searcher=Rungs, **arguments(tmp_path, Tape())).searcher().epochs == 1
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_call, "GRACE_SECONDS", 0.2)
+
+
+def trials_of(path: Path, candidates: list[dict[str, Any]], seconds: float) -> SearchTrials:
+    folder = RunFolder(LocalStore(str(path)), "run")
+    batches = examples(path, 70)
+    admission = Admission(
+        open_models.hanging,
+        COLUMNS,
+        batches,
+        folder,
+        3,
+        "loss",
+        lambda line: None,
+        MemoryBill(DEFAULT_RESOURCES, 2, print),
+    )
+    admission.admit(0, {})  # what is imported late is imported
+    course = SearchCourse(CandidateList(candidates, 1), 1, 2)
+    return SearchTrials(course, admission, folder, seconds, lambda line: None)
+
+
+def outcomes(trials: SearchTrials) -> Iterator[Any]:
+    """Be the coordinator, which handles everything and trains nothing."""
+    news = threading.Condition()
+    came: list[Any] = []
+
+    def put(each: Any) -> None:
+        with news:
+            came.append(each)
+            news.notify()
+
+    came += trials.start(put)
+    while True:
+        with news:
+            assert news.wait_for(lambda: came, 60), "nothing more is admitted"
+            each = came.pop(0)
+        trials.follow(each.event if isinstance(each, NewTrial) else each, [])
+        if isinstance(each, NewTrial | TrialRefused):
+            yield each
+
+
+@pytest.mark.parametrize("hangs", ["python", "system"])
+def test_a_candidate_that_hangs_is_refused_with_its_stack_and_the_others_are_admitted(
+    tmp_path: Path, impatient: None, hangs: str
+) -> None:
+    # The first is given up before the run begins, the third while it goes on.
+    candidates = [{"hangs": hangs}, {}, {"hangs": hangs}, {"lr": 0.2}]
+    trials = trials_of(tmp_path, candidates, seconds=2.0)
+    trials.admit_first()
+    found = outcomes(trials)
+    first, second, third, fourth = (next(found) for _ in range(4))
+    for refused, number in ((first, 0), (third, 2)):
+        assert isinstance(refused, TrialRefused) and refused.trial == number
+        assert refused.error.startswith("it is not admitted after admission_seconds=2.0; give it")
+        assert "in hanging" in refused.error, "the place where it hangs"
+    assert (second.spec.trial, fourth.spec.trial) == (1, 3)
+    assert second.spec.shards == fourth.spec.shards, "the random numbers are a candidate's own"
+    trials.close()
+
+
+def test_a_call_in_time_returns_or_raises_and_leaves_no_setting_to_others() -> None:
+    def fails() -> None:
+        torch.set_grad_enabled(False)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        TimedCall(fails).result(60)
+    assert TimedCall(torch.is_grad_enabled).result(60)
+
+
+def test_a_call_that_is_given_up_never_goes_on_and_its_lock_is_free(impatient: None) -> None:
+    wakes, went_on = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        with exclusive_generator:
+            wakes.wait(60)
+            went_on.set()
+
+    call = TimedCall(hangs)
+    with pytest.raises(Overdue, match=r"wakes\.wait"):
+        call.result(0.1)
+    with exclusive_generator:
+        wakes.set()
+        call._thread.join(60)
+        assert not went_on.is_set()
+        other = TimedCall(exclusive_generator.__enter__)
+        with pytest.raises(Overdue):  # what it had taken it does not free again
+            other.result(0.1)
+
+
+def test_a_candidate_under_way_is_given_up_when_the_run_ends(
+    tmp_path: Path, impatient: None
+) -> None:
+    trials = trials_of(tmp_path, [{}, {"hangs": "system"}, {}], seconds=600)
+    trials.admit_first()
+    found = outcomes(trials)
+    assert isinstance(next(found), NewTrial)
+    begun = time.monotonic()
+    while trials._call is None:
+        assert time.monotonic() - begun < 60
+    trials.close()
+    assert time.monotonic() - begun < 30
+    with exclusive_generator:
+        pass
+
+
+def test_candidates_of_a_list_are_numbered_in_its_order(tmp_path: Path) -> None:
+    tape = Tape()
+    search = ListSearch(candidates=[{"b": 1}, {}, {"b": 1}], **arguments(tmp_path, tape))
+    proposed = SearchCourse(search.searcher(), 1, 2).begin()
+    assert [(each.trial, each.params) for each in proposed if isinstance(each, TrialProposed)] == [
+        (0, {"b": 1}), (1, {}), (2, {"b": 1})
+    ]  # fmt: skip
+
+
+def begun(path: Path, tape: Tape) -> tuple[GridSearch, RunFolder]:
+    """A run of four candidates that has ended."""
+    space = {"number": hp_choice([0, 1, -1, 2])}
+    search = GridSearch(
+        search_space=space, **arguments(path, tape, estimator_gen_fn=open_models.refusing)
+    )
+    return search, RunFolder.open(search.fit(rows()).run_path)
+
+
+@pytest.mark.slow
+def test_a_run_whose_driver_died_admits_what_was_not_admitted_without_its_search(
+    tmp_path: Path,
+) -> None:
+    tape = Tape()
+    search, folder = begun(tmp_path, tape)
+    ends = (TrialAdded, TrialRefused)
+    kinds = [type(each.event) for each in tape.decisions]
+    first = kinds.index(TrialAdded) + 1
+    manifest = find_prepared(search.store, SearchResult.open(folder.path).document.fingerprint)
+    assert manifest is not None
+    records = [(each.event, each.instructions) for each in tape.decisions[:first]]
+    for course in (None, SearchCourse(search.searcher(), 1, 2)):
+        admission = search._admission(folder, manifest)
+        trials = SearchTrials(course, admission, folder, None, lambda line: None)
+        trials.resume(records)
+        found = outcomes(trials)
+        again = [next(found) for _ in range(3)]
+        trials.close()
+        said = [each.event if isinstance(each, NewTrial) else each for each in again]
+        expected = tape.of(*ends)[1:]
+        assert [type(each) for each in said] == [type(each) for each in expected]
+        assert [said[0], said[2]] == [expected[0], expected[2]]
