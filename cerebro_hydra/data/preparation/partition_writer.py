@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,7 @@ class PartitionWriter:
 
 @dataclass(frozen=True)
 class WriteJob:
-    """Writes the rows of a Spark task, which are those of one folder; travels to the task."""
+    """Writes the rows of a Spark task, folder by folder; travels to the task."""
 
     store: Store
     data_path: str
@@ -181,23 +182,36 @@ class WriteJob:
     hashes: int
 
     def outcome(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield one row that tells what was written, or why not; Spark would try errors again."""
-        rows = (batch for batch in batches if batch.num_rows)
-        first = next(rows, None)
-        if first is None:
-            return
-        folder = first.column(first.num_columns - 1)[0].as_py()
+        """Yield for each folder what was written, or why not; Spark would try errors again.
+
+        Args:
+            batches: the rows in order of their folders, which the last column numbers.
+        """
+        for folder, of_folder in groupby(_by_folder(batches), key=itemgetter(0)):
+            told = self._write(folder, (rows for _, rows in of_folder))
+            yield pa.RecordBatch.from_pylist([told], schema=_OUTCOME_IN_ARROW)
+
+    def _write(self, folder: int, batches: Iterable[pa.RecordBatch]) -> dict[str, Any]:
         path = f"{self.data_path}/{self.infos[folder].path}"
         writer = PartitionWriter(self.store, path, self.packs, self.ids[folder], self.hashes)
-        told: dict[str, Any] = {"rows": 0, "sums": [], "digests": [], "error": None}
+        told: dict[str, Any] = {FOLDER: folder, "rows": 0, "sums": [], "digests": []}
         try:
-            written = writer.write(chain([first], rows))
-            told["rows"] = written.rows
-            told["sums"] = [f"{each:016x}" for each in written.sums]
-            told["digests"] = [f"{each:016x}" for each in written.digests]
+            written = writer.write(batches)
         except StoreError as error:
-            told["error"] = str(error)
-        yield pa.RecordBatch.from_pylist([{FOLDER: folder, **told}], schema=_OUTCOME_IN_ARROW)
+            return {**told, "error": str(error)}
+        told["rows"] = written.rows
+        told["sums"] = [f"{each:016x}" for each in written.sums]
+        told["digests"] = [f"{each:016x}" for each in written.digests]
+        return {**told, "error": None}
+
+
+def _by_folder(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield batches parted where another folder begins, each with its folder."""
+    for batch in batches:
+        folders = batch.column(batch.num_columns - 1).to_numpy()
+        begins = [0, *(np.flatnonzero(np.diff(folders)) + 1)] if len(folders) else []
+        for start, end in pairwise([*begins, len(folders)]):
+            yield int(folders[start]), batch.slice(start, end - start)
 
 
 def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:

@@ -49,6 +49,7 @@ from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.waits import to_nobody
 
+_MOST_TASKS = 256  # that write; each costs Spark and its Python workers some 50 ms
 _COLUMNS_LOOKED_AT = 50  # at once, in a query that Spark can still compile
 
 
@@ -262,17 +263,22 @@ def _written(
     folder: Column,
     expected: Mapping[int, tuple[int, tuple[int, ...]]],
 ) -> list[tuple[int, ...]]:
-    """Write all rows, each folder in a task, and return the content digests of each folder.
+    """Write all rows, and return the content digests of each folder.
+
+    A task writes one folder, or one after the other where there are very many.
 
     Raises:
         DataError: other rows reached a writer than were checked.
         StoreError: the store can't be written.
     """
-    keys = F.expr(f"array({', '.join(map(str, shuffle_keys(len(job.infos))))})")
+    of_a_task = math.ceil(len(job.infos) / _MOST_TASKS)
+    tasks = math.ceil(len(job.infos) / of_a_task)
+    keys = F.expr(f"array({', '.join(map(str, shuffle_keys(tasks)))})")
+    task = F.floor(F.col(FOLDER) / of_a_task).cast("int")
     outcomes = (
         packed.select(*(pack.name for pack in packs), *HASHES, folder.alias(FOLDER))
-        .repartition(len(job.infos), keys[F.col(FOLDER)])
-        .sortWithinPartitions(*HASHES)
+        .repartition(tasks, keys[task])
+        .sortWithinPartitions(FOLDER, *HASHES)
         .mapInArrow(job.outcome, OUTCOME)
         .collect()
     )

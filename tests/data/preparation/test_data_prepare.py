@@ -118,6 +118,24 @@ def test_every_row_comes_back_once_with_its_type_and_shape(
     np.testing.assert_array_equal(rows["grid"], (n[:, None] * 6 + np.arange(6)).reshape(-1, 2, 3))
 
 
+def test_very_many_folders_share_tasks_and_are_the_same(
+    prepared: tuple[LocalStore, Manifest],
+    numbers: DataFrame,
+    store: LocalStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, expected = prepared
+    monkeypatch.setattr(spark_prepare, "_MOST_TASKS", 3)  # for eight folders
+    found = prepare(numbers, store, 4, 0.3, COLUMNS)
+    assert [part.digests for part in found.partitions] == [
+        part.digests for part in expected.partitions
+    ]
+    assert [part.rows for part in found.partitions] == [part.rows for part in expected.partitions]
+    assert sorted(columns_of(store, found, "train")["n"].tolist()) == sorted(
+        columns_of(prepared[0], expected, "train")["n"].tolist()
+    )
+
+
 def test_footers_vouch_that_prepared_data_holds_no_null(
     prepared: tuple[LocalStore, Manifest],
 ) -> None:
