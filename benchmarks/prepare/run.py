@@ -124,7 +124,8 @@ def rewrite(df: DataFrame, folder: str, workers: int) -> None:
 
 def fit(df: DataFrame, folder: str, workers: int) -> None:
     """Prepare rows that have an array, and train a small net on them for an epoch."""
-    width = len(df.first()["features"])
+    (first,) = df.select("features").take(1)
+    width = len(first["features"])
 
     def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
         model = torch.nn.Sequential(
