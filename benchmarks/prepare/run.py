@@ -212,7 +212,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=COMPARED)
     parser.add_argument("--folder", help="on a disk with ten times the gigabytes")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: 4,000 rows")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.gigabytes, arguments.rounds = [0.001], 1
     heap = {"spark.driver.memory": arguments.heap} if arguments.heap else {}
     spark = cerebro_hydra.local_spark(workers=arguments.workers, **heap)
     print(f"Python {platform.python_version()}, Spark {pyspark.__version__}")
