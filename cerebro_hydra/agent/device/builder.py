@@ -184,17 +184,20 @@ class TrialBuilder:
         _free_weights(other)
         return other.to(self._device)
 
-    def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
-        """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
+    def windows(
+        self, trial: int, epoch: int, partition: int, first: int = 0
+    ) -> Iterator[Sequence[Batch]]:
+        """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step.
+
+        Args:
+            first: the window that comes first.
+        """
         spec = self._specs[trial]
         part = self._training[partition]
         order = row_order(part.rows, self._document.seed, epoch, partition)
+        order = order[first * spec.accumulate * spec.batch_size :]
         stream = self._batches(part, spec.batch_size, order)
         return windows(stream, spec.accumulate)
-
-    def rows(self, partition: int) -> int:
-        """Return how many training rows a partition has."""
-        return self._training[partition].rows
 
     def validation(self, trial: int, partition: int) -> Iterator[Batch]:
         """Yield the validation rows of a partition, in stored order."""

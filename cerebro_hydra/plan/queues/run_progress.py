@@ -55,8 +55,9 @@ class RunSpec:
         by_modules: a microbatch stays on one device, which also holds its boundary values, as it
             must where the model is cut by modules. Else any device may take its next unit, and
             the boundary values are in DRAM from unit to unit.
-        recompute: a backward computes its forward again. Otherwise a microbatch stays on one
-            device, with all shards and activations.
+        recompute: shards may leave the device between the tasks of a microbatch, so that a backward
+            computes its forward again. Otherwise a microbatch stays on one device, with all shards
+            and activations; an evaluation, too, on a device that no shard has to leave.
         fused: forward and backward of the last shard are one unit, with its activations kept.
         later_seconds: the work of the trial after this run, by which it is preferred.
     """
@@ -77,7 +78,7 @@ class RunSpec:
     @property
     def keeps_all(self) -> bool:
         """Return whether all shards and activations stay on the device with a microbatch."""
-        return not self.recompute and self.graph.training
+        return not self.recompute
 
     @property
     def state_bytes(self) -> int:
