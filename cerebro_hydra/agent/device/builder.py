@@ -26,10 +26,8 @@ from cerebro_hydra.shards.cut.model import CutModel, CutModelCache, Recent
 from cerebro_hydra.shards.cut.sample import Sample
 from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.values import absent_value
-from cerebro_hydra.shards.engine.engine import Engine
 from cerebro_hydra.shards.engine.layout import TrialLayout
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
-from cerebro_hydra.shards.engine.uncut import UncutEngine
 from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -53,8 +51,6 @@ class TrialRuntime:
     recipe: Recipe
     layout: TrialLayout
     cut_model: CutModel
-    engine: Engine
-    uncut: UncutEngine
     build_seconds: float
     """What the user's factory took."""
 
@@ -77,12 +73,10 @@ class TrialRuntime:
         build_seconds: float,
         device: torch.device,
     ) -> TrialRuntime:
-        """Make the engines of a recipe, free its weights, and bring the rest of it to a device."""
-        of_engine = (cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
-        engine, uncut = Engine(*of_engine), UncutEngine(*of_engine)
+        """Free the weights of a recipe, and bring the rest of it to a device."""
         _free_weights(recipe)
         recipe.to(device)
-        return cls(spec, recipe, layout, cut_model, engine, uncut, build_seconds)
+        return cls(spec, recipe, layout, cut_model, build_seconds)
 
 
 class TrialBuilder:

@@ -5,9 +5,10 @@ In a moving run, of a graph cut, microbatches go from device to device between t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import RandomKey, Recipe, Window
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
-from cerebro_hydra.shards.engine.engine import TrainTotals, with_last
 from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, Segments, TrialLayout
 from cerebro_hydra.shards.engine.microbatch import (
@@ -37,6 +37,22 @@ from cerebro_hydra.shards.engine.pass_record import (
     tensors_of,
 )
 from cerebro_hydra.shards.engine.sub_epoch import Cursor, Norms, SubEpoch
+
+
+@dataclass(frozen=True)
+class TrainTotals:
+    """Holds a sub-epoch's totals: its loss summed over rows, its rows, and its optimizer steps."""
+
+    loss_sum: float
+    rows: int
+    steps: int
+
+
+def with_last(windows: Iterable[Window]) -> Iterator[tuple[Window, bool]]:
+    """Yield each window and whether it is the last, looking ahead by one."""
+    end = object()
+    for window, following in itertools.pairwise(itertools.chain(windows, [end])):
+        yield window, following is end  # type: ignore[misc]
 
 
 class ShardRun:
@@ -109,7 +125,12 @@ class ShardRun:
         for _, (loss, of_microbatch) in sorted(self.losses.items()):
             loss_sum += loss * of_microbatch
             rows += of_microbatch
-        return TrainTotals(loss_sum, rows, -(-len(self.losses) // self._accumulate))
+        return TrainTotals(loss_sum, rows, len({n // self._accumulate for n in self.losses}))
+
+    def mean_loss(self, first: int, microbatches: int) -> float:
+        """Return the mean loss over the rows of these microbatches, which were run here."""
+        found = [self.losses[number] for number in range(first, first + microbatches)]
+        return sum(loss * rows for loss, rows in found) / sum(rows for _, rows in found)
 
     # ------------------------------------------------------------------ memory
 
