@@ -76,6 +76,8 @@ NOT_SAVED = (
 
 NOT_KEPT = "{}\nIt can't be cut finer, because its state could not be written to the store: {}"
 
+PAUSED_AT_THE_END = "the search ended while the trial was paused"
+
 LACKS_MEMORY_AGAIN = "{}\nIt ran out of memory cut into {} shards, and again cut into {}"
 
 UNREADABLE = (
@@ -178,7 +180,17 @@ class TrialCourse:
         if not self._retention.intact(index, trial):
             visit = self._retention.fallback(index, trial)
             told += self._roll_back(index, trial, visit, "its newest state was not kept")
+        goal, closed = trial.goal, self._tables.search_closed
+        if closed and isinstance(goal, CatchUpGoal) and goal.epochs <= len(trial.history):
+            self.stop(index, PAUSED_AT_THE_END)
         return told
+
+    def _rest(self, index: int, trial: TrialProgress) -> Instructions:
+        """Let a trial that has caught up pause, or end if no search can let it go on any more."""
+        if not self._tables.search_closed:
+            return self.pause(index, trial)
+        self.stop(index, PAUSED_AT_THE_END)
+        return []
 
     def transfer_failed(self, attempt: Attempt, error: str) -> Instructions:
         """Take another source of the state the next time; go back where there is none left.
@@ -381,7 +393,7 @@ class TrialCourse:
             case PauseGoal():
                 self._tables.aim(index, PauseGoal(epoch + 1))
             case CatchUpGoal(epochs) if epochs == epoch + 1:
-                told += self.pause(index, trial)
+                told += self._rest(index, trial)
         return told
 
     def drop_unneeded(self, index: int, trial: TrialProgress) -> Instructions:
