@@ -276,10 +276,10 @@ class HopState:
         return Applied(concerned, told + self.adoptions.lose(agent.incarnation))
 
     def _recover(self, concerned: Iterable[int], lost: set[str], reason: str) -> Applied:
-        in_order, told = sorted(concerned), list[Instruction]()
-        for index in in_order:
+        indexes, told = sorted(concerned), list[Instruction]()
+        for index in indexes:
             told += self._course.recover(index, self.trials[index], lost, reason)
-        return Applied(in_order, told)
+        return Applied(indexes, told)
 
     # ------------------------------------------------------------------ events of attempts
 
