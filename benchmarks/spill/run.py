@@ -136,7 +136,7 @@ class TrackedState(WorkerState):
 
     def handle(self, happened: Iterable[WorkerEvent]) -> list[Answer]:
         answers = super().handle(happened)
-        self.peak = max(self.peak, *(self._room.used(queue) for queue in self.queues.values()))
+        self.peak = max(self.peak, *(self.used(queue.number) for queue in self.queues.values()))
         return answers
 
 
