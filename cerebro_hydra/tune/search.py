@@ -43,6 +43,9 @@ from cerebro_hydra.waits import Waiting
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+THREADS = 1
+"""Threads that every agent computes with; another number would give other bits."""
+
 
 class Search(ABC):
     """Trains what a searcher proposes over a DataFrame; all arguments by keyword.
@@ -361,10 +364,6 @@ def _removed_on_error(folder: RunFolder) -> Iterator[None]:
         with suppress(StoreError):
             folder.store.delete(folder.path)
         raise
-
-
-THREADS = 1
-"""Threads that every agent computes with; another number would give other bits."""
 
 
 def _new_run_id() -> str:

@@ -85,6 +85,8 @@ UNREADABLE = (
     "whether every worker sees the store, and check its files with cerebro-hydra verify"
 )
 
+PARENT_WAS_RECUT = "the trial that it forks was cut finer meanwhile"
+
 
 class TrialCourse:
     """Ends epochs and trials, and keeps or drops their states; a part of the state machine."""
@@ -424,9 +426,6 @@ class TrialCourse:
             return self._checkpoints.delete(index, visit)
         self._tables.holders.drop(index, visit, place)
         return Drop(index, visit, place)
-
-
-PARENT_WAS_RECUT = "the trial that it forks was cut finer meanwhile"
 
 
 class FinerCuts:

@@ -27,6 +27,18 @@ from cerebro_hydra.plan.messages.events import SubEpochDone, WorkerLost
 from cerebro_hydra.plan.messages.instructions import StateSource
 from cerebro_hydra.plan.seeds import seed_of
 
+MOST_FAILED_TRANSFERS = 3  # of a state from one place, which is no source of it any more then
+STORY_LINES = 100  # of a trial that are kept; the journal has all of them
+
+MOST_LOST_AGENTS = 3
+"""How many agents in a row may be lost while one trial runs on them; with the last it fails."""
+
+_CAUSES = (
+    "likely causes: the trial calls os._exit, a native library crashes (segmentation fault), "
+    "memory runs out, or code holds Python's lock for so long that the agent stops answering; if "
+    "other trials end like this on one worker only, look at that machine"
+)
+
 
 class Evaluation:
     """Holds the (sum, rows) of every metric by partition, in twenty bytes each."""
@@ -96,9 +108,6 @@ def _mean(sums_and_rows: Iterable[tuple[float, int]]) -> float:
 
 TaskKind = Literal["train", "evaluate"]
 AttemptStatus = Literal["reserved", "fetching", "running", "ending", "done", "cancelled"]
-
-MOST_FAILED_TRANSFERS = 3  # of a state from one place, which is no source of it any more then
-STORY_LINES = 100  # of a trial that are kept; the journal has all of them
 
 
 @dataclass(slots=True)
@@ -456,16 +465,6 @@ def needed_visits(config: HopConfig, trial: TrialProgress, search_closed: bool) 
     if outcome(config, trial, search_closed) is not None:
         return {result_visit(config, trial)}
     return {result_visit(config, trial), trial.newest}
-
-
-MOST_LOST_AGENTS = 3
-"""How many agents in a row may be lost while one trial runs on them; with the last it fails."""
-
-_CAUSES = (
-    "likely causes: the trial calls os._exit, a native library crashes (segmentation fault), "
-    "memory runs out, or code holds Python's lock for so long that the agent stops answering; if "
-    "other trials end like this on one worker only, look at that machine"
-)
 
 
 @dataclass(frozen=True, slots=True)
