@@ -31,7 +31,7 @@ from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
-from cerebro_hydra.tune.searcher import Searcher
+from cerebro_hydra.tune.searchers.searcher import Searcher
 from cerebro_hydra.tune.trials import SearchTrials
 
 LIMITS = ("batch_seconds", "sub_epoch_seconds", "admission_seconds", "audit_share")

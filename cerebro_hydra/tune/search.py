@@ -35,8 +35,8 @@ from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.resume import LIMITS, RunToResume
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
-from cerebro_hydra.tune.searcher import Searcher
-from cerebro_hydra.tune.space import seconds, share, whole
+from cerebro_hydra.tune.searchers.searcher import Searcher
+from cerebro_hydra.tune.searchers.space import seconds, share, whole
 from cerebro_hydra.tune.trials import SearchTrials
 from cerebro_hydra.waits import Waiting
 
