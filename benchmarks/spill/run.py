@@ -134,7 +134,7 @@ class TrackedState(WorkerState):
 
     def handle(self, happened: Iterable[WorkerEvent]) -> list[Answer]:
         answers = super().handle(happened)
-        self.peak = max(self.peak, *(self._room.used(queue) for queue in self.queues.values()))
+        self.peak = max(self.peak, *(self.used(queue.number) for queue in self.queues.values()))
         return answers
 
 
@@ -213,12 +213,17 @@ class Figure:
     load: float
 
 
-def measure(model: str, trial: MemoryTrial, share: int, rounds: int) -> list[Figure]:
-    variants = [
-        RESIDENT,
-        Variant(None),
-        *(Variant(share, tier, double) for tier in TIERS for double in (True, False)),
-    ]
+def spilling(share: int, quick: bool) -> list[Variant]:
+    """Return the variants with so small a device: every tier, with each kind of buffers."""
+    if quick:
+        return [Variant(share, "DRAM", True), Variant(share, "disk", False)]
+    return [Variant(share, tier, double) for tier in TIERS for double in (True, False)]
+
+
+def measure(
+    model: str, trial: MemoryTrial, spilled: Sequence[Variant], rounds: int
+) -> list[Figure]:
+    variants = [RESIDENT, Variant(None), *spilled]
     figures = []
     with workers(trial, variants) as made:
         taken: list[list[tuple[float, float]]] = [[] for _ in made]
@@ -327,7 +332,8 @@ def main() -> None:
     for model in models:
         trial = make_trial(model, layers)
         for share in shares:
-            measured = measure(model, trial, share, arguments.rounds)
+            spilled = spilling(share, arguments.quick)
+            measured = measure(model, trial, spilled, arguments.rounds)
             print("\n".join(map(row, measured)), flush=True)
             figures += measured
     if arguments.json is not None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _BATCHES_AHEAD = 4
 """How many batches before it is made the pages of a batch are asked for."""
 
+SHARE = 0.25
+"""The part of memory up to which the pages of a partition are taken to stay there once read."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -128,10 +131,6 @@ def _take(column: NDArray[np.generic], rows: NDArray[np.int64]) -> torch.Tensor:
     # Straight into torch's own aligned memory; "clip" only spares a buffer, the rows are checked.
     np.take(column, rows, axis=0, out=taken.numpy(), mode="clip")
     return taken
-
-
-SHARE = 0.25
-"""The part of memory up to which the pages of a partition are taken to stay there once read."""
 
 
 class ReadAhead:

@@ -21,6 +21,13 @@ _DTYPES = {"b": "bool", "i": "int64", "u": "int64", "f": "float32"}
 _VECTOR_FIELDS = ("type", "size", "indices", "values")
 _NO_ROWS = np.empty(0, np.int64)
 
+NULL = "is null, or holds null"
+UNFIT = {
+    "float32": "holds NaN, infinity, or a number beyond float32",
+    "int64": "holds a number beyond int64",
+}
+"""What a number of a column must not be, by the column's dtype."""
+
 
 @dataclass(frozen=True)
 class ListLengths:
@@ -252,14 +259,6 @@ def _decode_vectors(array: pa.StructArray) -> DecodedColumn:
     out[places] = numbers
     found = rows_by_fault("float32", null, nesting.rows(places[unfit]))
     return DecodedColumn(len(array), out, (lengths,), found)
-
-
-NULL = "is null, or holds null"
-UNFIT = {
-    "float32": "holds NaN, infinity, or a number beyond float32",
-    "int64": "holds a number beyond int64",
-}
-"""What a number of a column must not be, by the column's dtype."""
 
 
 def rows_by_fault(

@@ -28,6 +28,11 @@ _BATCH_BYTES = 32 << 20  # bounds a reader's memory, however large the row group
 _BATCH_ROWS = 1 << 16
 _TAIL = 8  # length of the footer, and the magic number
 
+# A schema in these files would be unpickled by petastorm, and ours have none.
+_PICKLED = ("_common_metadata", "_metadata")
+# Every reader gives these as they are stored.
+_ELEMENTS = (pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
+
 
 def list_files(root: str) -> list[str]:
     """Return the sorted paths of the files below `root` that hold rows.
@@ -149,13 +154,6 @@ def read_range(
         raise DataError(
             f"{path!r} gave {done} rows from row {first} on, its footer promises {rows}"
         )
-
-
-# A schema in these files would be unpickled by petastorm, and ours have none.
-_PICKLED = ("_common_metadata", "_metadata")
-
-# Every reader gives these as they are stored.
-_ELEMENTS = (pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
 
 
 @dataclass(frozen=True)

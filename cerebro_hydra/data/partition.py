@@ -39,6 +39,9 @@ from cerebro_hydra.errors import DataError, StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import digest
 
+_DIGESTS = "digests.json"
+_LOGGER = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RowBlock:
@@ -208,10 +211,6 @@ def _decoded(
     except DataError as error:
         # The survey has seen every row, so these are others.
         raise DataError(f"{path!r} has changed since a run was planned on it: {error}") from error
-
-
-_DIGESTS = "digests.json"
-_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,11 @@ from numpy.typing import NDArray
 from cerebro_hydra.data.manifest import PartitionInfo, RowRange, partition_path
 from cerebro_hydra.errors import DataError
 
+_MASK = (1 << 64) - 1
+_CHUNK = 1 << 20  # bounds the memory of a checksum over a range of any length
+
+_BLOCK = 1 << 14  # rows, or words, that are hashed at once and stay in the processor's cache
+
 
 @dataclass(frozen=True)
 class AffinePermutation:
@@ -113,10 +118,6 @@ def check_rows(train_rows: int, validation_rows: int | None, num_partitions: int
                 f"{rows} {which} rows are fewer than {num_partitions} partitions: use fewer "
                 f"workers, more rows or a {other} validation part"
             )
-
-
-_MASK = (1 << 64) - 1
-_CHUNK = 1 << 20  # bounds the memory of a checksum over a range of any length
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -231,9 +232,6 @@ def split_mask(info: PartitionInfo, seed: int | None) -> NDArray[np.bool_] | Non
     mask = np.full(there, info.split == "train")
     mask[permutation(there, mixed_key(seed, info.index))[:held_back]] = info.split == "val"
     return mask
-
-
-_BLOCK = 1 << 14  # rows, or words, that are hashed at once and stay in the processor's cache
 
 
 class ContentDigest:

@@ -13,6 +13,9 @@ from cerebro_hydra.observe.records import WorkersMissing
 from cerebro_hydra.plan.messages.events import WorkerGivenUp
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE
 
+TELL_SECONDS = 30.0
+"""Seconds between two records of what is waited for."""
+
 
 class Roster:
     """Keeps every agent that ever joined; messages under way may need addresses of the dead."""
@@ -69,10 +72,6 @@ class Roster:
     def missing(self) -> list[int]:
         """Return the workers without a live agent."""
         return [worker for worker in range(self.num_workers) if worker not in self._live]
-
-
-TELL_SECONDS = 30.0
-"""Seconds between two records of what is waited for."""
 
 
 class Absences:

@@ -40,6 +40,15 @@ class ResumedRun:
         self._records = 0
         self.state: HopState = fold(self.config, self._counted())
 
+    def check_trials(self) -> None:
+        """Read what every trial is, so that nothing begins if one of them can't go on.
+
+        Raises:
+            StoreError: the document of a trial is absent or damaged, or another version's.
+        """
+        for number in self.state.trials:
+            self._folder.read_trial(number, self._folder.run_id)
+
     def decisions(self) -> Iterator[Decision]:
         """Read the decisions that were made before."""
         for line in self._folder.read_records():

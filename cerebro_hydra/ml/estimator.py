@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from cerebro_hydra.spark import SparkBackend
     from cerebro_hydra.storage import Store
 
+# `Optimizer.__getstate__` keeps the first three, and LR schedulers wrap `step`.
+_NOT_OWN = ("defaults", "state", "param_groups", "step")
+
 
 class SparkEstimator(TrialEstimator):
     """One configuration to train: an estimator of Spark ML, and what a search's factory returns.
@@ -191,9 +194,6 @@ GRID_OPTIONS = (
     "recompute",
 )
 """The options of a recipe that are plain JSON, and so can vary from trial to trial."""
-
-# `Optimizer.__getstate__` keeps the first three, and LR schedulers wrap `step`.
-_NOT_OWN = ("defaults", "state", "param_groups", "step")
 
 
 class RecipeCopier:

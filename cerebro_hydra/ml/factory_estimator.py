@@ -194,7 +194,7 @@ def json_value(name: str, value: Any) -> Any:
     Raises:
         ConfigurationError: JSON can't hold it.
     """
-    from cerebro_hydra.tune import space  # with all of a search, which no agent needs
+    from cerebro_hydra.tune.searchers import space  # with all of a search, which no agent needs
 
     return space.as_json(f"{name} is", value)
 

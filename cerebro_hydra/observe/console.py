@@ -51,6 +51,23 @@ from cerebro_hydra.plan.messages.events import Event, SearchClosed, WorkerGivenU
 from cerebro_hydra.plan.messages.instructions import EndEpoch, FinishTrial, Instruction, Redo
 from cerebro_hydra.storage.run_document import RunDocument
 
+_WIDE = 120
+_LOGGER = logging.getLogger("cerebro_hydra.trials")
+
+_SECONDS_BETWEEN_FRAMES = 0.1
+_OTHER_LINES = 8
+"""Lines of a frame beside the trials: a heading, the bar, the totals, empty ones."""
+
+_FEWEST_TRIALS = 3
+_BAR = 20
+
+_WIDEST_VALUE = 16
+_LONGEST_WORD = 4
+_SPACE = 2
+"""Characters between two columns."""
+
+_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;margin:0">{code}</pre>'
+
 
 class ConsoleObserver(Observer, Protocol):
     """An observer that may hold the screen."""
@@ -70,10 +87,6 @@ def console_observer(verbose: int, console: Console | None = None) -> ConsoleObs
     if console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal):
         return LiveTable(console)
     return PlainLines(console)
-
-
-_WIDE = 120
-_LOGGER = logging.getLogger("cerebro_hydra.trials")
 
 
 class LogLines:
@@ -172,13 +185,6 @@ class PlainLines:
         self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-_SECONDS_BETWEEN_FRAMES = 0.1
-_OTHER_LINES = 8
-"""Lines of a frame beside the trials: a heading, the bar, the totals, empty ones."""
-_FEWEST_TRIALS = 3
-_BAR = 20
-
-
 class LiveTable:
     """Shows where every trial is; what the user's code prints scrolls by above the table."""
 
@@ -254,12 +260,6 @@ def _bar(view: RunView) -> Text:
     bar.append("━" * done, "green").append("━" * (_BAR - done), "bright_black")
     rest = "" if left is None else f", about {duration(left)} left"
     return bar.append(f"  {counted(view)}{rest}")
-
-
-_WIDEST_VALUE = 16
-_LONGEST_WORD = 4
-_SPACE = 2
-"""Characters between two columns."""
 
 
 @dataclass(frozen=True)
@@ -428,9 +428,6 @@ def _time_left(view: RunView, trial: TrialView) -> str:
 
 def _shown(value: int | None) -> str:
     return "" if value is None else str(value)
-
-
-_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;margin:0">{code}</pre>'
 
 
 class Screen(Protocol):

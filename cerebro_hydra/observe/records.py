@@ -22,6 +22,8 @@ from cerebro_hydra.storage.run_folder import RunFolder, read_document
 ENDS = ("finished", "failed", "stopped")
 """How a trial may end."""
 
+_LOGGER = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RunStarted:
@@ -251,9 +253,6 @@ def _check(record: Any, limits: Mapping[str, int], where: str) -> None:
             within(0, limits[field.name])(value, f"{field.name} in {where}")
     if isinstance(record, FinishTrial):
         one_of(*ENDS)(record.status, f"status in {where}")
-
-
-_LOGGER = logging.getLogger(__name__)
 
 
 @runtime_checkable

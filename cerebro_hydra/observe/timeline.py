@@ -34,6 +34,19 @@ _MOST_SPANS = 1000
 
 AttemptOutcome = Literal["running", "done", "repeated", "failed", "cancelled", "lost"]
 
+RUN, FIRST_WORKER = 1, 2
+"""Process numbers of the run as a whole, and of worker 0."""
+
+THREADS = {"train": 1, "evaluate": 2}
+HOPS = 3
+"""Thread of the first lane of hops; hops that overlap have further lanes."""
+
+DEVICES = 500
+"""Thread of the transfers between DRAM and disk; two follow for each device."""
+
+_LANE = 1000
+"""Threads between two lanes of tasks that a worker holds at once."""
+
 
 @dataclass
 class HopBar:
@@ -304,18 +317,6 @@ def read_run(folder: RunFolder, running: bool = False) -> tuple[RunView, Timelin
         timeline.apply(record)
     timeline.lay_out()
     return view, timeline
-
-
-RUN, FIRST_WORKER = 1, 2
-"""Process numbers of the run as a whole, and of worker 0."""
-
-THREADS = {"train": 1, "evaluate": 2}
-HOPS = 3
-"""Thread of the first lane of hops; hops that overlap have further lanes."""
-DEVICES = 500
-"""Thread of the transfers between DRAM and disk; two follow for each device."""
-_LANE = 1000
-"""Threads between two lanes of tasks that a worker holds at once."""
 
 
 def trace(folder: RunFolder) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.columns import Columns
 from cerebro_hydra.recipe.recipe import Recipe
 
+_UNWRITTEN = ("aten::empty", "aten::new_empty")
+
 
 class GeneratorLock:
     """A lock that a thread may take several times, and that can be taken from one that hangs."""
@@ -253,9 +255,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     "device, where it has no values; choose one that makes its state in its first "
                     "step, such as AdamW, or build the model on the CPU"
                 )
-
-
-_UNWRITTEN = ("aten::empty", "aten::new_empty")
 
 
 class MetaOperations(TorchDispatchMode):

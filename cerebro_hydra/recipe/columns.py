@@ -19,6 +19,8 @@ from cerebro_hydra.recipe.randomness import RandomKey
 # A cache of keys and values serves generation only; in training it is output that nobody reads.
 _SWITCHED_OFF = ("use_cache",)
 
+_UNIT = "collate"  # names of unit calls have an "@", so none is called this
+
 
 class HasColumns(Protocol):
     """Describes an object that knows the columns of a run, such as its document."""
@@ -166,8 +168,6 @@ def predictions(outputs: Any, labels: Sequence[str] = ()) -> list[Tensor]:
 
 
 Collate = Callable[[dict[str, Tensor], bool], dict[str, Tensor]]
-
-_UNIT = "collate"  # names of unit calls have an "@", so none is called this
 
 
 def collate_batch(

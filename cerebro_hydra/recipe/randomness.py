@@ -27,6 +27,11 @@ from cerebro_hydra.recipe.placement import CPU
 FORWARD = ""
 """Stands, in place of a unit's name, for a forward pass before its first unit."""
 
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""The setting without which cuBLAS may choose other algorithms each time; torch asks for it."""
+
+AUTOCAST = {"bfloat16": torch.bfloat16}
+
 
 def units(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules that no cut splits and where random numbers restart.
@@ -141,9 +146,6 @@ def trial_seed(seed: int, trial: int) -> int:
 _exact: list[torch.library.Library] = []
 _registering = threading.Lock()
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""The setting without which cuBLAS may choose other algorithms each time; torch asks for it."""
-
 
 def compute_deterministically(device: torch.device) -> None:
     """Let this process train on a device with the same bits each time; call it before CUDA is used.
@@ -220,9 +222,6 @@ def deterministic(device: torch.device) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before[0])
         torch.backends.cudnn.benchmark = before[1]
         torch.cuda.set_device(current)
-
-
-AUTOCAST = {"bfloat16": torch.bfloat16}
 
 
 def autocasting(name: str | None, device: str) -> AbstractContextManager[Any]:

@@ -34,6 +34,15 @@ _TWO_DEVICES = re.compile(r"same device|two different devices|expected device")
 CUTS = ("export", "modules")
 """The ways to cut a model that a user may ask for."""
 
+# Optimizers whose update of one parameter needs the others, or another kind of gradient.
+INSEPARABLE_OPTIMIZERS = {
+    "LBFGS": "its line search needs every parameter at once",
+    "SparseAdam": "it needs sparse gradients",
+}
+
+AUTO = "auto"
+"""As many shards as a device needs."""
+
 
 @dataclass(eq=False)  # a recipe is itself alone: tensors have no one answer to ==
 class Recipe:
@@ -345,13 +354,6 @@ def _naming(metric: Metric) -> Iterator[None]:
         ) from error
 
 
-# Optimizers whose update of one parameter needs the others, or another kind of gradient.
-INSEPARABLE_OPTIMIZERS = {
-    "LBFGS": "its line search needs every parameter at once",
-    "SparseAdam": "it needs sparse gradients",
-}
-
-
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse what can't be cloned over the parameters of a shard.
 
@@ -443,10 +445,6 @@ def _told(name: str) -> str:
 
 
 Blocks = list[str] | list[list[str]]
-
-
-AUTO = "auto"
-"""As many shards as a device needs."""
 
 
 def checked_shards(given: Any, model: nn.Module) -> int | str | Blocks:

@@ -15,6 +15,11 @@ _IS_GLIBC = hasattr(_LIBRARY, "mallopt")
 _users = 0
 _lock = threading.Lock()
 
+LEAST_TRIMMED = 16 << 20
+"""Freed bytes below which the heap is left alone."""
+
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others need it less
+
 
 @contextmanager
 def kept_heap() -> Iterator[None]:
@@ -41,12 +46,6 @@ def _count(change: int) -> None:
         _LIBRARY.mallopt(_TRIM_THRESHOLD, 2**31 - 1 if _users else 64 << 20)
         if not _users:
             _LIBRARY.malloc_trim(0)
-
-
-LEAST_TRIMMED = 16 << 20
-"""Freed bytes below which the heap is left alone."""
-
-_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others need it less
 
 
 def trim_heap(freed: int) -> None:

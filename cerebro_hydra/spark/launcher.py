@@ -55,6 +55,14 @@ _FAILED = "most recent failure"
 _SHUT_DOWN = re.compile(r"SparkContext (was|has been|is) (being )?(shut ?down|stopped)|stopped Sp")
 _CANCELLED = re.compile(r"(Job|Stage) \d+ (was )?cancell?ed[^\n]*")
 
+KILL_SECONDS = 60.0
+"""How long a task waits to be killed after the coordinator has lost its agent."""
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_LONGEST_STORY = 32_768  # bytes, which fit into a pipe that nobody reads
+
+_FOR_EVER = 2**62
+
 
 def run_agent(spec: AgentSpec, start: AgentStart, factory: Factory) -> None:
     """Be the agent of one worker until the run is over."""
@@ -301,13 +309,6 @@ def run_task(
     return ()
 
 
-KILL_SECONDS = 60.0
-"""How long a task waits to be killed after the coordinator has lost its agent."""
-
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_LONGEST_STORY = 32_768  # bytes, which fit into a pipe that nobody reads
-
-
 def run_in_child(agent: Callable[[], object]) -> None:
     """Run an agent in a child of this process, whose death is no failure of the task.
 
@@ -349,9 +350,6 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-_FOR_EVER = 2**62
 
 
 @contextmanager

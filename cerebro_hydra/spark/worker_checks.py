@@ -54,6 +54,12 @@ _OF_VERSIONS = ("torch", "threads")
 LEAST_SCRATCH = 1 << 30
 """Bytes of scratch space, where a worker decodes its rows, below which it is warned of."""
 
+_DIAL_SECONDS = 5.0
+_LET_THROUGH = (
+    "let machines of the cluster through to each other's free ports; on a machine with several "
+    "networks, set SPARK_LOCAL_IP to the address that the others reach"
+)
+
 
 @dataclass(frozen=True)
 class WorkerFacts:
@@ -247,12 +253,6 @@ def worker_failure(text: str) -> Finding:
         remedy = "see the message of Spark's Python worker"
     return Finding(host, problem, remedy)
 
-
-_DIAL_SECONDS = 5.0
-_LET_THROUGH = (
-    "let machines of the cluster through to each other's free ports; on a machine with several "
-    "networks, set SPARK_LOCAL_IP to the address that the others reach"
-)
 
 Address = tuple[str, int]
 

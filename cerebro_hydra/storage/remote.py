@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _READS = 3
 
+_CONNECT_SECONDS = 20
+
 
 class RemoteStore(Store):
     """Holds its files below a URL; a subclass names its `scheme` and connects.
@@ -180,9 +182,6 @@ class RemoteStore(Store):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which connects by itself."""
         return {**self.__dict__, "_connected": None}
-
-
-_CONNECT_SECONDS = 20
 
 
 class HDFSStore(RemoteStore):

@@ -16,6 +16,7 @@ from cerebro_hydra.documents import (
 )
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.kernels import KERNELS
+from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.storage.names import Digest, Name, trial_name
 
@@ -31,6 +32,17 @@ NUMERIC_FILE = "numeric.json"
 """What the bits of results depend on, as each worker found it."""
 WORKERS_FILE = "workers.json"
 """Where the latest agent of each worker ran: host, process id, addresses of its GPUs."""
+
+
+def _trainable_schedule(value: str, where: str) -> None:
+    """Refuse a schedule that only another version has; a copy of the file would have it too."""
+    if value in SCHEDULES:
+        return
+    pick = f" and with pick={value!r} of the backend" if value in PICKS else ""
+    raise StoreError(
+        f"{where} is {value!r}, which this version of cerebro_hydra can't train; open the run with "
+        f"the version that wrote it, or train its trials in a new run, without schedule{pick}"
+    )
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class TrialSpec:
     custom_metrics: tuple[str, ...] = ()
     """The names of the metrics that the user's code merges from partitions."""
     parameters: Count = 0
-    schedule: Annotated[str, one_of(*SCHEDULES)] = "sequential"
+    schedule: Annotated[str, _trainable_schedule] = "sequential"
     recompute: bool | None = None
     tasks: Mapping[str, Any] | None = None
     finer: bool = False

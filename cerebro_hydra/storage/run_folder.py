@@ -35,6 +35,8 @@ READ_BYTES = 4 << 20
 _TRIAL = re.compile(r"trial-(\d{3,})")
 _STATE = re.compile(r"state-(\d{6,})\.json")
 
+_SEGMENT = re.compile(r"(\d{8,})(?:-(\d{8,}))?\.jsonl")
+
 
 class RunFolder:
     """Reads and writes the folder of one run in a store.
@@ -386,9 +388,6 @@ def read_document(folder: RunFolder) -> RunDocument:
     return RunDocument.from_json(folder.read_json(RUN_FILE), repr(f"{folder.path}/{RUN_FILE}"))
 
 
-_NAME = re.compile(r"(\d{8,})(?:-(\d{8,}))?\.jsonl")
-
-
 class SegmentRange(NamedTuple):
     """Names the file of the segments from `first` to `last`: `00000007.jsonl`, `0...0-0...7.jsonl`.
 
@@ -407,6 +406,6 @@ class SegmentRange(NamedTuple):
 
 def in_order(names: Iterable[str]) -> list[SegmentRange]:
     """Return the ranges of a folder's files by their first segment, the widest of these first."""
-    found = (match for match in map(_NAME.fullmatch, names) if match)
+    found = (match for match in map(_SEGMENT.fullmatch, names) if match)
     ranges = (SegmentRange(int(each[1]), int(each[2] or each[1])) for each in found)
     return sorted(ranges, key=lambda each: (each.first, -each.last))

@@ -39,6 +39,8 @@ from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.waits import to_nobody
 from cerebro_hydra.wire.credentials import TLS
 
+_OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission.admit", "torch.export._trace")
+
 
 class Arrays:
     """Named arrays of shape (rows, ...) that stand in for a DataFrame."""
@@ -122,9 +124,6 @@ class LocalBackend:
             resources=self.resources,
         )
         return self.agents
-
-
-_OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission.admit", "torch.export._trace")
 
 
 _starting = threading.Lock()

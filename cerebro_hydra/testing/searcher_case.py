@@ -37,7 +37,7 @@ from cerebro_hydra.plan.messages.instructions import Cancel, Checkpoint, Instruc
 from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.tune.decisions import AskAndTell
-from cerebro_hydra.tune.searcher import Searcher
+from cerebro_hydra.tune.searchers.searcher import Searcher
 
 MOST_EVENTS = 20_000
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.searcher import Fork, Pause, Searcher, Stop, TrainTo
-from cerebro_hydra.tune.searches import CustomSearch, GridSearch, RandomSearch
-from cerebro_hydra.tune.space import (
+from cerebro_hydra.tune.searchers.searcher import Fork, Pause, Searcher, Stop, TrainTo
+from cerebro_hydra.tune.searchers.space import (
     hp_choice,
     hp_int,
     hp_log,
@@ -14,6 +13,7 @@ from cerebro_hydra.tune.space import (
     hp_quniform,
     hp_uniform,
 )
+from cerebro_hydra.tune.searches import CustomSearch, GridSearch, RandomSearch
 from cerebro_hydra.tune.trial import Trial
 
 __all__ = [

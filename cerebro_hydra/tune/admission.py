@@ -88,6 +88,21 @@ from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.trial import reason
 
+# How torch says that a number is outside of a table's rows, of the classes, or of [0, 1].
+_OUT_OF_RANGE = re.compile(
+    r"out of (bounds|range)|smaller than num_classes|must be non-negative|is no class|"
+    r"between 0 and 1|Assertion.*n_classes",
+    re.I,
+)
+# How many places of an array are tried one by one; in a longer array they are spread evenly.
+_MOST_PLACES = 64
+
+_COPIED = 32 << 20  # bytes by which the speed of a device's memory is measured
+_OF_GPUS = "\nCosts were measured on the CPU here; GPUs compute and copy at another speed."
+
+_SEGMENTS_AT_ONCE = 2
+"""A shard of a finer cut begins in one shard of the former cut, and may end in the next one."""
+
 
 @dataclass(frozen=True)
 class Admitted:
@@ -395,17 +410,6 @@ def _finer_tasks(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None
     return TaskProfile.from_json(parent.tasks) if alike else None
 
 
-# How torch says that a number is outside of a table's rows, of the classes, or of [0, 1].
-_OUT_OF_RANGE = re.compile(
-    r"out of (bounds|range)|smaller than num_classes|must be non-negative|is no class|"
-    r"between 0 and 1|Assertion.*n_classes",
-    re.I,
-)
-
-# How many places of an array are tried one by one; in a longer array they are spread evenly.
-_MOST_PLACES = 64
-
-
 def check_value_ranges(
     recipe: Recipe, columns: Columns, example: Example, ranges: Mapping[str, Range]
 ) -> None:
@@ -491,11 +495,6 @@ def _failure(recipe: Recipe, example: Example) -> tuple[str, Exception] | None:
     return None
 
 
-_COPIED = 32 << 20  # bytes by which the speed of a device's memory is measured
-
-_OF_GPUS = "\nCosts were measured on the CPU here; GPUs compute and copy at another speed."
-
-
 class MemoryBill:
     """Bills trials for workers that are all alike, where a user asks for more than the defaults.
 
@@ -559,10 +558,6 @@ def _copied_per_second() -> float:
     begun = time.perf_counter()
     target[:] = source
     return _COPIED / (time.perf_counter() - begun)
-
-
-_SEGMENTS_AT_ONCE = 2
-"""A shard of a finer cut begins in one shard of the former cut, and may end in the next one."""
 
 
 def relaid_state(folder: RunFolder, trial: int, visit: int, layout: TrialLayout) -> RecutState:

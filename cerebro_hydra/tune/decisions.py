@@ -19,8 +19,15 @@ from cerebro_hydra.plan.messages.events import (
     TrialStopped,
 )
 from cerebro_hydra.plan.messages.instructions import EndEpoch, FinishTrial, Instruction
-from cerebro_hydra.tune.searcher import Fork, Pause, SearchDecision, Searcher, Stop, TrainTo
-from cerebro_hydra.tune.space import as_json
+from cerebro_hydra.tune.searchers.searcher import (
+    Fork,
+    Pause,
+    SearchDecision,
+    Searcher,
+    Stop,
+    TrainTo,
+)
+from cerebro_hydra.tune.searchers.space import as_json
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
-from cerebro_hydra.tune.searcher import Searcher
+from cerebro_hydra.tune.searchers.searcher import Searcher
 from cerebro_hydra.tune.trials import SearchTrials
 
 LIMITS = ("batch_seconds", "sub_epoch_seconds", "admission_seconds", "audit_share")
@@ -114,6 +114,7 @@ class RunToResume:
         Raises:
             ConfigurationError: another program works on the run; or it has more epochs, its devices
                 were of another kind, or its search was not over and there is no searcher.
+            StoreError: what a trial is can't be read, or this version can't train it.
             and whatever `run_trials` raises.
         """
         with run_claim(self.folder):
@@ -132,6 +133,8 @@ class RunToResume:
                 f"the search of run {self.folder.path!r} still proposed trials when its driver "
                 "ended; give the run to the search: search.fit(df, resume=...)"
             )
+        if resumed is not None:
+            resumed.check_trials()
         kind = around.backend.resources.device_kind
         if kind != self.document.device:
             raise ConfigurationError(

@@ -34,6 +34,8 @@ from cerebro_hydra.tune.trial import all_failed
 from cerebro_hydra.tune.trials import SearchTrials
 from cerebro_hydra.waits import Waiting
 
+_WAITING = "worked on the same run: looking for {:g} seconds at most whether it still does"
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -129,9 +131,6 @@ def how_to_resume(folder: RunFolder) -> str:
     return (
         f"resume it: cerebro-hydra resume {folder.path}\nor: search.fit(df, resume={folder.path!r})"
     )
-
-
-_WAITING = "worked on the same run: looking for {:g} seconds at most whether it still does"
 
 
 @contextmanager

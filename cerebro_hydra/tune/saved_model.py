@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 SPARK_CLASS = "cerebro_hydra.ml.model.SparkModel"
 """The stage of Spark ML that a saved model is when Spark loads it."""
 
+_CLASS_INDEX_FUNCTIONS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -219,9 +221,6 @@ def checked_outputs(output_columns: Sequence[str], labels: Sequence[str]) -> lis
             f"for each of {list(labels)}"
         )
     return list(output_columns)
-
-
-_CLASS_INDEX_FUNCTIONS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
 
 
 class PredictionKind(StrEnum):

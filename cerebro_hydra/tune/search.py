@@ -35,13 +35,16 @@ from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.resume import LIMITS, RunToResume
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
-from cerebro_hydra.tune.searcher import Searcher
-from cerebro_hydra.tune.space import seconds, share, whole
+from cerebro_hydra.tune.searchers.searcher import Searcher
+from cerebro_hydra.tune.searchers.space import seconds, share, whole
 from cerebro_hydra.tune.trials import SearchTrials
 from cerebro_hydra.waits import Waiting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+THREADS = 1
+"""Threads that every agent computes with; another number would give other bits."""
 
 
 class Search(ABC):
@@ -361,10 +364,6 @@ def _removed_on_error(folder: RunFolder) -> Iterator[None]:
         with suppress(StoreError):
             folder.store.delete(folder.path)
         raise
-
-
-THREADS = 1
-"""Threads that every agent computes with; another number would give other bits."""
 
 
 def _new_run_id() -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.tune.search import Search
-from cerebro_hydra.tune.searcher import CandidateList, Searcher
-from cerebro_hydra.tune.space import check_space, draws, grid, whole
+from cerebro_hydra.tune.searchers.searcher import CandidateList, Searcher
+from cerebro_hydra.tune.searchers.space import check_space, draws, grid, whole
 
 
 class GridSearch(Search):

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 History = dict[str, list[float]]
 """Measured values by name, one per ended epoch."""
 
+_FRAME = re.compile(
+    r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)\n(    .*\n)*', re.M
+)
+_OUR_ERROR = re.compile(r"^cerebro_hydra\.errors\.\w+: ")
+_PACKAGE = [str(Path(cerebro_hydra.__file__).parent)]
+_ROOMS = "|".join(module.name for module in iter_modules(_PACKAGE) if module.ispkg)
+_LIBRARY = re.compile(rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/")
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -104,15 +112,6 @@ def by_epoch(trials: Iterable[Trial]) -> pd.DataFrame:
 
 def _params(trial: Trial) -> dict[str, Any]:
     return {f"param_{name}": value for name, value in trial.params.items()}
-
-
-_FRAME = re.compile(
-    r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)\n(    .*\n)*', re.M
-)
-_OUR_ERROR = re.compile(r"^cerebro_hydra\.errors\.\w+: ")
-_PACKAGE = [str(Path(cerebro_hydra.__file__).parent)]
-_ROOMS = "|".join(module.name for module in iter_modules(_PACKAGE) if module.ispkg)
-_LIBRARY = re.compile(rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/")
 
 
 def all_failed(errors: Sequence[str], run_path: str | None = None) -> AllTrialsFailed:

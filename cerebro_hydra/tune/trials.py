@@ -38,6 +38,9 @@ from cerebro_hydra.waits import Waiting
 
 NOT_FINER = "{}\nIt was to be cut finer, in vain: {}"
 
+GRACE_SECONDS = 2.0
+"""How long a thread that was given up may take to unwind."""
+
 
 class SearchTrials:
     """Admits candidates one at a time, in the order in which they are proposed; a `TrialSource`.
@@ -238,9 +241,6 @@ class SearchTrials:
             event = TrialForked(config, candidate.parent, candidate.visit, candidate.budget)
         return NewTrial(admitted.spec, event)
 
-
-GRACE_SECONDS = 2.0
-"""How long a thread that was given up may take to unwind."""
 
 T = TypeVar("T")
 

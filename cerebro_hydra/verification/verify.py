@@ -30,6 +30,8 @@ from cerebro_hydra.storage.run_document import (
 )
 from cerebro_hydra.storage.run_folder import read_document
 
+_SUFFIX = ".safetensors"
+
 
 def verify(
     path: str | os.PathLike[str], on_part: Callable[[VerifiedPart], object] | None = None
@@ -95,8 +97,6 @@ def verify_data(store: Store, fingerprint: str) -> Iterator[VerifiedPart]:
 
 Digests = tuple[tuple[str, str], ...]
 """The digests of the frozen and the trainable segment of each shard of a state."""
-
-_SUFFIX = ".safetensors"
 
 
 def document_of(folder: RunFolder) -> RunDocument | None:

@@ -27,6 +27,22 @@ Message = dict[str, Any]
 
 _log = logging.getLogger(__name__)
 
+GREETING_SECONDS = 5.0
+"""Seconds in which a connection must be encrypted, if it is to be, and show the secret."""
+
+_STRANGERS = 256  # connections at most that have not shown the secret yet
+_CONNECTIONS = 4096  # connections at most in all
+_RETRY_SECONDS = 1.0  # seconds to wait where no connection can be accepted
+
+HEARTBEAT_SECONDS = 0.5
+"""Seconds between two heartbeats, which each end sends."""
+
+SILENCE_SECONDS = 10.0
+"""Seconds without a byte from the other end after which it is given up: it hangs, or is cut off."""
+
+GOODBYE_SECONDS = 5.0
+"""Seconds, at most, that a peer has to hang up after a goodbye."""
+
 
 def encode(kind: str, value: Any) -> bytes:
     """Return the line of one message.
@@ -103,13 +119,6 @@ class Connection(asyncio.Protocol):
 def _ignore(_: Any) -> None:
     """Do nothing."""
 
-
-GREETING_SECONDS = 5.0
-"""Seconds in which a connection must be encrypted, if it is to be, and show the secret."""
-
-_STRANGERS = 256  # connections at most that have not shown the secret yet
-_CONNECTIONS = 4096  # connections at most in all
-_RETRY_SECONDS = 1.0  # seconds to wait where no connection can be accepted
 
 C = TypeVar("C", bound=Connection)
 
@@ -258,13 +267,3 @@ class _Greeting(Connection):
     def _decide(self) -> None:
         if not self.decided.done():
             self.decided.set_result(None)
-
-
-HEARTBEAT_SECONDS = 0.5
-"""Seconds between two heartbeats, which each end sends."""
-
-SILENCE_SECONDS = 10.0
-"""Seconds without a byte from the other end after which it is given up: it hangs, or is cut off."""
-
-GOODBYE_SECONDS = 5.0
-"""Seconds, at most, that a peer has to hang up after a goodbye."""

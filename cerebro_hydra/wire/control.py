@@ -37,6 +37,11 @@ from cerebro_hydra.wire.messages import RUN_OVER, ControlFailed, RunOver
 
 _log = logging.getLogger(__name__)
 
+_LONGEST_HELLO = 1 << 20  # bytes of the first line of either end
+
+CLOSE_SECONDS = 1.0
+"""Seconds that agents have to hang up when the driver closes; they were told to stop before."""
+
 
 class ControlClient:
     """Connects one agent to the driver; it is open once the constructor returns.
@@ -175,9 +180,6 @@ class ControlClient:
         return ControlFailed(f"no control connection to {self._uri}: {why}")
 
 
-_LONGEST_HELLO = 1 << 20  # bytes of the first line of either end
-
-
 class ControlConnection(Connection):
     """Talks to one peer on an event loop, whose thread alone calls everything but `send`.
 
@@ -284,10 +286,6 @@ class ControlConnection(Connection):
 
 def _ignore(_: Any) -> None:
     """Do nothing."""
-
-
-CLOSE_SECONDS = 1.0
-"""Seconds that agents have to hang up when the driver closes; they were told to stop before."""
 
 
 class ControlServer:

@@ -14,6 +14,9 @@ from cerebro_hydra.errors import CerebroHydraError
 
 Bytes = npt.NDArray[np.uint8]
 
+RUN_OVER = "the run is over"
+"""What a hello is refused with then."""
+
 
 class ControlFailed(CerebroHydraError):
     """The control connection could not be opened: unreachable driver, secret or hello refused."""
@@ -24,10 +27,6 @@ class RunOver(ControlFailed):
 
     def __init__(self) -> None:
         super().__init__(RUN_OVER)
-
-
-RUN_OVER = "the run is over"
-"""What a hello is refused with then."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,14 @@ _LINE_BYTES = 64 << 10  # bytes of a line that are received at once
 Held = Callable[[str], Bytes | None]
 Allocate = Callable[[int], Bytes]
 
+_LONGEST_REQUEST = 1 << 20  # bytes; a request names one state and its shards
+_CHUNK_BYTES = 512 << 10
+_TLS_CHUNK_BYTES = 64 << 10  # encrypting copies a chunk several times, within the caches if small
+_STALL_SECONDS = 60.0  # seconds in which a receiver must answer an offer, or take a chunk
+_IDLE_SECONDS = 600.0  # seconds after which a connection without a request is closed
+
+_KEPT_SECONDS = 60.0  # seconds that an idle connection is kept, by far less than its owner keeps it
+
 
 class ShardClient:
     """Fetches shards from one owner; it dials at the first request, and serves one at a time.
@@ -224,12 +232,6 @@ def _words(error: Exception) -> str:
         words += "; the owner has another certificate than this run's, or no TLS"
     return words
 
-
-_LONGEST_REQUEST = 1 << 20  # bytes; a request names one state and its shards
-_CHUNK_BYTES = 512 << 10
-_TLS_CHUNK_BYTES = 64 << 10  # encrypting copies a chunk several times, within the caches if small
-_STALL_SECONDS = 60.0  # seconds in which a receiver must answer an offer, or take a chunk
-_IDLE_SECONDS = 600.0  # seconds after which a connection without a request is closed
 
 Look: TypeAlias = Callable[[int], Publication | None]
 
@@ -408,9 +410,6 @@ def _message(error: Exception) -> str:
     """Return an exception's message; a KeyError's text would be quoted."""
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     return text or type(error).__name__
-
-
-_KEPT_SECONDS = 60.0  # seconds that an idle connection is kept, by far less than its owner keeps it
 
 
 class ClientPool:

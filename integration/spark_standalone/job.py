@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from pyspark.sql import SparkSession
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, hp_choice
+from cerebro_hydra.observe import REPORT_FILE, AgentStarted, Decision, Record
+from cerebro_hydra.plan.messages.events import SubEpochDone
 
 
 def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
@@ -41,23 +42,21 @@ def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
     )
 
 
-class KillsOneAgent(threading.Thread):
-    """Kills the first worker's agent with SIGKILL once a few decisions are journalled."""
+class KillsOneAgent:
+    """Kills the first worker's agent with SIGKILL once a sub-epoch is done, as an observer."""
 
-    def __init__(self, store: Path) -> None:
-        super().__init__(daemon=True)
-        self._store = store
+    def __init__(self) -> None:
+        self.agents: dict[int, AgentStarted] = {}  # the latest of each worker
         self.killed: int | None = None
-        self.over = threading.Event()
 
-    def run(self) -> None:
-        while not self.over.wait(0.02):
-            for workers in self._store.glob("runs/*/workers.json"):
-                first = json.loads(workers.read_text()).get("0")
-                if first and len(list(workers.parent.glob("journal/*.jsonl"))) > 6:
-                    os.kill(first["pid"], signal.SIGKILL)
-                    self.killed = first["pid"]
-                    return
+    def on_record(self, record: Record) -> None:
+        """Take in one record of the run."""
+        match record:
+            case AgentStarted(worker):
+                self.agents[worker] = record
+            case Decision(event=SubEpochDone()) if self.killed is None and 0 in self.agents:
+                self.killed = self.agents[0].pid
+                os.kill(self.killed, signal.SIGKILL)
 
 
 def where(rows: Any) -> Any:
@@ -82,8 +81,7 @@ def main(store: Path, report: Path) -> None:
     features = random.normal(size=(400, 16)) + labels[:, None] / 2
     rows = [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
     df = spark.createDataFrame(rows, "features array<double>, label long")
-    killer = KillsOneAgent(store)
-    killer.start()
+    killer = KillsOneAgent()
     result = GridSearch(
         backend=SparkBackend(spark, num_workers=2),
         store=LocalStore(str(store)),
@@ -91,10 +89,8 @@ def main(store: Path, report: Path) -> None:
         search_space={"lr": hp_choice([0.01, 0.003])},
         num_epochs=3,
         evaluation_metric="accuracy",
+        observers=[killer],
     ).fit(df)
-    killer.over.set()
-    killer.join()
-    workers = json.loads(Path(result.run_path, "workers.json").read_text())
     replays = {
         trial.trial_id: cerebro_hydra.replay(
             result.run_path, trial.trial_id, factory=estimator_gen_fn
@@ -113,9 +109,12 @@ def main(store: Path, report: Path) -> None:
                 "accuracy": [trial.history["val_accuracy"][-1] for trial in result.trials],
                 "replay_identical": replays,
                 "killed": killer.killed,
-                "workers": workers,
+                "workers": {
+                    number: {"pid": agent.pid, "gpus": agent.gpus}
+                    for number, agent in killer.agents.items()
+                },
                 "predicted_rows": out.count(),
-                "report": Path(result.run_path, "report.html").is_file(),
+                "report": Path(result.run_path, REPORT_FILE).is_file(),
             }
         )
     )

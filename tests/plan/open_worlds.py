@@ -126,21 +126,36 @@ def open_worlds(draw, faults: tuple[str, ...] = FAULTS):
     )
 
 
+def last_ends(instructions: list[ins.Instruction]) -> dict[int, ins.FinishTrial]:
+    """Check that each trial ends once, and again if it goes on after that; likewise the run."""
+    ends: dict[int, ins.FinishTrial] = {}
+    finished = False
+    for each in instructions:
+        match each:
+            case ins.FinishTrial():
+                assert each.trial not in ends
+                ends[each.trial] = each
+            case ins.ReopenTrial():
+                del ends[each.trial]
+                finished = False
+            case ins.FinishRun():
+                assert not finished
+                finished = True
+    assert finished
+    return ends
+
+
 def check_outcome(world: World) -> None:
     config, partitions = world.config, world.config.partitions
-    assert world.instructions.count(ins.FinishRun()) == 1
+    ends = last_ends(world.instructions)
     forks = {i.trial: i for i in world.instructions if isinstance(i, ins.ForkState)}
-    ends = Counter(i.trial for i in world.instructions if isinstance(i, ins.FinishTrial))
     heard = [from_json(each["event"]) for each in world.journal]
     refused = {each.trial for each in heard if isinstance(each, ev.TrialRefused)}
     proposed = {each.trial for each in heard if isinstance(each, ev.TrialProposed)}
-    assert set(ends.values()) <= {1} and proposed | refused | world.state.trials.keys() == set(ends)
+    assert proposed | refused | world.state.trials.keys() == ends.keys()
     assert not refused & world.state.trials.keys()
     for index, each in world.state.trials.items():
-        ended = [
-            i for i in world.instructions if isinstance(i, ins.FinishTrial) and i.trial == index
-        ]
-        assert len(ended) == 1 and ended[0].status == each.status
+        assert ends[index].status == each.status
         log = tuple((visit.epoch, visit.partition) for visit in each.visits)
         own = surviving_commits(
             world.instructions, index, forks[index].visit if index in forks else 0
@@ -148,9 +163,9 @@ def check_outcome(world: World) -> None:
         assert log[each.base :] == tuple((commit.epoch, commit.partition) for commit in own)
         if each.status == "failed":
             continue
-        assert world.store[index, ended[0].visit] == log[: ended[0].visit]
+        assert world.store[index, ends[index].visit] == log[: ends[index].visit]
         if index not in forks:
-            assert ended[0].visit == expected_result(config, each)[0]
+            assert ends[index].visit == expected_result(config, each)[0]
             for epoch, metrics in enumerate(each.history):
                 assert repr(metrics["train_loss"]) == repr(score(index, epoch, config.seed))
         for epoch, metrics in enumerate(each.history):

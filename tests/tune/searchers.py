@@ -7,7 +7,7 @@ from math import inf, isfinite
 from random import Random
 from typing import Any
 
-from cerebro_hydra.tune.searcher import Fork, Pause, SearchDecision, Stop, TrainTo
+from cerebro_hydra.tune.searchers.searcher import Fork, Pause, SearchDecision, Stop, TrainTo
 
 
 class Rungs:

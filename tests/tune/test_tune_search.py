@@ -16,6 +16,8 @@ from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayError, StoreError
 from cerebro_hydra.storage import LocalStore, RunFolder, estimator_factories
+from cerebro_hydra.storage.digest import decode_document, encode_document
+from cerebro_hydra.storage.run_document import TRIAL_FILE
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice, hp_uniform
 from cerebro_hydra.tune.trial import all_failed
@@ -335,3 +337,29 @@ def test_progress_names_each_structure_once_and_ends_with_the_best_first(
     assert said in printed
     assert "best first by val_accuracy (higher is better)" in printed
     assert "4 of 6 trials finished" in printed
+
+
+def test_a_run_with_a_trial_that_this_version_can_not_train_is_refused_before_anything_begins(
+    tmp_path: Path,
+) -> None:
+    """Earlier versions wrote pick rules as the schedules of trials."""
+    learned = {"search_space": {"lr": hp_choice([0.1, 0.2])}}
+    path = GridSearch(**arguments(tmp_path, num_epochs=1, **learned)).fit(rows()).run_path
+    run, trial = RunFolder.open(path), Path(path, "trials", "trial-001", TRIAL_FILE)
+    written = decode_document(str(trial), trial.read_bytes())
+    spec = {**written["spec"], "schedule": "sharp"}
+    trial.write_bytes(encode_document({**written, "spec": spec}))
+    before = run.read_json("run.json"), run.journal_end()
+    backend = LocalBackend(2)
+    search = GridSearch(**arguments(tmp_path, backend=backend, num_epochs=2, **learned))
+    launchers = [backend.agents]
+    with pytest.raises(StoreError) as refused:
+        search.fit(rows(), resume=path)
+    assert re.search(
+        r"trial-001/trial.json'.*schedule is 'sharp', which this version of cerebro_hydra can't "
+        r"train; open the run with the version that wrote it, or train its trials in a new run, "
+        r"without schedule and with pick='sharp' of the backend$",
+        str(refused.value),
+    )
+    assert [backend.agents] == launchers, "agents were launched"
+    assert before == (run.read_json("run.json"), run.journal_end())

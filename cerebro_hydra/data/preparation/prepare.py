@@ -63,6 +63,17 @@ _MANY_TASKS = 256  # each costs Spark and its Python workers some 50 ms
 _MASK = (1 << 64) - 1
 _COLUMNS_LOOKED_AT = 50  # at once, in a query that Spark can still compile
 
+_BATCH_BYTES = 8 << 20
+_UNKNOWN_BYTES = 64 << 10  # of an array, where a look at one would run a query
+_NUMBER_BYTES = 8
+_ROWS = {
+    "spark.sql.parquet.columnarReaderBatchSize": 4096,
+    "spark.sql.orc.columnarReaderBatchSize": 4096,
+    "spark.sql.inMemoryColumnarStorage.batchSize": 10_000,
+    "spark.sql.execution.arrow.maxRecordsPerBatch": 10_000,
+}
+"""Spark's settings of rows at once, with its defaults."""
+
 
 def prepare(
     df: DataFrame,
@@ -330,17 +341,6 @@ def _written(
         )
     return digests
 
-
-_BATCH_BYTES = 8 << 20
-_UNKNOWN_BYTES = 64 << 10  # of an array, where a look at one would run a query
-_NUMBER_BYTES = 8
-_ROWS = {
-    "spark.sql.parquet.columnarReaderBatchSize": 4096,
-    "spark.sql.orc.columnarReaderBatchSize": 4096,
-    "spark.sql.inMemoryColumnarStorage.batchSize": 10_000,
-    "spark.sql.execution.arrow.maxRecordsPerBatch": 10_000,
-}
-"""Spark's settings of rows at once, with its defaults."""
 
 _one_preparation = threading.Lock()
 

@@ -29,6 +29,8 @@ _HALF = 0xFFFFFFFF
 _SIGN = 1 << 63
 _MASK = (1 << 64) - 1
 
+_LOW_32 = (1 << 32) - 1
+
 
 def packed_rows(rows: DataFrame, packs: Sequence[PackPlan], seed: int) -> DataFrame:
     """Return the packs of the rows with two hashes, the place among rows, and the bucket.
@@ -197,9 +199,6 @@ def _known(groups: Sequence[Row], name: str) -> list[int]:
 def _longs(values: Iterable[int]) -> Column:
     """Return a literal array."""
     return F.expr(f"array({', '.join(f'{value}L' for value in values)})")
-
-
-_LOW_32 = (1 << 32) - 1
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ _OWN_SETTINGS = (
 _CLASS = re.compile(r'"class":"([^"]*)"')
 _JVM = re.compile(r'"jvmId":"[^"]*"')
 
+_FOLDER = "sources"
+_SETTLED_SECONDS = 2.0  # a file that is younger may change without its time
+
 
 class SourceFiles(NamedTuple):
     """Describes a query over files: all that decides its rows."""
@@ -133,9 +136,6 @@ def _is_steady(name: str) -> bool:
         return not _UNSTEADY.search(short)
     return short in _OPERATORS or short in _SOURCES
 
-
-_FOLDER = "sources"
-_SETTLED_SECONDS = 2.0  # a file that is younger may change without its time
 
 File = tuple[str, int, int]
 """URL, bytes, and time of the last change in nanoseconds."""

@@ -17,6 +17,9 @@ from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.wire.credentials import Credentials
 
+_KINDS = {"incarnation": str, "start": int, "uri": str, "host": str, "pid": int, "numeric": dict}
+"""The fields of a hello, and their types."""
+
 
 @dataclass(frozen=True)
 class LossLimits:
@@ -130,9 +133,6 @@ class AgentStart:
     host: str | None = None
     gpus: tuple[str, ...] = ()
     resources: WorkerResources = DEFAULT_RESOURCES
-
-
-_KINDS = {"incarnation": str, "start": int, "uri": str, "host": str, "pid": int, "numeric": dict}
 
 
 @dataclass(frozen=True)

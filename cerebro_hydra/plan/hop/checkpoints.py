@@ -32,6 +32,12 @@ MOST_FAILED_WRITES = 4
 See `plan/hop/checkpoints.py`.
 """
 
+WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Seconds between the tries of one write: a minute in all."""
+
+LONGEST_WAIT = WAITS[-1]
+"""Seconds between the tries of a write that is never given up."""
+
 
 class Checkpoints:
     """Keeps the store's copies of states; a part of the state machine."""
@@ -228,13 +234,6 @@ class Retention:
 
     def _places_left(self, index: int, visit: int, lost: str | None) -> list[str]:
         return [place for place in self._holders.where(index, visit) if place != lost]
-
-
-WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-"""Seconds between the tries of one write: a minute in all."""
-
-LONGEST_WAIT = WAITS[-1]
-"""Seconds between the tries of a write that is never given up."""
 
 
 def wait_after(failures: int) -> float | None:

@@ -76,12 +76,16 @@ NOT_SAVED = (
 
 NOT_KEPT = "{}\nIt can't be cut finer, because its state could not be written to the store: {}"
 
+PAUSED_AT_THE_END = "the search ended while the trial was paused"
+
 LACKS_MEMORY_AGAIN = "{}\nIt ran out of memory cut into {} shards, and again cut into {}"
 
 UNREADABLE = (
     "its first state ({}) can't be read from the store, and no other state is left: {}. Look "
     "whether every worker sees the store, and check its files with cerebro-hydra verify"
 )
+
+PARENT_WAS_RECUT = "the trial that it forks was cut finer meanwhile"
 
 
 class TrialCourse:
@@ -178,7 +182,17 @@ class TrialCourse:
         if not self._retention.intact(index, trial):
             visit = self._retention.fallback(index, trial)
             told += self._roll_back(index, trial, visit, "its newest state was not kept")
+        goal, closed = trial.goal, self._tables.search_closed
+        if closed and isinstance(goal, CatchUpGoal) and goal.epochs <= len(trial.history):
+            self.stop(index, PAUSED_AT_THE_END)
         return told
+
+    def _rest(self, index: int, trial: TrialProgress) -> Instructions:
+        """Let a trial that has caught up pause, or end if no search can let it go on any more."""
+        if not self._tables.search_closed:
+            return self.pause(index, trial)
+        self.stop(index, PAUSED_AT_THE_END)
+        return []
 
     def transfer_failed(self, attempt: Attempt, error: str) -> Instructions:
         """Take another source of the state the next time; go back where there is none left.
@@ -386,7 +400,7 @@ class TrialCourse:
             case PauseGoal():
                 self._tables.aim(index, PauseGoal(epoch + 1))
             case CatchUpGoal(epochs) if epochs == epoch + 1:
-                told += self.pause(index, trial)
+                told += self._rest(index, trial)
         return told
 
     def drop_unneeded(self, index: int, trial: TrialProgress) -> Instructions:
@@ -417,9 +431,6 @@ class TrialCourse:
             return self._checkpoints.delete(index, visit)
         self._tables.holders.drop(index, visit, place)
         return Drop(index, visit, place)
-
-
-PARENT_WAS_RECUT = "the trial that it forks was cut finer meanwhile"
 
 
 class FinerCuts:

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, get_args
 from cerebro_hydra.plan.hop import invariants
 from cerebro_hydra.plan.hop.attempts import Attempts
 from cerebro_hydra.plan.hop.checkpoints import Checkpoints, Retention
-from cerebro_hydra.plan.hop.epochs import TrialCourse
+from cerebro_hydra.plan.hop.epochs import PAUSED_AT_THE_END, TrialCourse
 from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.tables import LiveAgent, RunTables
 from cerebro_hydra.plan.hop.trial_status import (
@@ -276,10 +276,10 @@ class HopState:
         return Applied(concerned, told + self.adoptions.lose(agent.incarnation))
 
     def _recover(self, concerned: Iterable[int], lost: set[str], reason: str) -> Applied:
-        in_order, told = sorted(concerned), list[Instruction]()
-        for index in in_order:
+        indexes, told = sorted(concerned), list[Instruction]()
+        for index in indexes:
             told += self._course.recover(index, self.trials[index], lost, reason)
-        return Applied(in_order, told)
+        return Applied(indexes, told)
 
     # ------------------------------------------------------------------ events of attempts
 
@@ -425,9 +425,6 @@ _HANDLERS: dict[type[Event], Callable[[HopState, Any], Applied]] = {
     StateDiffers: HopState._note_difference,
 }
 """What each kind of event leads to, before what follows for the trials that it concerns."""
-
-
-PAUSED_AT_THE_END = "the search ended while the trial was paused"
 
 
 class SearchEvents:

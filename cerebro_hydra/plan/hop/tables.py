@@ -43,6 +43,10 @@ from cerebro_hydra.plan.seeds import seed_of
 StateCopy = tuple[int, str]
 """A visit, and the place that has the state after it."""
 
+FEW = 64  # candidates are sorted rather than looked for in the queue of all
+
+KINDS: tuple[TaskKind, ...] = ("train", "evaluate")
+
 
 @dataclass(frozen=True, slots=True)
 class FailedWrite:
@@ -243,9 +247,6 @@ class RunTables:
             there = mask_of(n for n, trial in self.trials.items() if trial.status == status)
             mask = self.with_status(status)
             assert mask == there, f"{there:b} are {status}, and not {mask:b}"
-
-
-FEW = 64  # candidates are sorted rather than looked for in the queue of all
 
 
 class Turn(NamedTuple):
@@ -496,9 +497,6 @@ class Workers:
             )
         levels = [agent.level for agent in agents if agent.open]
         assert max(levels, default=0) < len(self.open_levels), f"the levels are {levels}"
-
-
-KINDS: tuple[TaskKind, ...] = ("train", "evaluate")
 
 
 class Estimates:

@@ -165,7 +165,10 @@ class PauseGoal:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpGoal:
-    """The trial, which lost epochs while it was paused, makes them again, and then pauses."""
+    """The trial, which lost epochs while it was paused, makes them again, and then pauses.
+
+    If its search has closed meanwhile, it ends there instead.
+    """
 
     epochs: int
     kind: ClassVar[GoalKind] = GoalKind.CATCH_UP

@@ -27,18 +27,30 @@ from cerebro_hydra.plan.messages.events import SubEpochDone, WorkerLost
 from cerebro_hydra.plan.messages.instructions import StateSource
 from cerebro_hydra.plan.seeds import seed_of
 
+MOST_FAILED_TRANSFERS = 3  # of a state from one place, which is no source of it any more then
+STORY_LINES = 100  # of a trial that are kept; the journal has all of them
+
+MOST_LOST_AGENTS = 3
+"""How many agents in a row may be lost while one trial runs on them; with the last it fails."""
+
+_CAUSES = (
+    "likely causes: the trial calls os._exit, a native library crashes (segmentation fault), "
+    "memory runs out, or code holds Python's lock for so long that the agent stops answering; if "
+    "other trials end like this on one worker only, look at that machine"
+)
+
 
 class Evaluation:
     """Holds the (sum, rows) of every metric by partition, in twenty bytes each."""
 
-    __slots__ = ("_order", "_rows", "_sums", "done", "states")
+    __slots__ = ("_partitions", "_rows", "_sums", "done", "states")
 
     def __init__(self) -> None:
         self.done = 0
         """The partitions that are evaluated, as a mask."""
         self.states: dict[int, dict[str, Any]] = {}
         """What custom metrics computed, by partition; empty without custom metrics."""
-        self._order = array("I")
+        self._partitions = array("I")
         self._sums: dict[str, array[float]] = {}
         self._rows: dict[str, array[int]] = {}
 
@@ -47,7 +59,7 @@ class Evaluation:
     ) -> None:
         """Add what was measured on one partition."""
         self.done |= 1 << partition
-        self._order.append(partition)
+        self._partitions.append(partition)
         for name, (value, rows) in sums.items():
             self._sums.setdefault(name, array("d")).append(value)
             self._rows.setdefault(name, array("Q")).append(rows)
@@ -56,19 +68,20 @@ class Evaluation:
 
     def merged(self) -> dict[str, float]:
         """Return the mean of every metric over all rows, added up in partition order."""
-        in_order = sorted(range(len(self._order)), key=self._order.__getitem__)
+        by_partition = sorted(range(len(self._partitions)), key=self._partitions.__getitem__)
         return {
-            name: _mean((sums[at], self._rows[name][at]) for at in in_order)
+            name: _mean((sums[at], self._rows[name][at]) for at in by_partition)
             for name, sums in self._sums.items()
         }
 
     def comparable(self) -> object:
         """Return everything that was measured, for comparisons."""
-        return list(self._order), {name: list(sums) for name, sums in self._sums.items()}
+        return list(self._partitions), {name: list(sums) for name, sums in self._sums.items()}
 
     def check(self) -> None:
         """Raise AssertionError if the mask is not that of what was added."""
-        assert self.done == mask_of(self._order), f"{self.done:b} are not {list(self._order)}"
+        added = list(self._partitions)
+        assert self.done == mask_of(added), f"{self.done:b} are not {added}"
 
 
 def epoch_metrics(
@@ -95,9 +108,6 @@ def _mean(sums_and_rows: Iterable[tuple[float, int]]) -> float:
 
 TaskKind = Literal["train", "evaluate"]
 AttemptStatus = Literal["reserved", "fetching", "running", "ending", "done", "cancelled"]
-
-MOST_FAILED_TRANSFERS = 3  # of a state from one place, which is no source of it any more then
-STORY_LINES = 100  # of a trial that are kept; the journal has all of them
 
 
 @dataclass(slots=True)
@@ -455,16 +465,6 @@ def needed_visits(config: HopConfig, trial: TrialProgress, search_closed: bool) 
     if outcome(config, trial, search_closed) is not None:
         return {result_visit(config, trial)}
     return {result_visit(config, trial), trial.newest}
-
-
-MOST_LOST_AGENTS = 3
-"""How many agents in a row may be lost while one trial runs on them; with the last it fails."""
-
-_CAUSES = (
-    "likely causes: the trial calls os._exit, a native library crashes (segmentation fault), "
-    "memory runs out, or code holds Python's lock for so long that the agent stops answering; if "
-    "other trials end like this on one worker only, look at that machine"
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,11 @@ from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation, Work
 LOAD, SPILL = ActionKind.LOAD, ActionKind.SPILL
 MICROBATCHES = 4  # of a sub-epoch are simulated, then twice as many; the rest goes on like these
 
+HEAD = (
+    "trials", "workers", "device: least", "all", "has", "DRAM: all", "has", "disk", "has",
+    "spilled", "costs",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
@@ -239,12 +244,6 @@ def _moved(trial: RunSpec, timeline: WorkerTimeline) -> int:
 
 def _limit(nbytes: int | None) -> float:
     return math.inf if nbytes is None else nbytes
-
-
-HEAD = (
-    "trials", "workers", "device: least", "all", "has", "DRAM: all", "has", "disk", "has",
-    "spilled", "costs",
-)  # fmt: skip
 
 
 def table(lines: Sequence[BillLine]) -> str:

@@ -46,6 +46,11 @@ _COPIES_TRAINED = 13
 and gradients of the plain model and of the shards, and the optimizer's state of both."""
 _COPIES_FROZEN = 3
 
+_NOT_ADMITTED = ("model", "optimizer", "warm_start", "early_stopping")
+"""Fields of a recipe that are in the key in another form, or decide nothing in a step."""
+
+_FREE_OPTIONS = ("lr", "initial_lr", "weight_decay")
+
 
 @dataclass(frozen=True)
 class AdmittedCut:
@@ -265,11 +270,6 @@ def _between_markers(
 def _is_number(shards: object) -> bool:
     """Return whether no places are named, so that each shard shall have parameters."""
     return shards == AUTO or isinstance(shards, int)
-
-
-_NOT_ADMITTED = ("model", "optimizer", "warm_start", "early_stopping")
-"""Fields of a recipe that are in the key in another form, or decide nothing in a step."""
-_FREE_OPTIONS = ("lr", "initial_lr", "weight_decay")
 
 
 def admission_key(recipe: Recipe, examples: Sequence[Example]) -> Hashable | None:

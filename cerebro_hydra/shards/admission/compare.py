@@ -51,6 +51,13 @@ STEPS_PER_BATCH_SIZE = 2
 STEPS_PER_EPOCH = 1000
 """For LR schedulers that ask; the real number is not known yet."""
 
+_REMEDIES = {
+    "forward": "; give the model inputs of that shape, or reshape the columns with collate",
+    "loss": "; give the model outputs that fit these labels, or a loss that fits both",
+}
+_OF_TYPE = "; cast the columns there, or with collate"
+_OF_CODE = "; correct it, and try it on such a batch alone"
+
 
 class _ExampleBatch(NamedTuple):
     features: tuple[Tensor, ...]
@@ -297,14 +304,6 @@ def _window(example: Example, times: int) -> list[_ExampleBatch]:
 
 def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-
-
-_REMEDIES = {
-    "forward": "; give the model inputs of that shape, or reshape the columns with collate",
-    "loss": "; give the model outputs that fit these labels, or a loss that fits both",
-}
-_OF_TYPE = "; cast the columns there, or with collate"
-_OF_CODE = "; correct it, and try it on such a batch alone"
 
 
 @contextmanager

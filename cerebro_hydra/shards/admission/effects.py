@@ -26,6 +26,12 @@ from cerebro_hydra.storage.digest import digest
 
 _Attributes = dict[str, Any]
 
+_REGISTERED = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
+_ATOMS = (int, float, complex, str, bytes, bool, type(None))
+_KEYS = (tuple, torch.device, torch.dtype)
+_LONGEST = 1000
+"""Of a longer collection, the length alone is read."""
+
 
 @contextmanager
 def refused_random_numbers() -> Iterator[None]:
@@ -185,13 +191,6 @@ class SideEffects:
     def _read(self) -> _Attributes:
         functions = {"loss": self._recipe.losses, "collate": self._recipe.collate}
         return read_attributes(self._recipe.model, functions, self._buffers)
-
-
-_REGISTERED = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
-_ATOMS = (int, float, complex, str, bytes, bool, type(None))
-_KEYS = (tuple, torch.device, torch.dtype)
-_LONGEST = 1000
-"""Of a longer collection, the length alone is read."""
 
 
 def read_attributes(

@@ -21,6 +21,8 @@ from cerebro_hydra.shards.engine.microbatch import Microbatch
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 from cerebro_hydra.shards.engine.state import ShardState
 
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 2, 6, 0.2
+
 
 def choose_to_fit(
     recipe: Recipe,
@@ -66,9 +68,6 @@ def choose_to_fit(
     with suppress(ConfigurationError):
         return fitting(buffers=2), seconds
     return fitting(buffers=1), seconds
-
-
-_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 2, 6, 0.2
 
 
 def measure_shards(

@@ -53,6 +53,9 @@ Task = tuple[Literal["F", "B", "U"], int]
 Needs = tuple[ShardSpec, ...]
 """What the tasks of each shard need; the bytes of its state are not among them."""
 
+MOST_PROFILES = 1000
+"""Profiles that are kept, so that equal models are cut alike."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskProfile:
@@ -407,10 +410,6 @@ class _ProfiledStep:
                     self._sub_epoch.release(other, needed=needed, last=False)
         if k not in self._sub_epoch:
             self._sub_epoch.receive(k, self._segments[k], None, self._gradients[k])
-
-
-MOST_PROFILES = 1000
-"""Profiles that are kept, so that equal models are cut alike."""
 
 
 class TaskProfiler:

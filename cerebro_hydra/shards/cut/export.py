@@ -38,6 +38,8 @@ _NOT_USERS = (
 )
 """What the files of torch, of Python and of this room begin with, and code without a file."""
 
+_SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
+
 
 class ExportFailed(Exception):
     """A module can't be exported; says torch's error in one line, and the line that raised it."""
@@ -154,9 +156,6 @@ def first_line(error: Exception) -> str:
     """Return the name of an error, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-_SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 
 
 @dataclass(frozen=True)

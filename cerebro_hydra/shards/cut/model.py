@@ -29,6 +29,12 @@ from cerebro_hydra.shards.cut.trace import CutFailed, TracedModel, first_names, 
 
 T = TypeVar("T")
 
+MOST_GRAPHS = 16
+"""Cut models, and traces, that a cache keeps for models which come again."""
+
+MOST_TIMES = 1000
+"""Structures whose measured seconds a cache keeps, so that equal models have equal cuts."""
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -302,13 +308,6 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-MOST_GRAPHS = 16
-"""Cut models, and traces, that a cache keeps for models which come again."""
-
-MOST_TIMES = 1000
-"""Structures whose measured seconds a cache keeps, so that equal models have equal cuts."""
 
 
 class CutModelCache:

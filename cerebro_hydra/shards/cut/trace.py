@@ -38,6 +38,21 @@ RANDOM = torch.Tag.nondeterministic_seeded
 _DROPPED = {torch.ops.aten._assert_tensor_metadata.default}
 _COPY = torch.ops.aten.copy_.default
 
+_MODULE_HOOK = "BackwardHookFunctionBackward"
+
+_FACTORIES = {
+    torch.arange, torch.as_tensor, torch.eye, torch.full, torch.linspace, torch.logspace,
+    torch.ones, torch.tensor, torch.tril_indices, torch.triu_indices, torch.zeros,
+}  # fmt: skip
+_READS = {
+    Tensor.__bool__, Tensor.__float__, Tensor.__index__, Tensor.__int__, Tensor.item, Tensor.tolist,
+    torch.equal, torch.is_nonzero,
+}  # fmt: skip
+_REPEATS = {Tensor.expand, torch.broadcast_to}
+"""Functions that repeat the same values as often as a size says."""
+
+_UNKNOWN: Any = object()
+
 
 class CutFailed(Exception):
     """A model can't be cut in this way; the reason goes into the report."""
@@ -394,9 +409,6 @@ def _is_training(node: fx.Node) -> bool:
     return True
 
 
-_MODULE_HOOK = "BackwardHookFunctionBackward"
-
-
 class BackwardWatch(TorchFunctionMode):
     """Notes, while it is entered, the first hook or own backward that a model's forward has.
 
@@ -450,19 +462,6 @@ def _autograd_nodes(outputs: Any) -> Iterator[Any]:
             seen.add(node)
             yield node
             pending += [following for following, _ in node.next_functions]
-
-
-_FACTORIES = {
-    torch.arange, torch.as_tensor, torch.eye, torch.full, torch.linspace, torch.logspace,
-    torch.ones, torch.tensor, torch.tril_indices, torch.triu_indices, torch.zeros,
-}  # fmt: skip
-_READS = {
-    Tensor.__bool__, Tensor.__float__, Tensor.__index__, Tensor.__int__, Tensor.item, Tensor.tolist,
-    torch.equal, torch.is_nonzero,
-}  # fmt: skip
-_REPEATS = {Tensor.expand, torch.broadcast_to}
-"""Functions that repeat the same values as often as a size says."""
-_UNKNOWN: Any = object()
 
 
 class ConstantValues(TorchFunctionMode):

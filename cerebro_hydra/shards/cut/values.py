@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_ATOMS = (int, float, str, type(None))
+_CONTAINERS = (dict, OrderedDict, set, list, deque)
+
 
 def absent_value(parameter: nn.Parameter) -> Tensor:
     """Return a value without memory of its own: it reads as NaN, and writing to it is an error."""
@@ -56,10 +59,6 @@ class ParameterValues:
         for parameter, value in values.items():
             parameter.data = value
         return before
-
-
-_ATOMS = (int, float, str, type(None))
-_CONTAINERS = (dict, OrderedDict, set, list, deque)
 
 
 class AttributeValues:

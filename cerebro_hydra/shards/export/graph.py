@@ -71,6 +71,8 @@ _REFERRED = {  # what a reference may go to, by the type of its place
 _LARGEST = 2**63
 _LONGEST = 4096  # of a name or text
 
+_DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)  # what it asserts, the sizes say
+
 
 class InvalidGraph(Exception):
     """A document is no stored graph; the message says what and where."""
@@ -341,9 +343,6 @@ def _shown(given: Any) -> str:
         return f"a {type(given).__name__}"
     text = repr(given)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-_DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)  # what it asserts, the sizes say
 
 
 @dataclass

@@ -134,6 +134,14 @@ _ARGUMENT = re.compile(
 )
 _SCALARS = {"number", "int", "float", "bool"}
 
+_ALLOWED = frozenset(_ATEN.split())
+
+_SCALES = ("scales", "scales_d", "scales_h", "scales_w")
+_UPSAMPLING = """
+upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+"""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -185,9 +193,6 @@ def name_of(target: Any) -> str | None:
         if target is function:
             return f"number.{name}"
     return None
-
-
-_ALLOWED = frozenset(_ATEN.split())
 
 
 def _aten(name: str, packet: str, overload: str) -> Operator | None:
@@ -325,12 +330,6 @@ def _upsampled(output_size: Sequence[int] | None, **given: Any) -> bool:
         for scale, made, size in zip(scales, output_size, sizes, strict=True)
     )
 
-
-_SCALES = ("scales", "scales_d", "scales_h", "scales_w")
-_UPSAMPLING = """
-upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
-upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-"""
 
 _CHECKS: dict[str, Check] = {
     "_weight_norm": _weight_norm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -10,17 +11,19 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.plan.hop.checkpoints import LONGEST_WAIT, MOST_FAILED_WRITES, WAITS, wait_after
 from cerebro_hydra.plan.hop.journal import RemadeStates
+from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import CHECKPOINTS, HopConfig
 from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.examples import examples
 from tests.plan.driver import Driver, config, done, of
+from tests.plan.faults import inject_fault
 from tests.plan.hop.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
 from tests.plan.open_driver import OpenDriver, fork_of, trial
+from tests.plan.open_worlds import add, open_worlds
 from tests.plan.open_worlds import check_outcome as check_open_outcome
-from tests.plan.open_worlds import open_worlds
-from tests.plan.world import World
+from tests.plan.world import Proposal, World
 
 
 def killed_at(world: World, length: int, workers: int) -> None:
@@ -77,6 +80,54 @@ def test_an_open_run_with_forks_and_pauses_goes_on_from_any_prefix(
         world.handle(ev.SearchClosed())
     world.run([])
     check_open_outcome(world)
+
+
+def once(world: World, epochs: int, turns: int, what: ev.Event | str) -> Proposal:
+    """Let an event or a fault happen once trial 1 has so many epochs, or after so many turns."""
+    left = iter(range(turns))
+
+    def proposal(state: HopState) -> ev.Event | None:
+        trained = len(state.trials[1].history) >= epochs
+        works = what != "memory" or any(agent.tasks for agent in world.agents if agent.alive)
+        if not (trained and works) and next(left, None) is not None:
+            world.proposals.appendleft(proposal)
+            return None
+        if not isinstance(what, str):
+            return what
+        world.faults = Counter([what])
+        inject_fault(world, Random(0))
+        return None
+
+    return proposal
+
+
+@st.composite
+def unsaved_runs(draw: st.DrawFn) -> World:
+    """Draw a trial that is paused, lost and out of memory while nothing can be written."""
+    workers = [(partition,) for partition in range(draw(st.integers(1, 2)))]
+    search = HopConfig(len(workers), evaluate=False, checkpoint="end")
+    first = add(1, draw(st.sampled_from([None, 2])), "last", 4)
+    world = World(search, workers, Counter(), proposals=[first])
+    happens = st.tuples(st.integers(0, 3), st.sampled_from([ev.TrialPaused(1), "kill", "memory"]))
+    for epochs, what in draw(st.lists(happens, min_size=1, max_size=5)):
+        world.proposals.append(once(world, epochs, 40, what))
+    world.proposals.append(once(world, 5, draw(st.integers(0, 40)), ev.SearchClosed()))
+    world.broken_writes = 10**6
+    return world
+
+
+@settings(max_examples=examples(150))
+@given(unsaved_runs(), scripts)
+def test_an_open_run_whose_result_could_not_be_written_ends_once_it_can(
+    world: World, script: list[int]
+) -> None:
+    world.run(script)
+    failed = world.state.unsaved
+    world.broken_writes = 0
+    killed_at(world, len(world.journal), workers=2)
+    world.run([])
+    check_open_outcome(world)
+    assert all(world.state.trials[number].status != "failed" for number in failed)
 
 
 @settings(max_examples=examples(25))

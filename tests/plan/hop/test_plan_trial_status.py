@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
 from cerebro_hydra.plan.hop import trial_status
@@ -136,3 +139,62 @@ def test_a_trial_that_failed_unsaved_goes_on_where_it_was_when_the_run_is_resume
     assert of(ins.ReopenTrial, told) == [ins.ReopenTrial(0)]
     (asked,) = of(ins.CutFiner, told)
     assert asked.error == "MemoryError" and not run.state.trials[0].paused
+
+
+def failed_while_catching_up() -> OpenDriver:
+    """A trial that makes lost epochs again, for a pause, fails, as its state can't be written."""
+    run = OpenDriver(partitions=1)
+    run(ev.TrialAdded(trial(0, finer=True), 4))
+    run.train()
+    run.train()
+    run(ev.TrialPaused(0))
+    run(ev.WorkerLost("a", "killed"))
+    run(ev.WorkerJoined(0, "b", (0,)))
+    run.train()
+    run(ev.TaskFailed(run.running["b"], "b", "MemoryError", memory=True))
+    for _ in range(4):
+        run(ev.CheckpointFailed(0, 1, "b", "disk full"))
+    assert run.state.trials[0].status is TrialStatus.FAILED
+    assert run.state.trials[0].goal == CatchUpGoal(2)
+    run(ev.SearchClosed())
+    return run
+
+
+def recut(run: OpenDriver) -> None:
+    """Answer that the trial's first state lies in twice the shards."""
+    digests = trial(0).initial_digests * 2
+    config = replace(trial(0), initial_digests=digests)
+    run(ev.TrialRecut(config, (ev.RecutState(0, digests),), {}))
+
+
+@pytest.mark.parametrize(
+    ("failed", "epochs"), [(failed_while_catching_up, 2), (failed_while_paused, 1)]
+)
+def test_a_trial_that_catches_up_after_the_end_of_its_search_ends_with_the_epochs_it_had(
+    failed: Callable[[], OpenDriver], epochs: int
+) -> None:
+    run = failed()
+    run(ev.RunResumed())
+    recut(run)
+    run(ev.WorkerJoined(0, "c", (0,)))
+    for _ in range(epochs):
+        run.train()
+    told = run(ev.Checkpointed(0, epochs, "c"))
+    why = "the search ended while the trial was paused"
+    assert of(ins.FinishTrial, told) == [ins.FinishTrial(0, "stopped", why, epochs)]
+    assert run.state.finished
+
+
+def test_a_trial_paused_in_its_first_epoch_trains_no_more_after_the_end_of_its_search() -> None:
+    run = OpenDriver(partitions=2)
+    run(ev.TrialAdded(trial(0, finer=True), 2))
+    run.train()
+    ((worker, attempt),) = run.running.items()
+    run(ev.TaskFailed(attempt, worker, "MemoryError", memory=True))
+    run(ev.TrialPaused(0))
+    (writer,) = (place for visit, place in run.held(0) if visit == 1)
+    for _ in range(4):
+        run(ev.CheckpointFailed(0, 1, writer, "disk full"))
+    run(ev.SearchClosed())
+    (end,) = of(ins.FinishTrial, run(ev.RunResumed()))
+    assert (end.status, end.visit) == ("stopped", 0) and run.state.finished

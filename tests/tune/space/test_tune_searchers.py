@@ -12,8 +12,15 @@ from cerebro_hydra.errors import ConfigurationError, JournalError
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.testing.searcher_case import SearcherCase, SimulatedSearch
 from cerebro_hydra.tune.decisions import AskAndTell
-from cerebro_hydra.tune.searcher import CandidateList, Fork, Pause, Searcher, Stop, TrainTo
-from cerebro_hydra.tune.space import draws, grid, hp_choice, hp_uniform
+from cerebro_hydra.tune.searchers.searcher import (
+    CandidateList,
+    Fork,
+    Pause,
+    Searcher,
+    Stop,
+    TrainTo,
+)
+from cerebro_hydra.tune.searchers.space import draws, grid, hp_choice, hp_uniform
 from tests.tune.searchers import Rungs
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.tune.space import (
+from cerebro_hydra.tune.searchers.space import (
     check_space,
     draws,
     grid,

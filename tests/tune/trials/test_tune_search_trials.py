@@ -38,7 +38,7 @@ from cerebro_hydra.tune import trials as timed_call
 from cerebro_hydra.tune.admission import Admission, MemoryBill
 from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.result import print_replays
-from cerebro_hydra.tune.searcher import CandidateList
+from cerebro_hydra.tune.searchers.searcher import CandidateList
 from cerebro_hydra.tune.searches import ListSearch
 from cerebro_hydra.tune.trials import Overdue, SearchTrials, TimedCall
 from tests.tune import open_models

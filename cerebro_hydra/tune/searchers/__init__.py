@@ -1,0 +1,1 @@
+"""Holds the spaces of hyper-parameters, and the searchers: what is tried next."""
