@@ -191,7 +191,6 @@ class _Spec:
     batch_size: int = ROWS
     accumulate: int = WINDOW
     recompute: bool = True
-    schedule: str = "sharp"
 
 
 def _train(worker: QueueWorker, trials: range) -> float:

@@ -11,7 +11,7 @@ from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import Rule, oldest_first, sharp
+from cerebro_hydra.plan.schedules.pick import PICKS, Rule
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation
 from cerebro_hydra.plan.simulate.worker import MoveRates, SimulatedDevices
 
@@ -22,7 +22,6 @@ INSTANCES = ((2, 8), (4, 8))  # workers and trials
 SPREADS = (0.0, 0.5)  # of the trials' costs, as the sigma of a lognormal
 DEVICES = (1, 2, 4)
 RESIDENTS = (1, 2, 4, 8)
-RULES: dict[str, Rule] = {"sharp": sharp, "oldest first": oldest_first}
 
 
 def makespan_over_bound(
@@ -55,14 +54,14 @@ def main() -> None:
     """Print the table."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     places = " | ".join(f"{residents}" for residents in RESIDENTS)
-    print(f"| workers x trials | costs | devices | rule | {places} | devices + 1 |")
+    print(f"| workers x trials | costs | devices | pick | {places} | devices + 1 |")
     print("| --- " * (5 + len(RESIDENTS)) + "|")
     for workers, trials in INSTANCES:
         for spread in SPREADS:
             random = Random(0)
             costs = [random.lognormvariate(0, spread) for _ in range(trials)]
             for devices in DEVICES:
-                for name, rule in RULES.items():
+                for name, rule in PICKS.items():
                     ratios = [
                         makespan_over_bound(workers, costs, devices, residents, rule)
                         for residents in (*RESIDENTS, devices + 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import sharp
+from cerebro_hydra.plan.schedules.pick import Rule, oldest_first, sharp
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 
 DEVICES = 4
@@ -38,6 +38,7 @@ class Figure:
     task_parallel: float
     gpipe_4: float
     gpipe_8: float
+    oldest_first: float
 
 
 def costs_of(trials: int, spread: float) -> list[float]:
@@ -49,8 +50,10 @@ def seconds_of_trial(cost: float) -> float:
     return STEPS * SHARDS * sum(TASKS.values()) * cost
 
 
-def simulate(costs: Sequence[float], promotion: float, double_buffering: bool) -> float:
-    """Return SHARP's makespan.
+def simulate(
+    costs: Sequence[float], promotion: float, double_buffering: bool = True, rule: Rule = sharp
+) -> float:
+    """Return the makespan of the queues.
 
     A promotion takes a share of the trial's own task time, and writing back as long.
     """
@@ -73,7 +76,7 @@ def simulate(costs: Sequence[float], promotion: float, double_buffering: bool) -
         return promotion * TASKS[ActionKind.F] * cost if moves else 0.0
 
     simulation = WorkerSimulation(
-        specs, [SLOTS] * DEVICES, None, sharp, seconds, double_buffering=double_buffering
+        specs, [SLOTS] * DEVICES, None, rule, seconds, double_buffering=double_buffering
     )
     return simulation.run().makespan
 
@@ -96,27 +99,28 @@ def measure(trials: int, spread: float, promotion: float) -> Figure:
     work = [seconds_of_trial(cost) for cost in costs]
     bound = max(max(work), sum(work) / DEVICES)
     single = simulate(costs, promotion, double_buffering=False)
-    double = simulate(costs, promotion, double_buffering=True)
+    double = simulate(costs, promotion)
+    oldest = simulate(costs, promotion, rule=oldest_first)
     return Figure(
         trials, spread, promotion,
         sum(work) / DEVICES / single, sum(work) / DEVICES / double, double / bound,
         sum(work) / double, task_parallel(work) / double,
-        gpipe(work, 4) / double, gpipe(work, 8) / double,
+        gpipe(work, 4) / double, gpipe(work, 8) / double, oldest / double,
     )  # fmt: skip
 
 
 def table(figures: Sequence[Figure]) -> str:
     lines = [
         "| trials | costs | promotion / task | utilisation, single | **double** | makespan / bound "
-        "| over model parallel | task parallel | GPipe m=4 | GPipe m=8 |",
-        "| --- " * 10 + "|",
+        "| over model parallel | task parallel | GPipe m=4 | GPipe m=8 | oldest first |",
+        "| --- " * 11 + "|",
     ]
     for f in figures:
         costs = "equal" if f.spread == 1 else f"{f.spread:g}-fold"
         lines.append(
             f"| {f.trials} | {costs} | {f.promotion:g} | {f.single:.3f} | **{f.double:.3f}** "
             f"| {f.over_bound:.3f} | {f.model_parallel:.2f} | {f.task_parallel:.2f} "
-            f"| {f.gpipe_4:.2f} | {f.gpipe_8:.2f} |"
+            f"| {f.gpipe_4:.2f} | {f.gpipe_8:.2f} | {f.oldest_first:.2f} |"
         )
     return "\n".join(lines)
 

@@ -83,7 +83,6 @@ class MemoryTrial:
                 (digest(segments["frozen"]), digest(segments["trainable"]))
                 for segments in self.initial
             ),
-            schedule="sharp",
             tasks=admission.profile.tasks.to_json(),
         )
         self._factory = factory

@@ -200,7 +200,7 @@ class _Agent:
     ) -> QueueTrainer:
         trials = (spec.document, spec.manifest, own, start.scratch, factory)
         resources = start.resources
-        planner = RunPlanner.of(spec.manifest, resources.device_memory, resources.devices)
+        planner = RunPlanner.of(spec.manifest, resources)
         own_process = resources.devices == 1 and resources.device_kind == "cpu"
         if resources.device_kind == "cuda":
             starts = gpu_starts(

@@ -26,12 +26,13 @@ from cerebro_hydra.agent.worker_loop import WorkerLoop
 from cerebro_hydra.data.batches import batch_sizes
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ScratchFull, StepDiffers, TransferError
+from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.events import RunCancelled, RunReleased
 from cerebro_hydra.plan.queues.run_progress import RunSpec
-from cerebro_hydra.plan.schedules.pick import Candidate, oldest_first, sharp
+from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Candidate
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -160,24 +161,34 @@ class RunPlanner:
         rows: returns how many rows a partition of a split has.
         budget: the bytes of the smallest device; None if that has no limit.
         devices: how many there are.
+        pick: how a free device chooses among trials, a name of `PICKS`.
     """
 
     def __init__(
-        self, rows: Callable[[Split, int], int], budget: int | None, devices: int = 1
+        self,
+        rows: Callable[[Split, int], int],
+        budget: int | None,
+        devices: int = 1,
+        pick: str = DEFAULT_PICK,
     ) -> None:
         self._trials: dict[int, TrialSpec] = {}
         self._rows = rows
         self._budget = budget
         self._devices = devices
         self._sparing: set[int] = set()  # trials that have run out of memory
-        self._rule: Callable[[Sequence[Candidate]], Candidate] = oldest_first
+        self._pick = PICKS[pick]
         self._audits: set[int] = set()  # the runs that audit another one
 
     @classmethod
-    def of(cls, manifest: Manifest, budget: int | None, devices: int) -> RunPlanner:
+    def of(cls, manifest: Manifest, resources: WorkerResources) -> RunPlanner:
         """Return the planner of a run."""
         rows = {(info.split, info.index): info.rows for info in manifest.partitions}
-        return cls(lambda split, partition: rows[split, partition], budget, devices)
+        return cls(
+            lambda split, partition: rows[split, partition],
+            resources.device_memory,
+            resources.devices,
+            resources.pick,
+        )
 
     def learn(self, spec: TrialSpec) -> bool:
         """Take in what a trial is, before anything else is asked of it; called from any thread.
@@ -186,8 +197,6 @@ class RunPlanner:
         """
         before = self._trials.get(spec.trial, spec)
         self._trials[spec.trial] = spec
-        if spec.schedule == "sharp":
-            self._rule = sharp
         return before != spec
 
     def forget(self, trial: int) -> None:
@@ -208,13 +217,10 @@ class RunPlanner:
         """Return whether the devices' memory has a limit."""
         return self._budget is not None
 
-    def rule(self, candidates: Sequence[Candidate]) -> Candidate:
-        """Pick by SHARP once a trial of that schedule was here, else the oldest run first.
-
-        Audits come first, because the runs that they audit wait for them.
-        """
+    def rule(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Pick as the backend says, but audits first, because the runs that they audit wait."""
         audits = [each for each in candidates if each.run in self._audits]
-        return self._rule(audits or candidates)
+        return self._pick(audits or candidates)
 
     def run_spec(self, number: int, task: Task, profile: TrialProfile) -> RunSpec:
         """Describe a task as a run."""

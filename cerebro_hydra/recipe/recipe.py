@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.schedules.registry import check_schedule
 from cerebro_hydra.recipe.columns import Collate, Columns, ForwardCall, collate_batch, predictions
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, as_json, resolve_metrics
@@ -32,9 +33,6 @@ _TWO_DEVICES = re.compile(r"same device|two different devices|expected device")
 
 CUTS = ("export", "modules")
 """The ways to cut a model that a user may ask for."""
-
-SCHEDULES = ("sequential", "sharp")
-"""The orders in which a worker may run the shards of trials."""
 
 
 @dataclass(eq=False)  # a recipe is itself alone: tensors have no one answer to ==
@@ -73,8 +71,8 @@ class Recipe:
         warm_start: a state dict, or the path of a safetensors file with one, to begin with.
         cut: "modules" lets the model's own forward run and stops it between modules; "export" cuts
             the graph of `torch.export`, or by modules where that can't be had.
-        schedule: "sequential" trains one shard after the other; "sharp" lets each device of a
-            worker take the trial with the longest remaining time, shard by shard.
+        schedule: the order of the trial's own shard tasks over the devices of a worker:
+            "sequential" does one after the other.
         recompute: whether a backward computes its shard's activations again, so that a device needs
             only the shard at hand; "auto" does so where a device can't hold the whole trial.
 
@@ -142,10 +140,7 @@ class Recipe:
             )
         if self.cut not in CUTS:
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}")
-        if self.schedule not in SCHEDULES:
-            raise ConfigurationError(
-                f"schedule is {self.schedule!r}; it is one of {list(SCHEDULES)}"
-            )
+        check_schedule(self.schedule)
         if self.recompute != "auto" and not isinstance(self.recompute, bool):
             raise ConfigurationError(
                 f"recompute is {self.recompute!r}; it is True, False or 'auto'"

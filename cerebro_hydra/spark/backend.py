@@ -10,6 +10,7 @@ from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.hopper.protocol.resources import MachineFacts, WorkerResources, machine_facts
+from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.checks import gpus_per_task
 from cerebro_hydra.spark.findings import raise_findings
@@ -69,6 +70,9 @@ class SparkBackend:
             are those of that kind of CPU. "portable" takes kernels that don't look at the CPU, for
             clusters of unlike machines; benchmarks/numerics has the price, docs/operations.md what
             is promised.
+        pick: how a free device chooses among the trials that its worker holds: "oldest_first"
+            takes the one that came first, "sharp" the one with the most work left. It changes no
+            bit; benchmarks/sharp has the figures.
 
     While other jobs hold the task slots that agents need, or a cluster still starts executors, the
     constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
@@ -95,12 +99,14 @@ class SparkBackend:
         scratch: str | None = None,
         residents: int | str = "auto",
         numerics: str = "fast",
+        pick: str = DEFAULT_PICK,
     ) -> None:
         self.spark_context = context_of(spark_context)
         gpus = gpus_per_task(dict(self.spark_context.getConf().getAll()))
         self.resources = WorkerResources.checked(
-            devices_per_worker, device_memory, host_memory, scratch, residents, gpus, numerics
-        )
+            devices_per_worker, device_memory, host_memory, scratch, residents, gpus, numerics,
+            pick,
+        )  # fmt: skip
         if not isinstance(verbose, int):
             raise ConfigurationError(f"verbose is {verbose!r}; it is 0 or 1")
         self.verbose = verbose

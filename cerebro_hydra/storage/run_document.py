@@ -16,6 +16,7 @@ from cerebro_hydra.documents import (
 )
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.kernels import KERNELS
+from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.storage.names import Digest, Name, trial_name
 
 FORMAT = 3
@@ -66,7 +67,7 @@ class TrialSpec:
     custom_metrics: tuple[str, ...] = ()
     """The names of the metrics that the user's code merges from partitions."""
     parameters: Count = 0
-    schedule: Annotated[str, one_of("sequential", "sharp")] = "sequential"
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "sequential"
     recompute: bool | None = None
     tasks: Mapping[str, Any] | None = None
     finer: bool = False

@@ -31,6 +31,7 @@ from cerebro_hydra.hopper.protocol.resources import (
     machine_facts,
 )
 from cerebro_hydra.kernels import KERNELS
+from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK
 from cerebro_hydra.spark.daemon import PRELOADED
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.storage import Store
@@ -61,7 +62,7 @@ class LocalBackend:
         preloaded: modules that agents load before they start; see `LocalLauncher`.
         tls: whether connections are encrypted; see `LocalLauncher`.
         limits: which losses a run outlasts.
-        devices_per_worker, device_memory, host_memory, scratch, residents, numerics: see
+        devices_per_worker, device_memory, host_memory, scratch, residents, numerics, pick: see
             `SparkBackend`.
     """
 
@@ -77,6 +78,7 @@ class LocalBackend:
         scratch: str | None = None,
         residents: int | str = "auto",
         numerics: str = "fast",
+        pick: str = DEFAULT_PICK,
     ) -> None:
         self.num_workers = num_workers
         self._preloaded = preloaded
@@ -89,6 +91,7 @@ class LocalBackend:
             scratch,
             residents,
             numerics=numerics,
+            pick=pick,
         ).measured(lambda: [machine_facts(scratch or tempfile.gettempdir())] * num_workers)
         self.agents = self.launcher()
 

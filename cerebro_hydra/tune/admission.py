@@ -36,6 +36,7 @@ from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
 from cerebro_hydra.plan.messages.instructions import CutFiner
 from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.simulate.worker import MoveRates
 from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, table
 from cerebro_hydra.recipe import (
@@ -532,9 +533,10 @@ class MemoryBill:
             spec.trial, microbatches, spec.accumulate, recompute, self._resources.devices
         )
         workers = [self._memory] * self._num_workers
-        found = bill([run], workers)
+        rule = PICKS[self._resources.pick]
+        found = bill([run], workers, rule)
         found.check()
-        bill([profile.evaluation(spec.trial, 1)], workers).check()
+        bill([profile.evaluation(spec.trial, 1)], workers, rule).check()
         shards = tuple(replace(each, forward=0.0, backward=0.0, update=0.0) for each in run.shards)
         if (alike := replace(run, run=0, shards=shards)) not in self._reported:
             self._reported.add(alike)

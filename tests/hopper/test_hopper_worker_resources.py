@@ -54,6 +54,8 @@ def test_a_size_is_a_number_of_bytes_or_has_a_unit(size: int | str, nbytes: int)
         ("scratch", 7),
         ("residents", 0),
         ("residents", "many"),
+        ("pick", "sequential"),
+        ("pick", None),
     ],
 )
 def test_what_can_not_be_used_is_named_with_its_value(name: str, value: Any) -> None:
@@ -63,6 +65,12 @@ def test_what_can_not_be_used_is_named_with_its_value(name: str, value: Any) -> 
     }  # fmt: skip
     with pytest.raises(ConfigurationError, match=f"{name} is {value!r}"):
         WorkerResources.checked(**{**given, name: value})
+
+
+def test_a_pick_alone_asks_for_no_queues() -> None:
+    given = WorkerResources.checked(None, None, None, None, "auto", pick="sharp")
+    assert given.pick == "sharp" != DEFAULT_RESOURCES.pick
+    assert not given.asks_for_queues
 
 
 def test_dram_that_nobody_speaks_of_is_half_of_what_a_machine_has_shared_by_its_workers() -> None:

@@ -10,7 +10,7 @@ from cerebro_hydra.plan.schedules.pick import Candidate, Rule
 
 def fifo(candidates: Sequence[Candidate]) -> Candidate:
     """Pick the run that has waited longest, then the older one."""
-    return min(candidates, key=lambda each: (each.own, each.waiting_since, each.order))
+    return min(candidates, key=lambda each: (each.own, each.waiting_since, each.arrival))
 
 
 def at_random(seed: int) -> Rule:

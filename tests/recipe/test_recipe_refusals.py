@@ -26,6 +26,9 @@ def recipe_of(model: nn.Module | None = None, loss: Any = None, **rules: Any) ->
         ({"clip_grad_value": -1}, "clip_grad_value is -1; it is a number above 0"),
         ({"ema": "0.9"}, "ema is '0.9'; it is a decay"),
         ({"metrics": 5}, "metrics is 5; give a list of names"),
+        ({"schedule": "sharp"}, "choose among trials; .* give the backend pick='sharp'"),
+        ({"schedule": "oldest_first"}, "give the backend pick='oldest_first'"),
+        ({"schedule": "fastest"}, r"schedule is 'fastest'; it is one of \['sequential'\]"),
     ],
 )
 def test_arguments_of_a_wrong_type(rules, message):

@@ -17,6 +17,7 @@ from cerebro_hydra.available_memory import usable_memory
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.plan.human_units import bytes_text
+from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
 
 QUEUED_SHARE = 0.75
 """The share of `host_memory` that shard queues plan with; the rest is for transfers under way."""
@@ -45,6 +46,7 @@ class WorkerResources:
         device_kind: of all of them, "cpu" or "cuda".
         disk: bytes that are free in the scratch folder; None if nobody has looked.
         numerics: how CPU libraries choose kernels, a name of `KERNELS`.
+        pick: how a free device chooses among trials, a name of `PICKS`.
     """
 
     devices: int = 1
@@ -55,6 +57,7 @@ class WorkerResources:
     device_kind: str = "cpu"
     disk: int | None = None
     numerics: str = "fast"
+    pick: str = DEFAULT_PICK
 
     @classmethod
     def checked(
@@ -66,6 +69,7 @@ class WorkerResources:
         residents: Any,
         gpus: float = 0,
         numerics: Any = "fast",
+        pick: Any = DEFAULT_PICK,
     ) -> WorkerResources:
         """Take what a user gave to a backend.
 
@@ -94,6 +98,10 @@ class WorkerResources:
             raise ConfigurationError(
                 f"numerics is {numerics!r}; it is one of {', '.join(map(repr, KERNELS))}"
             )
+        if pick not in tuple(PICKS):
+            raise ConfigurationError(
+                f"pick is {pick!r}; it is one of {', '.join(map(repr, PICKS))}"
+            )
         return cls(
             devices_per_worker or 1,
             _bytes("device_memory", device_memory),
@@ -102,6 +110,7 @@ class WorkerResources:
             None if residents == "auto" else residents,
             "cuda" if devices_per_worker is not None and gpus else "cpu",
             numerics=numerics,
+            pick=pick,
         )
 
     def measured(

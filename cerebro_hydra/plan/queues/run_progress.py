@@ -175,9 +175,9 @@ class RunProgress:
     One unit of a run is under way at a time; the one after it may be reserved on the same device.
     """
 
-    def __init__(self, spec: RunSpec, order: int) -> None:
+    def __init__(self, spec: RunSpec, arrival: int) -> None:
         self.spec = spec
-        self.order = order  # among the runs of the worker
+        self.arrival = arrival  # among the runs of the worker
         self.status: Status = "waiting"
         self._seconds = {
             (kind, number): shard.seconds(kind)

@@ -18,8 +18,8 @@ begins anew, from the state before it, which its sender keeps until the run is c
 
 The queues of a worker decide what each device runs and holds next.
 
-A run's units are a chain, one under way at a time. A free device takes the unit that the schedule's
-rule picks among the runs; while it computes, the next unit is reserved for it and brought to it, as
+A run's units are a chain, one under way at a time. A free device takes the unit of the run that
+the backend's rule picks; while it computes, the next unit is reserved for it and brought to it, as
 far as the budget allows (double buffering). An action is given when everything that it needs is
 there, so bytes never pass a budget. Room is made by next use, and what a reserved unit needs comes
 before what another one may need later; that is why there is always progress. ``WorkerState`` adds
@@ -157,7 +157,7 @@ class WorkerQueues:
             number = run.spec.run
             units[number] = unit
             candidates.append(
-                Candidate(number, run.order, run.remaining, run.waiting_since, run is running)
+                Candidate(number, run.arrival, run.remaining, run.waiting_since, run is running)
             )
         picked = self._rule(candidates) if candidates else None
         if picked is None:

@@ -1,9 +1,11 @@
-"""A candidate is a run whose next unit a device may take; a rule picks one of several, or none.
+"""A pick is the rule by which a free device chooses among the runs of several trials.
 
-SHARP lets each device take the run with the longest remaining time: sharded-LRTF.
+A candidate is a run whose next unit the device may take; a rule picks one of several, or none. A
+backend names a rule of `PICKS`. In which order a run does its own tasks is up to its schedule.
 
-The queues serve every idle device before they reserve a unit for a busy one, and the running run's
-own next unit competes for that reservation. ::
+SHARP lets each device take the run with the longest remaining time: sharded-LRTF. The
+queues serve every idle device before they reserve a unit for a busy one, and the running run's own
+next unit competes for that reservation. ::
 
     3 runs of 2 shards, 1 microbatch, F=1 B=2, promotion 0.5:
     device 0   t0s0F0@.5  t2s0F0@1.5 t2s1F0@2.5 t2s1B0@3.5 t1s1B0@5.5 t1s0B0@7.5
@@ -12,7 +14,7 @@ own next unit competes for that reservation. ::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -22,14 +24,14 @@ class Candidate:
 
     Args:
         run: its number.
-        order: its place among the runs of the worker, by arrival.
+        arrival: its place among the runs of the worker.
         remaining: the estimated seconds of the tasks that no device has taken.
         waiting_since: the count of events at the end of its last unit.
         own: whether the device is running the unit before.
     """
 
     run: int
-    order: int
+    arrival: int
     remaining: float
     waiting_since: int
     own: bool
@@ -40,9 +42,16 @@ Rule = Callable[[Sequence[Candidate]], Candidate | None]
 
 def oldest_first(candidates: Sequence[Candidate]) -> Candidate:
     """Pick the run that came first, so that runs are done one after the other."""
-    return min(candidates, key=lambda candidate: candidate.order)
+    return min(candidates, key=lambda candidate: candidate.arrival)
 
 
 def sharp(candidates: Sequence[Candidate]) -> Candidate:
     """Pick the longest remaining time; a tie goes to the running run, then to the older one."""
-    return max(candidates, key=lambda each: (each.remaining, each.own, -each.order))
+    return max(candidates, key=lambda each: (each.remaining, each.own, -each.arrival))
+
+
+PICKS: Mapping[str, Rule] = {"oldest_first": oldest_first, "sharp": sharp}
+"""The rules that a backend may name."""
+
+DEFAULT_PICK = "oldest_first"
+"""The rule of a backend that names none; `benchmarks/sharp/README.md` compares them."""

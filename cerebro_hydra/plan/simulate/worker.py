@@ -34,7 +34,7 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import Rule, sharp
+from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.schedules.validate import Key, MemoryCheck
 
 Lane = tuple[int, str]  # a device or HOST, and what it does there
@@ -262,7 +262,7 @@ class SimulatedDevices:
     run: Callable[[TaskKind, int, int, int], RunSpec]
     host_budget: int | None = None
     rates: MoveRates = FREE_MOVES
-    rule: Rule = sharp
+    rule: Rule = PICKS[DEFAULT_PICK]
 
 
 @dataclass(frozen=True, slots=True)

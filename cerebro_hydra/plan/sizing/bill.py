@@ -17,7 +17,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import bytes_text, numbers_text, seconds_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.run_progress import RunSpec
-from cerebro_hydra.plan.schedules.pick import Rule, sharp
+from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation, WorkerTimeline
 
 LOAD, SPILL = ActionKind.LOAD, ActionKind.SPILL
@@ -98,7 +98,9 @@ class Bill:
             raise ConfigurationError("\n".join(reasons))
 
 
-def bill(trials: Sequence[RunSpec], workers: Sequence[WorkerMemory], rule: Rule = sharp) -> Bill:
+def bill(
+    trials: Sequence[RunSpec], workers: Sequence[WorkerMemory], rule: Rule = PICKS[DEFAULT_PICK]
+) -> Bill:
     """Return the bill of trials, each given as its longest sub-epoch with its number as ``run``."""
     lines = []
     for trial in trials:

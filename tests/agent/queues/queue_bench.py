@@ -124,7 +124,6 @@ def spec_of(
         batch_size=batch_size,
         accumulate=window,
         recompute=recompute,
-        schedule="sharp",
     )
 
 

@@ -112,7 +112,6 @@ def mixed(params: dict[str, Any]) -> Recipe:
         cut="export" if name == "graph" else "modules",
         accumulate=3 if name == "accumulated" else 1,
         clip_grad_norm=1.0 if name in ("accumulated", "gpt2") else None,
-        schedule=params.get("schedule", "sharp"),
     )
 
 

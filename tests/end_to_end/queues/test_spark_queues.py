@@ -1,4 +1,4 @@
-"""Trials in shard queues on local Spark: sharp, on several devices smaller than the trials."""
+"""Trials in shard queues on local Spark, on several devices smaller than the trials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def run(
 
 
 def test_two_devices_of_an_eighth_of_a_trial_replay(spark: Any, tmp_path: Path) -> None:
-    resources = {"devices_per_worker": 2, "device_memory": 109_000}  # of 879,808 bytes
+    resources = {
+        "devices_per_worker": 2,
+        "device_memory": 109_000,
+        "pick": "sharp",
+    }  # of 879,808 bytes
     run(spark, tmp_path, ("mlp",), 1, 20, **resources)
 
 
