@@ -44,7 +44,7 @@ from cerebro_hydra.errors import NonFiniteLoss, StepDiffers
 from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
-from cerebro_hydra.plan.schedules.sequential import sequential
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Recipe, Window
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.cut.model import CutModel
@@ -364,13 +364,13 @@ def step_by_shard(
         cut_model.eager(recipe.model), layout, recipe, trial_seed, steps_per_epoch, True, step,
         [window], epoch_metrics,
     )  # fmt: skip
-    tasks = sequential(
-        0, cut_model.num_shards, len(window), recipe.clip_grad_norm is not None,
-        tied=cut_model.tied_groups,
+    graph = TaskGraph(
+        cut_model.num_shards, len(window), len(window), recipe.clip_grad_norm is not None,
+        cut_model.tied_groups,
     )  # fmt: skip
     result, place = StepResult(), _Place(run, layout, look, segments)
     try:
-        for task in tasks:
+        for task in graph.tasks(0, 0):
             place.bring(task.shard)
             run.perform(task)
             if task.kind is ActionKind.U:

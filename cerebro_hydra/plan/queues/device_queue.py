@@ -40,12 +40,13 @@ class DeviceQueue:
         running = self.running
         if running is None or running.run != run.spec.run or not running.ends_microbatch:
             return False
-        return not any(unit.starts_microbatch for unit in run.units[1:])
+        following = run.units_on(self.number)[1:]
+        return not any(unit.starts_microbatch for unit in following)
 
     def pinned(self, but: RunProgress) -> int:
         """Return the bytes that microbatches of other runs keep from whoever comes next."""
         others = (run for run in self.staying if run is not but and not self.is_ending(run))
-        return sum(run.spec.pinned_bytes for run in others)
+        return sum(run.share_on(self.number).pinned for run in others)
 
     def has_begun(self, run: RunProgress) -> bool:
         """Return whether a staying microbatch of the run has bytes beside its shards by now."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.schedules.sequential import sequential
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.validate import validate
 from cerebro_hydra.recipe import (
     BatchTensors,
@@ -161,7 +161,8 @@ class Engine:
             shards = self._cut_model.num_shards
             tied = self._cut_model.tied_groups
             barrier = self._recipe.clip_grad_norm is not None
-            actions = sequential(_TRIAL, shards, microbatches, barrier, send, tied)
+            graph = TaskGraph(shards, microbatches, microbatches, barrier, tied)
+            actions = graph.tasks(_TRIAL, 0, send)
             validate(actions, shards=shards, microbatches=microbatches, barrier=barrier, tied=tied)
             self._schedules[microbatches, send] = actions
         return self._schedules[microbatches, send]
