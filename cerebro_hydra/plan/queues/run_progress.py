@@ -435,9 +435,14 @@ class RunProgress:
             self._remaining = None
 
     def next_use(self, shard: int) -> float:
-        """Return how many tasks of its list come before the shard's next; infinity if none does."""
+        """Return how many tasks come before the shard's next one; infinity if none is left.
+
+        They are those of its list, and one of another list for which that list is waiting. So what
+        is ready is always nearer than what waits, and DRAM goes to it.
+        """
         left = self._tasks(self.lists[self._list_of[shard]])
-        for distance, task in enumerate(left):
+        waits_for = 0 if not left or self._is_ready(left[0]) else 1
+        for distance, task in enumerate(left, start=waits_for):
             if task.shard == shard:
                 return distance
         more = self._windows < self.spec.graph.windows

@@ -155,6 +155,13 @@ def test_what_a_window_keeps_counts_on_each_device_and_in_dram() -> None:
     assert simulate([replace(kept, run=0), replace(kept, run=1)], 3, kept.device_need).done
 
 
+def test_dram_for_one_shard_goes_to_the_list_that_is_ready() -> None:
+    """The shard that waits has its next task first in its list, as the one that is ready has."""
+    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(1),) * 2, schedule="gpipe", devices=2)
+    simulation = WorkerSimulation([spec], [1, None], 1, sharp, lambda action: 1.0)
+    assert simulation.run().outcome(0) == "finished"
+
+
 def test_a_run_is_refused_that_has_too_few_devices_or_too_small_ones() -> None:
     spec = spec_of(3, 4)
     (refused,) = WorkerState([None, None], None, sharp).handle([RunAdded(spec)])
