@@ -30,7 +30,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-long test-kernels test-gpu test-modern test-spark4 lint format venv venv-modern clean
-.PHONY: zoo map chaos integration integration-spark integration-hdfs integration-cerebro
+.PHONY: zoo map notebooks chaos integration integration-spark integration-hdfs integration-cerebro
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
@@ -44,6 +44,7 @@ help:
 	@echo "make chaos     kill drivers and agents on real Spark for 100 rounds, see benchmarks/survival"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make map       write the table of rooms into docs/architecture.md"
+	@echo "make notebooks   execute the notebooks, and keep their outputs"
 	@echo "make format    let ruff rewrite what it can"
 	@echo "make integration   the three below, one after the other"
 	@echo "make integration-spark   a real Spark cluster on this machine, see integration/spark_standalone"
@@ -120,6 +121,10 @@ lint: $(STAMP)
 # The table of rooms in docs/architecture.md, from docs/rooms.toml.
 map: $(STAMP)
 	@$(BIN)/python -m tests.rooms --write
+
+# Three minutes; NAMES=01_quickstart is one of them.
+notebooks: $(STAMP)
+	@$(BIN)/python -m tests.pages.notebooks $(NAMES)
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -10,6 +10,7 @@ from functools import partial
 
 from cerebro_hydra import __version__
 from cerebro_hydra.errors import CerebroHydraError, StoreError
+from cerebro_hydra.kernels import KERNELS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--devices", type=_count, metavar="N", help="devices_per_worker, as a backend shall have it"
+    )
+    doctor.add_argument(
+        "--numerics", choices=tuple(KERNELS), default="fast", help="as a backend shall have it"
     )
     doctor.set_defaults(command=_doctor)
 
@@ -216,6 +220,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         arguments.store,
         arguments.modules,
         arguments.devices,
+        arguments.numerics,
     )
     Console().print(report)
     return 0 if report.ok else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -131,26 +130,6 @@ def unused(row: Room) -> list[str]:
     return sorted({*row.rooms, *row.packages} - {*now.rooms, *now.packages})
 
 
-def missing_places(text: str) -> list[str]:
-    """Return the files and folders of ours that a page names in backticks and that are gone."""
-    roots = {
-        *map(_top, rooms_of_files()),
-        "benchmarks",
-        "docs",
-        "integration",
-        "notebooks",
-        "tests",
-    }
-    named = {path for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text)}
-    return sorted(
-        path
-        for path in named
-        if path.split("/")[0] in roots
-        and not (PACKAGE / path).exists()
-        and not (CHECKOUT / path).exists()
-    )
-
-
 @pytest.mark.parametrize("path", FILES)
 def test_file_keeps_the_rules(path: str) -> None:
     found = faults(path, (PACKAGE / path).read_text(encoding="utf-8"))
@@ -175,18 +154,6 @@ def test_row_grants_rooms_below_alone_and_nothing_unused(row: Room) -> None:
 def test_the_page_has_the_table() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == page_with_table(page), f"docs/architecture.md is behind: run {WRITE}"
-
-
-@pytest.mark.parametrize(
-    "page", [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/*.md")], ids=lambda page: page.name
-)
-def test_every_place_that_a_page_names_is_there(page: Path) -> None:
-    assert missing_places(page.read_text(encoding="utf-8")) == []
-
-
-def test_missing_place_is_reported() -> None:
-    text = "`plan/bits.py`, `docs/data.md`, `plan/shelf.py`, `tests/data/existing/`, `any/other.py`"
-    assert missing_places(text) == ["plan/shelf.py"]
 
 
 def test_no_room_has_a_circle_of_imports() -> None:

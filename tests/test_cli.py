@@ -112,8 +112,8 @@ def test_doctor_is_0_for_a_spark_without_problems(
 
     monkeypatch.setattr(preflight, "doctor_of_new_session", found)
     given = ["--workers", "3", "--store", "/s", "--import", "sklearn", "--devices", "2"]
-    assert cli.main(["doctor", *given]) == 0
-    assert asked == [None, {}, 3, "/s", ["sklearn"], 2]
+    assert cli.main(["doctor", *given, "--numerics", "portable"]) == 0
+    assert asked == [None, {}, 3, "/s", ["sklearn"], 2, "portable"]
     assert "This Spark can run agents." in capsys.readouterr().out
 
 

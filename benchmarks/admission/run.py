@@ -26,6 +26,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from benchmarks.demo_net import demo_net
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.cut.sample import Example
@@ -94,13 +95,6 @@ def vit() -> nn.Module:
     return Logits(ViTForImageClassification(ViTConfig(num_labels=10)))
 
 
-def demo_net() -> nn.Module:
-    """Return the net of `cerebro_hydra/demo.py`."""
-    return nn.Sequential(
-        nn.Linear(64, 1060), nn.ReLU(), nn.Linear(1060, 1060), nn.ReLU(), nn.Linear(1060, 10)
-    )
-
-
 def tokens(rows: int) -> tuple[Tensor, ...]:
     mask = torch.ones(rows, 32, dtype=torch.int64)
     mask[: rows // 2, 24:] = 0
@@ -138,10 +132,7 @@ def measure(name: str, cut: str) -> Figure:
     """Admit once; must be the first work of its process."""
     # The first admission of a process loads code of torch, as the first trial of a search does.
     warm_up = Case(lambda: nn.Sequential(nn.Linear(64, 4), nn.Linear(4, 10)), pixels, (4,), 2, 10)
-    import os
-
-    if not os.environ.get("COLD"):
-        admit(make_recipe(warm_up, cut), make_examples(warm_up), SEED)
+    admit(make_recipe(warm_up, cut), make_examples(warm_up), SEED)
     case = CASES[name]
     recipe, examples = make_recipe(case, cut), make_examples(case)
     gc.collect()
@@ -207,9 +198,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
     parser.add_argument("--cut", choices=CUTS, help="only this way of cutting")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: one net")
     parser.add_argument("--here", action="store_true", help="measure one case in this process")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.quick:
+        arguments.case, arguments.cut = "demo's net", "modules"
     chosen = [name for name in CASES if arguments.case in name]
     cuts = CUTS if arguments.cut is None else (arguments.cut,)
     if arguments.here:

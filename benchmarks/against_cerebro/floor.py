@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from nets import make_adam, make_net
 from torch import Tensor, nn
-from work import EPOCHS, ROWS, SEED, VALIDATION, WORKERS, digits, shares
+from work import EPOCHS, SEED, VALIDATION, WORKERS, digits, shares
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--net", required=True)
+    parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     barrier, ended = context.Barrier(WORKERS + 1), context.SimpleQueue()
+    net, rows = arguments.net, arguments.rows
     processes = [
-        context.Process(target=train_share, args=(arguments.net, share, barrier, ended))
+        context.Process(target=train_share, args=(net, rows, share, barrier, ended))
         for share in shares()
     ]
     for process in processes:
@@ -43,17 +45,19 @@ def main() -> None:
     arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def train_share(net: str, share: Sequence[dict[str, Any]], barrier: Barrier, ended: Any) -> None:
+def train_share(
+    net: str, rows: int, share: Sequence[dict[str, Any]], barrier: Barrier, ended: Any
+) -> None:
     """Train some trials, one after the other; the clock starts when the rows are in memory."""
     torch.set_num_threads(1)
-    pixels, labels = (torch.from_numpy(each) for each in digits())
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(SEED))
-    held_out, training = order.split([round(ROWS * VALIDATION), ROWS - round(ROWS * VALIDATION)])
-    rows = pixels[training], labels[training]
+    pixels, labels = (torch.from_numpy(each) for each in digits(rows))
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(SEED))
+    held_out, chosen = order.split([round(rows * VALIDATION), rows - round(rows * VALIDATION)])
+    training = pixels[chosen], labels[chosen]
     validation = pixels[held_out], labels[held_out]
     barrier.wait()
     cpu = time.process_time()
-    accuracies = [train(net, params, rows, validation) for params in share]
+    accuracies = [train(net, params, training, validation) for params in share]
     ended.put(
         {
             "ended": time.time(),

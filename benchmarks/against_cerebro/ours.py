@@ -22,11 +22,15 @@ from cerebro_hydra import (
     hp_choice,
     local_spark,
 )
+from cerebro_hydra.observe import Decision, Record, RunStarted, TrialAdmitted
+from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--net", required=True)
+    parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     net = arguments.net
@@ -42,12 +46,13 @@ def main() -> None:
         )
 
     spark = local_spark(workers=WORKERS)
-    pixels, labels = digits()
+    pixels, labels = digits(arguments.rows)
     table = pd.DataFrame({"features": list(pixels), "label": labels})
     df = spark.createDataFrame(table, "features array<float>, label long")
     begun = time.time()
     backend = SparkBackend(spark_context=spark, num_workers=WORKERS)
     ready = time.time()
+    stages = Stages()
     with tempfile.TemporaryDirectory() as folder:
         search = GridSearch(
             backend=backend,
@@ -59,42 +64,53 @@ def main() -> None:
             validation=VALIDATION,
             seed=SEED,
             verbose=0,
+            observers=[stages],
         )
         started = time.time()
         result = search.fit(df)
-        ended = time.time()
-        document = split(started, ended, Path(folder), Path(result.run_path))
+        document: dict[str, Any] = stages.split(started, time.time())
         document["backend"] = ready - begun
         document["val_accuracy"] = [t.history["val_accuracy"][-1] for t in result.trials]
     arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     spark.stop()
 
 
-def split(started: float, ended: float, store: Path, run: Path) -> dict[str, Any]:
-    """Return the seconds of each stage of `fit`, from times in the store and the journal."""
-    (manifest,) = store.glob("data/*/manifest.json")
-    prepared = manifest.stat().st_mtime
-    admitted = (run / "run.json").stat().st_mtime
-    lines = [
-        json.loads(line)
-        for segment in sorted(run.glob("journal/*.jsonl"))
-        for line in segment.read_text().splitlines()
-    ][1:]
-    begun = next(
-        line["time"]
-        for line in lines
-        if any(each["type"] == "StartSubEpoch" for each in line["instructions"])
-    )
-    done = [line for line in lines if line["event"]["type"] in ("SubEpochDone", "EvaluationDone")]
-    return {
-        "fit": ended - started,
-        "prepare": prepared - started,
-        "admission": admitted - prepared,
-        "start": begun - admitted,
-        "training": done[-1]["time"] - begun,
-        "end": ended - done[-1]["time"],
-        "busy": sum(line["event"]["seconds"] for line in done),
-    }
+class Stages:
+    """Notes when the stages of a run begin and end, as it tells its observers."""
+
+    def __init__(self) -> None:
+        self.prepared = 0.0  # seconds since 1970, as all of these
+        self.admitted = 0.0
+        self.begun = 0.0
+        self.done = 0.0
+        self.busy = 0.0
+
+    def on_record(self, record: Record) -> None:
+        """Take in one record of the run."""
+        match record:
+            case RunStarted():
+                self.prepared = time.time()
+            case TrialAdmitted():
+                self.admitted = time.time()
+            case Decision():
+                starts = any(isinstance(each, StartSubEpoch) for each in record.instructions)
+                if starts and not self.begun:
+                    self.begun = record.time
+                if isinstance(record.event, SubEpochDone | EvaluationDone):
+                    self.done = record.time
+                    self.busy += record.event.seconds
+
+    def split(self, started: float, ended: float) -> dict[str, float]:
+        """Return the seconds of `fit` and of its stages; admission lies beside the next two."""
+        return {
+            "fit": ended - started,
+            "prepare": self.prepared - started,
+            "admission": self.admitted - self.prepared,
+            "start": self.begun - self.prepared,
+            "training": self.done - self.begun,
+            "end": ended - self.done,
+            "busy": self.busy,
+        }
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from work import NETS
+from work import NETS, QUICK_ROWS, ROWS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -31,7 +32,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--python-cerebro", default=str(ROOT / ".venv-cerebro/bin/python"))
     parser.add_argument("--again", action="store_true", help="also what has a result already")
+    parser.add_argument("--quick", action="store_true", help="only see that our parts run")
     arguments = parser.parse_args()
+    if arguments.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            for part in ("floor", "ours"):
+                run(sys.executable, part, "small", QUICK_ROWS, Path(folder, f"small-{part}-0.json"))
+            print(table(Path(folder)))
+        return
     arguments.results.mkdir(parents=True, exist_ok=True)
     for part, net, number in plan(arguments.parts, arguments.nets, arguments.rounds):
         path = arguments.results / f"{net}-{part}-{number}.json"
@@ -39,7 +47,7 @@ def main() -> None:
             print(f"{path.name} is there")
             continue
         python = arguments.python_cerebro if part == "cerebro" else sys.executable
-        run(python, part, net, path)
+        run(python, part, net, ROWS, path)
     (arguments.results / "machine.json").write_text(json.dumps(machine(), indent=2) + "\n")
     print(table(arguments.results))
 
@@ -63,7 +71,7 @@ def plan(parts: Sequence[str], nets: Sequence[str], rounds: int) -> Iterator[tup
                     yield part, net, number
 
 
-def run(python: str, part: str, net: str, path: Path) -> None:
+def run(python: str, part: str, net: str, rows: int, path: Path) -> None:
     """Run one part for one net in a process of its own; it writes its figures to `path`."""
     load = os.getloadavg()[0]
     print(f"{path.name} (load {load:.1f}) ...", end=" ", flush=True)
@@ -73,16 +81,17 @@ def run(python: str, part: str, net: str, path: Path) -> None:
         "PYTHONWARNINGS": "ignore",
     }
     log = path.with_suffix(".log")
+    command = [python, str(HERE / PARTS[part]), "--net", net, "--rows", str(rows)]
     with log.open("w") as output:
         ended = subprocess.run(
-            [python, str(HERE / PARTS[part]), "--net", net, "--json", str(path)],
+            [*command, "--json", str(path)],
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
         )
     if ended.returncode:
-        raise SystemExit(f"failed with {ended.returncode}; see {log}")
+        raise SystemExit(f"failed with {ended.returncode}:\n{log.read_text()}")
     log.unlink()
     figures = json.loads(path.read_text())
     figures |= {"load_before": load, "load_after": os.getloadavg()[0]}

@@ -41,6 +41,7 @@ tf.keras.optimizers.Optimizer.get_weights = lambda optimizer: []
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--net", choices=NETS, required=True)
+    parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     net = arguments.net
@@ -54,7 +55,7 @@ def main() -> None:
         .getOrCreate()
     )
     spark.sparkContext.setLogLevel("ERROR")
-    pixels, labels = digits()
+    pixels, labels = digits(arguments.rows)
     rows = [(p.tolist(), int(n)) for p, n in zip(pixels, labels, strict=True)]
     df = spark.createDataFrame(rows, "features array<float>, label long")
 

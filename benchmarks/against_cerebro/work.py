@@ -12,19 +12,20 @@ NETS: dict[str, tuple[int, ...]] = {
 GRID: dict[str, list[Any]] = {"lr": [1e-3, 1e-4], "batch_size": [64, 256]}
 ADAM_EPSILON = 1e-7  # Keras's default; torch's own is 1e-8
 ROWS = 20_000
+QUICK_ROWS = 2_000
 VALIDATION = 0.2
 EPOCHS = 2
 WORKERS = 2
 SEED = 0
 
 
-def digits() -> tuple[Any, Any]:
-    """Return scikit-learn's digits, repeated: float32 (20000, 64) in 0 to 1, and int64 (20000,)."""
+def digits(rows: int) -> tuple[Any, Any]:
+    """Return scikit-learn's digits, repeated: float32 (rows, 64) in 0 to 1, and int64 (rows,)."""
     import numpy as np
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    chosen = np.arange(ROWS) % len(labels)
+    chosen = np.arange(rows) % len(labels)
     return (pixels[chosen] / 16).astype("float32"), labels[chosen].astype("int64")
 
 

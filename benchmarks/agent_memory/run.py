@@ -161,7 +161,10 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", help="where store and scratch lie; default: temporary files")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: a small net")
     asked = parser.parse_args()
+    if asked.quick:
+        asked.trials, asked.epochs, asked.width, asked.layers, asked.rows = 2, 1, 256, 2, 256
     tempfile.tempdir = asked.folder
     figures = measured(asked)
     print(json.dumps({"machine": platform.processor(), **asdict(figures)}, indent=1))

@@ -50,12 +50,18 @@ def main() -> None:
     """Make the archive, then measure pairs and print them with their medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument(
+        "--quick", action="store_true", help="only see that it runs: one session, no archive"
+    )
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
         print(json.dumps(measure(bool(arguments.child))))
         return
     with tempfile.TemporaryDirectory() as cache:
+        if arguments.quick:
+            print(child(cache, False))
+            return
         child(cache, True)
         _await_archive(Path(cache))
         pairs = [(child(cache, False), child(cache, True)) for _ in range(arguments.pairs)]

@@ -1,6 +1,6 @@
 """Measures what a GPU's memory costs: copies, pinned or not, and a model larger than its budget.
 
-`--device cpu` runs the same on a CPU device with a model that is small, to see that it runs.
+`--device cpu` runs the same on a CPU device, with a model that is small.
 """
 
 from __future__ import annotations
@@ -204,7 +204,16 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--gpu", default="0", help="its index by bus, or its uuid")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only see that it runs: a small model, on a GPU if there is one, else on the CPU",
+    )
     arguments = parser.parse_args()
+    shape = SHAPES[arguments.device]
+    if arguments.quick:
+        shape, arguments.rounds = SHAPES["cpu"], 2
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         sys.exit("this needs a CUDA GPU and a torch that is built for it; --device cpu does not")
@@ -215,7 +224,7 @@ def main() -> None:
     )
     make_memory = gpu_memory if on_gpu else DeviceMemory
     measure_copies(make_memory(), arguments.rounds)
-    trial = make_trial(SHAPES[arguments.device])
+    trial = make_trial(shape)
     context = fork_server()
     opener = trial.make_opener(THE_GPU if on_gpu else CPU)
     prepare = partial(show_gpu, arguments.gpu) if on_gpu else None

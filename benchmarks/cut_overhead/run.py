@@ -23,6 +23,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from benchmarks.demo_net import demo_net
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import admit
 from cerebro_hydra.shards.cut.model import CutModelCache
@@ -121,12 +122,6 @@ def tokens() -> Batch:
     return Batch((torch.randint(0, 4096, (16, 128)), mask), (torch.randint(0, 2, (16,)),), 16)
 
 
-def net() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(64, 1060), nn.ReLU(), nn.Linear(1060, 1060), nn.ReLU(), nn.Linear(1060, 10)
-    )
-
-
 def net_batch() -> Batch:
     return Batch((torch.randn(64, 64),), (torch.randint(0, 10, (64,)),), 64)
 
@@ -134,7 +129,7 @@ def net_batch() -> Batch:
 CASES = (
     Case("BERT, 8 layers of 256, 16 x 128", 1.03, Bert, tokens, steps=2, rounds=15),
     Case("Llama, 8 layers of 256, 16 x 128", 1.03, Llama, tokens, steps=2, rounds=15),
-    Case("net 64-1060-1060-10, 64 rows", 1.15, net, net_batch, steps=20, rounds=60),
+    Case("net 64-1060-1060-10, 64 rows", 1.15, demo_net, net_batch, steps=20, rounds=60),
 )
 
 
@@ -296,7 +291,10 @@ def main() -> None:
     parser.add_argument("--cut", choices=CUTS, help="only this way of cutting")
     parser.add_argument("--shards", type=int, help="only this number of shards")
     parser.add_argument("--rounds", type=int, help="how many rounds, for every case")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: the net")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.case, arguments.shards, arguments.rounds = "net", 4, 2
     torch.set_num_threads(1)
     chosen = [case for case in CASES if arguments.case is None or arguments.case in case.name]
     ways = CUTS if arguments.cut is None else (arguments.cut,)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.admission.run import demo_net
 from benchmarks.cut_overhead.run import Bert
+from benchmarks.demo_net import demo_net
 from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.recipe import has_portable_kernels, numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_as
@@ -116,13 +116,14 @@ def main() -> None:
     parser.add_argument("--digests", action="store_true", help="one run of each, for its digest")
     parser.add_argument("--case", choices=CASES, action="append", help="all if not given")
     parser.add_argument("--steps", type=int, help="steps of a run whose digest is printed")
+    parser.add_argument("--quick", action="store_true", help="only the digests of the net")
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         print(json.dumps(train(given.child, given.steps)))
         return
-    cases = given.case or list(CASES)
-    if given.digests:
+    cases = given.case or list(CASES)[: 1 if given.quick else None]
+    if given.digests or given.quick:
         for case in cases:
             for mode in KERNELS:
                 told = in_child(mode, case, given.steps or 3)

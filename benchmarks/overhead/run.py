@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.admission.run import demo_net
 from benchmarks.cut_overhead.run import Bert
+from benchmarks.demo_net import demo_net
 from benchmarks.spill.trial import MemoryTrial
 from cerebro_hydra.agent.device.process import OwnDevice
 from cerebro_hydra.agent.device.task_watch import TaskWatch
@@ -61,9 +62,9 @@ def bert(shards: int) -> MemoryTrial:
     )
 
 
-def net(shards: int) -> MemoryTrial:
+def net(shards: int, steps: int = 100) -> MemoryTrial:
     random = np.random.default_rng(0)
-    rows = 64 * 100
+    rows = 64 * steps
     return MemoryTrial(
         lambda params: recipe_of(demo_net(), 64, shards),
         {"x": random.normal(size=(rows, 64)).astype(np.float32)},
@@ -76,6 +77,7 @@ CASES: dict[str, tuple[Callable[[int], MemoryTrial], Sequence[int], int]] = {
     "BERT, 8 layers of 256, 4 steps of 8 x 64": (bert, (1, 4), 15),
 }
 """What makes a trial, into how many shards, and how many rounds."""
+QUICK = {"net 64-1060-1060-10, 10 steps of 64 rows": (partial(net, steps=10), (1, 3), 2)}
 
 
 class Agent:
@@ -208,6 +210,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     parser.add_argument("--case", help="only cases whose name has this in it")
     parser.add_argument("--rounds", type=int, help="how many rounds, for every case")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: the net")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -218,7 +221,7 @@ def main() -> None:
     )
     print("| --- " * 12 + "|", flush=True)
     figures = []
-    for name, (make, numbers, rounds) in CASES.items():
+    for name, (make, numbers, rounds) in (QUICK if arguments.quick else CASES).items():
         if arguments.case is None or arguments.case in name:
             for shards in numbers:
                 figures.append(measure(name, make, shards, arguments.rounds or rounds))

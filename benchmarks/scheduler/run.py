@@ -139,7 +139,10 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--events", type=int, help="stop after this many events")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: 5 x 20")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.workers, arguments.trials = 5, 20
     figures = asdict(measure(arguments.workers, arguments.trials, arguments.events))
     for name, value in figures.items():
         print(f"{name:>20}  {value:.4g}" if isinstance(value, float) else f"{name:>20}  {value}")

@@ -267,6 +267,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--busy", action="store_true", help="a thread of the receiver runs Python")
     parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: one round")
     parser.add_argument("--own", choices=["ours", "Flight"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.own:
@@ -276,7 +277,7 @@ def main() -> None:
     print(HEADER)
     everything = {}
     for how, tls in (("plain", False), ("TLS", True)):
-        found = measure(options.rounds, tls, options.busy)
+        found = measure(1 if options.quick else options.rounds, tls, options.busy)
         show(found, how)
         everything[how] = {
             name: {wire: [asdict(each) for each in figures] for wire, figures in wires.items()}

@@ -53,6 +53,7 @@ SLOTS = 3  # one computes, one is loaded, one is written back
 NBYTES = 1 << 18  # of the shards of the cheapest trial
 ROWS = 4  # of a microbatch
 TASK = {1.0: 0.25, 10.0: 0.06}  # seconds of a task of the cheapest trial, by the spread of costs
+QUICK_TASK = 0.01
 TRIALS = (4, 8, 16)
 PROMOTIONS = (0.5, 1.0, 1.5)  # over the time of a task
 PATIENCE = 60.0  # seconds after which a device counts as one that hangs
@@ -63,10 +64,14 @@ Lists = Mapping[int, Sequence[Action]]  # what each device does, in this order
 
 @dataclass(frozen=True)
 class Case:
-    """Names trials whose costs lie between 1 and `spread`, in equal ratios."""
+    """Names trials whose costs lie between 1 and `spread`, in equal ratios.
+
+    `task` is the seconds of a task of the cheapest one.
+    """
 
     trials: int
     spread: float
+    task: float
 
     @property
     def costs(self) -> list[float]:
@@ -75,7 +80,7 @@ class Case:
     @property
     def seconds(self) -> list[float]:
         """Return the seconds of a task of each trial."""
-        return [TASK[self.spread] * cost for cost in self.costs]
+        return [self.task * cost for cost in self.costs]
 
     @property
     def work(self) -> list[float]:
@@ -175,7 +180,7 @@ def simulate(case: Case, promotion: float, double_buffering: bool) -> float:
 
 def rate_of(case: Case, promotion: float) -> float:
     """Return the bytes per second at which a promotion takes this share of a task."""
-    return NBYTES / (promotion * TASK[case.spread])
+    return NBYTES / (promotion * case.task)
 
 
 def budgets_of(case: Case) -> list[int]:
@@ -356,7 +361,10 @@ def main() -> None:
     parser.add_argument("--trials", type=int, choices=TRIALS, help="only this number of trials")
     parser.add_argument("--spread", type=float, choices=TASK, help="only this spread of costs")
     parser.add_argument("--promotion", type=float, choices=PROMOTIONS, help="only this ratio")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: short tasks")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.trials, arguments.spread, arguments.promotion = 4, 1.0, 1.0
     context = fork_server()
     print(
         "| trials | costs | promotion / task | buffers | utilisation | makespan / bound "
@@ -367,7 +375,7 @@ def main() -> None:
     for spread, trials in product(TASK, TRIALS):
         if arguments.spread not in (None, spread) or arguments.trials not in (None, trials):
             continue
-        case = Case(trials, spread)
+        case = Case(trials, spread, QUICK_TASK if arguments.quick else TASK[spread])
         base = measure_baselines(case, context)
         for promotion, double in product(PROMOTIONS, (False, True)):
             if arguments.promotion in (None, promotion):

@@ -128,11 +128,12 @@ def table(figures: Sequence[Figure]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: 4 trials")
     arguments = parser.parse_args()
     figures = [
         measure(trials, spread, promotion)
         for spread in (1.0, 10.0)
-        for trials in TRIALS
+        for trials in TRIALS[: 1 if arguments.quick else None]
         for promotion in PROMOTIONS
     ]
     print(table(figures))

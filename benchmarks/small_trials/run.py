@@ -28,14 +28,13 @@ from cerebro_hydra import (
 )
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo
 from cerebro_hydra.hopper.coordinator import Coordinator
-from cerebro_hydra.hopper.trials import GivenTrials
 from cerebro_hydra.observe import AgentStarted, Decision, Record, ReportWriter, RunStarted
 from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import FinishRun, StartSubEpoch
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.scripted_agents import ScriptedLauncher
-from tests.hopper.scripted_runs import described, no_factory
+from tests.hopper.scripted_runs import GivenTrials, described, no_factory
 
 ROWS, FEATURES, EPOCHS = 1200, 8, 2
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -140,7 +139,7 @@ def search(trials: int, workers: int) -> Figures:
         started = meter.moment()
         result = chosen.fit_on_prepared_data(prepared)
         over = meter.moment()
-        files = len(os.listdir(Path(result.run_path, "journal")))
+        files = sum(1 for _ in RunFolder.open(result.run_path).read_segments())
         assert all(trial.status == "finished" for trial in result.trials)
     spark.stop()
     assert meter.admitted is not None and meter.begun is not None and meter.ended is not None
@@ -197,11 +196,14 @@ def main() -> None:
     parser.add_argument(
         "--coordinator", action="store_true", help="without Spark, with scripted agents"
     )
+    parser.add_argument("--quick", action="store_true", help="only see that both run: 4 trials")
     arguments = parser.parse_args()
-    if arguments.coordinator:
+    if arguments.quick:
+        arguments.trials, arguments.workers = 4, 2
+    if arguments.coordinator or arguments.quick:
         milliseconds = coordinator_alone(arguments.trials, arguments.workers)
         print(json.dumps({"trials": arguments.trials, "coordinator_cpu_ms": milliseconds}))
-    else:
+    if not arguments.coordinator:
         print(json.dumps(asdict(search(arguments.trials, arguments.workers)), indent=2))
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.testing.queue_worker import QueueWorker, train
 
-LAYERS, WIDTH, HEADS, VOCABULARY = 24, 320, 5, 1024
+LAYERS, QUICK_LAYERS, WIDTH, HEADS, VOCABULARY = 24, 4, 320, 5, 1024
 BATCH, TOKENS, STEPS = 8, 32, 2
 SHARES = (2, 4, 8)  # of the training state, the parts that the device's budget is one of
 TIERS = ("DRAM", "disk")
@@ -45,12 +46,12 @@ ROUNDS = 3
 class Bert(nn.Module):
     """Wraps BERT for two classes (the default), with tensors in and logits out."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         config = BertConfig(
             vocab_size=VOCABULARY,
             hidden_size=WIDTH,
-            num_hidden_layers=LAYERS,
+            num_hidden_layers=layers,
             num_attention_heads=HEADS,
             intermediate_size=4 * WIDTH,
             max_position_embeddings=TOKENS,
@@ -64,12 +65,12 @@ class Bert(nn.Module):
 class Gpt2(nn.Module):
     """Wraps GPT-2, whose embedding is its head too, with tensors in and logits out."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         config = GPT2Config(
             vocab_size=VOCABULARY,
             n_embd=WIDTH,
-            n_layer=LAYERS,
+            n_layer=layers,
             n_head=HEADS,
             n_positions=TOKENS,
             bos_token_id=None,
@@ -86,32 +87,30 @@ def flat_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, labels.flatten())
 
 
-def recipe(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, layers: str) -> Recipe:
+def recipe(model: nn.Module, loss: Any, places: Sequence[str]) -> Recipe:
     """Return a recipe with a cut before each layer, which follows no measured times."""
-    places = [f"{layers}.{number}" for number in range(LAYERS)]
-    return Recipe(model, optimizer, loss, batch_size=BATCH, shards=places, cut="modules")
-
-
-def bert(params: Mapping[str, Any]) -> Recipe:
-    model = Bert()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loss = nn.CrossEntropyLoss()
-    return recipe(model, optimizer, loss, "bert.bert.encoder.layer")
+    return Recipe(model, optimizer, loss, batch_size=BATCH, shards=list(places), cut="modules")
 
 
-def gpt2(params: Mapping[str, Any]) -> Recipe:
-    model = Gpt2()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return recipe(model, optimizer, flat_cross_entropy, "gpt2.transformer.h")
+def bert(layers: int, params: Mapping[str, Any]) -> Recipe:
+    places = [f"bert.bert.encoder.layer.{number}" for number in range(layers)]
+    return recipe(Bert(layers), nn.CrossEntropyLoss(), places)
 
 
-def make_trial(model: str) -> MemoryTrial:
+def gpt2(layers: int, params: Mapping[str, Any]) -> Recipe:
+    places = [f"gpt2.transformer.h.{number}" for number in range(layers)]
+    return recipe(Gpt2(layers), flat_cross_entropy, places)
+
+
+def make_trial(model: str, layers: int = LAYERS) -> MemoryTrial:
     random = np.random.default_rng(0)
     rows = BATCH * STEPS
     tokens = random.integers(0, VOCABULARY, (rows, TOKENS))
+    features = {"input_ids": tokens}
     if model == "BERT":
-        return MemoryTrial(bert, {"input_ids": tokens}, {"label": random.integers(0, 2, rows)})
-    return MemoryTrial(gpt2, {"input_ids": tokens}, {"label": np.roll(tokens, -1, 1)})
+        return MemoryTrial(partial(bert, layers), features, {"label": random.integers(0, 2, rows)})
+    return MemoryTrial(partial(gpt2, layers), features, {"label": np.roll(tokens, -1, 1)})
 
 
 MODELS = ("BERT", "GPT-2")
@@ -306,8 +305,12 @@ def main() -> None:
     parser.add_argument("--share", type=int, choices=SHARES, help="only this part of the state")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how many rounds")
     parser.add_argument("--rss", action="store_true", help="measure resident memory instead")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: a small BERT")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    layers = LAYERS
+    if arguments.quick:
+        layers, arguments.model, arguments.share, arguments.rounds = QUICK_LAYERS, "BERT", 2, 2
     torch.set_num_threads(1)
     if arguments.alone is not None:
         model, variant = json.loads(arguments.alone)
@@ -329,7 +332,7 @@ def main() -> None:
     print("| --- " * 17 + "|", flush=True)
     figures = []
     for model in models:
-        trial = make_trial(model)
+        trial = make_trial(model, layers)
         for share in shares:
             measured = measure(model, trial, share, arguments.rounds)
             print("\n".join(map(row, measured)), flush=True)

@@ -7,15 +7,18 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.driver import PARTITIONS
 from tests.chaos.moments import NAMES
 from tests.chaos.rounds import KINDS, Outcome, Round, calm, play
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
+QUICK_ROUND = Round(2, place="local")  # a grid, killed at a hop, resumed on one worker
 BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
 
 
@@ -24,7 +27,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "rounds.jsonl")
+    parser.add_argument("--quick", action="store_true", help="only play a round without Spark")
     arguments = parser.parse_args()
+    if arguments.quick:
+        return quick()
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text("")
     rounds: list[dict[str, Any]] = []
@@ -39,6 +45,15 @@ def main() -> int:
         if rounds:
             write_figures(rounds)
     return 0 if all(each["equal"] for each in rounds) else 1
+
+
+def quick() -> int:
+    """Play one round without Spark; print its outcome, and write nothing."""
+    with tempfile.TemporaryDirectory(prefix="survival-") as folder, ThreadPoolExecutor() as beside:
+        bits = beside.submit(calm, Path(folder), QUICK_ROUND.kind, PARTITIONS, "local")
+        outcome = play(Path(folder), QUICK_ROUND, lambda kind, partitions: bits.result())
+    print(outcome.to_json())
+    return 0 if outcome.killed and outcome.equal else 1
 
 
 def outcomes(place: Path, first: int, rounds: int) -> Iterator[Outcome]:

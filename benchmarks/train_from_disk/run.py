@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.admission.run import demo_net
+from benchmarks.demo_net import demo_net
 from cerebro_hydra.data.batches import batches, row_order
 from cerebro_hydra.data.partition import CachedPartition
 
@@ -85,7 +85,7 @@ def limited(nbytes: int | None) -> Iterator[list[str]]:
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     own = next((line.split(":", 2)[2] for line in lines if ":memory:" in line), None)
     if own is None or not os.access(_MEMORY, os.W_OK):
-        raise SystemExit("--limit needs a memory cgroup of version 1, and the right to make one")
+        raise SystemExit("--half needs a memory cgroup of version 1, and the right to make one")
     group = _MEMORY / PurePosixPath(own).relative_to("/") / f"train-from-disk-{os.getpid()}"
     group.mkdir()
     try:
@@ -120,13 +120,16 @@ def main() -> None:
     """Print a line of the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=512, help="of the partition")
-    parser.add_argument("--short", action="store_true", help="let memory hold half of them")
+    parser.add_argument("--half", action="store_true", help="let memory hold half of them")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to write; a disk, not memory")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: 16 MiB")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.quick:
+        given.megabytes, given.rounds, given.steps = 16, 1, 20
     if given.child:
         print(train(given.folder, given.child, given.batch_size, given.steps))
         return
@@ -134,7 +137,7 @@ def main() -> None:
     try:
         nbytes = given.megabytes << 20
         write(folder, nbytes // ROW_BYTES)
-        limit = BASELINE + nbytes // 2 if given.short else None
+        limit = BASELINE + nbytes // 2 if given.half else None
         speeds: dict[str, list[float]] = {"memory": [], "disk": [], "ahead": []}
         for _ in range(given.rounds):
             for where, found in speeds.items():
@@ -147,7 +150,7 @@ def main() -> None:
             f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
             for found in ratios.values()
         ]
-        memory = "half of it" if given.short else "all of it"
+        memory = "half of it" if given.half else "all of it"
         per_second = statistics.median(speeds["memory"])
         print(f"| {given.megabytes} MiB | {memory} | {per_second:,.0f} | {cells[0]} | {cells[1]} |")
     finally:

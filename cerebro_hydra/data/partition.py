@@ -102,18 +102,6 @@ def checked_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Ite
             )
 
 
-def digest_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> tuple[int, ...]:
-    """Read a partition that was just written, and return the content digest of each column.
-
-    Raises:
-        DataError: count, row ids or types of the rows are not those of the manifest.
-    """
-    read = ContentDigest(len(manifest.columns))
-    for _ in _counted_rows(info, manifest, data_path, read):
-        pass
-    return read.digests
-
-
 def _counted_rows(
     info: PartitionInfo, manifest: Manifest, data_path: str, read: ContentDigest
 ) -> Iterator[RowBlock]:

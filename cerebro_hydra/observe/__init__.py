@@ -10,6 +10,7 @@ from cerebro_hydra.observe.console import console_observer
 from cerebro_hydra.observe.records import (
     AgentStarted,
     Decision,
+    NotSaved,
     Observer,
     Observers,
     OutputLine,
@@ -29,6 +30,7 @@ __all__ = [
     "REPORT_FILE",
     "AgentStarted",
     "Decision",
+    "NotSaved",
     "Observer",
     "Observers",
     "OutputLine",

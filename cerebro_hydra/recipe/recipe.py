@@ -222,7 +222,7 @@ class Recipe:
         """Run forward and loss as `autocast` says, without attention's fast path and any cache.
 
         The fast path's kernels of evaluation are in no exported graph, and round otherwise. A cache
-        of keys and values serves generation alone; models look for the wish in their `config`.
+        of keys and values serves generation alone; `config` tells models whether to keep one.
         """
         caching = [config for config in self._cache_configs() if config.use_cache is True]
         for config in caching:

@@ -1,7 +1,7 @@
 """Trains what a run trained again, in plain PyTorch, and compares every bit.
 
-The room is itself the function: `cerebro_hydra.replay(run_path, trial_id)`, so that the name means
-one thing whatever was imported first.
+The package is itself the function: `cerebro_hydra.replay(run_path, trial_id)`, so that the name
+means one thing whatever was imported first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 
-class _CallableRoom(ModuleType):
+class _CallableModule(ModuleType):
     def __call__(
         self, run_path: str, trial_id: str, factory: Any = None, trust: bool = False
     ) -> Any:
@@ -21,4 +21,4 @@ class _CallableRoom(ModuleType):
         return replay(run_path, trial_id, factory, trust)
 
 
-sys.modules[__name__].__class__ = _CallableRoom
+sys.modules[__name__].__class__ = _CallableModule

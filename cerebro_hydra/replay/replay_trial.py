@@ -89,13 +89,13 @@ def replay_here(
         found = find(run.folder.path, run.document.factory, factory, trust)
         run.folder.check_journal(run.document)
         expected = expectations(run, spec)
-        course = [*expected.ancestors, (spec.trial, len(expected.visit_log))]
-        initial = read_saved(run.folder, course[0][0], 0, run.document.run_id)
+        lineage = [*expected.ancestors, (spec.trial, len(expected.visit_log))]
+        initial = read_saved(run.folder, lineage[0][0], 0, run.document.run_id)
         replayed = Replayed()
         others = [] if device == CPU else [device]
         with exclusive_generator, deterministic(device), torch.random.fork_rng(devices=others):
             line = []
-            for number, until in course:
+            for number, until in lineage:
                 each = run.folder.read_trial(number, run.document.run_id)
                 recipe = build_recipe(found, each.params, run.seed, Columns.of(run.document))
                 line.append(Ancestor(each, recipe, until))

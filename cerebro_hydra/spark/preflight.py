@@ -69,6 +69,7 @@ def doctor(
     store: Store | str | None = None,
     modules: Sequence[str] = (),
     devices_per_worker: int | None = None,
+    numerics: str = "fast",
 ) -> DoctorReport:
     """Check a session as a search with so many workers would use it; nothing is changed.
 
@@ -83,7 +84,7 @@ def doctor(
             slot.
         store: a store, or the path of a `LocalStore`, that all shall share; None leaves that out.
         modules: further names that agents have to import, such as that of your factory.
-        devices_per_worker: as a `SparkBackend` shall be given it.
+        devices_per_worker, numerics: as a `SparkBackend` shall be given them.
 
     Raises:
         SetupError: there is no session.
@@ -91,14 +92,14 @@ def doctor(
     """
     if isinstance(modules, str):
         raise ConfigurationError(f"modules is {modules!r}; give a list: [{modules!r}]")
-    WorkerResources.checked(devices_per_worker, None, None, None, "auto")
+    WorkerResources.checked(devices_per_worker, None, None, None, "auto", numerics=numerics)
     context = session.context_of(spark)
     with explained_java(context, "looking at Spark"):
         num_workers = session.workers_of(context, num_workers)
         slots = wait_for_slots(context, num_workers, to_stderr, patience=_BUSY_SECONDS)
         looked = [*_driver_checks(context, slots, num_workers, devices_per_worker)]
         if usable := min(slots.free, num_workers):
-            looked += _worker_checks(context, usable, modules, "fast")
+            looked += _worker_checks(context, usable, modules, numerics)
             if looked[-1].name == "placement":
                 looked += _network_checks(context, usable, store)
                 settings = dict(context.getConf().getAll())
@@ -115,6 +116,7 @@ def doctor_of_new_session(
     store: str | None,
     modules: Sequence[str],
     devices_per_worker: int | None,
+    numerics: str,
 ) -> DoctorReport:
     """Start a session, check it and stop it; one that does not start is a problem too.
 
@@ -136,7 +138,7 @@ def doctor_of_new_session(
         remedy = "check the master's URL and its log, and the settings given with --conf"
         return DoctorReport([Check("session", None, [Finding("spark.master", problem, remedy)])])
     try:
-        return doctor(spark, num_workers, store, modules, devices_per_worker)
+        return doctor(spark, num_workers, store, modules, devices_per_worker, numerics)
     finally:
         spark.stop()
 
@@ -187,9 +189,9 @@ def _worker_checks(
     )
     yield executors
     if executors.verdict != "PROBLEM":
-        kinds = sorted({str(each.numeric.get("processor", "unknown")) for each in facts})
+        kinds = ", ".join(sorted({worker_checks.kernels_of(each) for each in facts}))
         found = worker_checks.check_numerics(facts, numerics)
-        yield Check("numerics", ", ".join(kinds), [*found])
+        yield Check("numerics", kinds, [*found])
         found = worker_checks.check_placement(facts, _is_local(context))
         yield Check("placement", "; ".join(map(str, facts)), [*found])
 

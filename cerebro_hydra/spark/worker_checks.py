@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 import cerebro_hydra
 from cerebro_hydra.data.petastorm_reader import obstacle
 from cerebro_hydra.errors import CerebroHydraError, SetupError
-from cerebro_hydra.recipe import fingerprint_differences
+from cerebro_hydra.kernels import KERNELS
+from cerebro_hydra.recipe import fingerprint_differences, is_portable
 from cerebro_hydra.spark.findings import Finding
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, with_kernels
 from cerebro_hydra.storage import Store
@@ -163,8 +164,15 @@ def _import_findings(facts: WorkerFacts) -> Iterator[Finding]:
             yield Finding(host, problem, f"install {name} {here} there", prevents=False)
 
 
+def kernels_of(worker: WorkerFacts) -> str:
+    """Return a worker's processor, and how its libraries choose kernels."""
+    processor = worker.numeric.get("processor", "unknown")
+    chosen = f"ATen {worker.numeric.get('cpu')}, MKL {worker.numeric.get('mkl_mode')}"
+    return f"{processor} ({chosen})"
+
+
 def check_numerics(workers: Sequence[WorkerFacts], numerics: str = "fast") -> Iterator[Finding]:
-    """Find workers that would compute other bits than the first, and those where addresses matter.
+    """Find workers whose bits are not those that were asked for, or depend on addresses.
 
     No single machine can replay what unlike workers train together. `numerics` is as
     `SparkBackend` has it.
@@ -181,6 +189,12 @@ def check_numerics(workers: Sequence[WorkerFacts], numerics: str = "fast") -> It
             problem += f"{told[0].worker}: {', '.join(differing)}"
             remedy = "give the workers CPUs and libraries of one kind"
             remedy += ", or SparkBackend numerics='portable'" if numerics == "fast" else ""
+            yield Finding("numerics", problem, remedy, prevents=False)
+        if numerics == "portable" and not is_portable(facts.numeric):
+            problem = f"worker {facts.worker} on {facts.host} has no portable kernels: "
+            problem += kernels_of(facts)
+            variables = ", ".join(KERNELS["portable"])
+            remedy = f"let spark.executorEnv and the cluster set none of {variables}"
             yield Finding("numerics", problem, remedy, prevents=False)
         if numerics == "fast" and facts.numeric.get("addresses") == "aligned":
             problem = f"on worker {facts.worker} on {facts.host} bits depend on where in memory "

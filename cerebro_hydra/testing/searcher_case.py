@@ -36,7 +36,7 @@ from cerebro_hydra.plan.messages.events import (
 from cerebro_hydra.plan.messages.instructions import Cancel, Checkpoint, Instruction, StartSubEpoch
 from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.tune.decisions import SearchCourse
+from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.searcher import Searcher
 
 MOST_EVENTS = 20_000
@@ -87,12 +87,12 @@ class SearcherCase(ABC):
     @pytest.mark.parametrize("seed", range(2))
     def test_a_new_searcher_that_is_told_the_same_decides_the_same(self, seed: int) -> None:
         run = self._run(seed, refused=frozenset({1}), failing=frozenset({2}))
-        decided = [event for event in run.events if isinstance(event, SearchCourse.DECIDED)]
+        decided = [event for event in run.events if isinstance(event, AskAndTell.DECIDED)]
         for length in range(0, len(run.journal), 1 + len(run.journal) // 50):
-            course = SearchCourse(self.searcher(), self.num_epochs, run.partitions)
+            ask_and_tell = AskAndTell(self.searcher(), self.num_epochs, run.partitions)
             begun = run.journal[:length]
-            passed = sum(isinstance(event, SearchCourse.DECIDED) for event, _ in begun)
-            left = course.replay(begun)
+            passed = sum(isinstance(event, AskAndTell.DECIDED) for event, _ in begun)
+            left = ask_and_tell.replay(begun)
             assert left == decided[passed : passed + len(left)]
 
 
@@ -126,11 +126,11 @@ class SimulatedSearch:
         self.searcher, self._seed, self._failing, self._refused = searcher, seed, failing, refused
         self._random = Random(seed_of(seed, "order"))
         self.journal: list[tuple[Event, Sequence[Instruction]]] = []
-        self._course = SearchCourse(searcher, num_epochs, self.partitions)
+        self._ask_and_tell = AskAndTell(searcher, num_epochs, self.partitions)
         self._scheduler = Scheduler(HopConfig(self.partitions, evaluate=False))
         self.state = self._scheduler.state
         self._coming: list[Event] = []
-        self._handle(self._course.begin())
+        self._handle(self._ask_and_tell.begin())
         self.begun = len(self.journal)
         self._handle([WorkerJoined(n, f"agent-{n}", (n,)) for n in range(self.partitions)])
         while not self.state.finished:
@@ -150,7 +150,7 @@ class SimulatedSearch:
                 assert from_json(to_json(event)) == event
                 self.state.validate()
                 self.journal.append((event, instructions))
-                waiting += self._course.follow(event, instructions)
+                waiting += self._ask_and_tell.follow(event, instructions)
                 if isinstance(event, TrialProposed):
                     self._coming.append(self._admitted(event))
                 for instruction in instructions:

@@ -267,8 +267,8 @@ class Admission:
         finer = self._may_be_cut_finer(recipe)
         if parent is not None and (recipe.shards == AUTO or finer):
             recipe.shards = list(parent.cut["at"])
-        room = _room_of(parent, recipe) if finer else None
-        if room is not None:
+        finer_tasks = _finer_tasks(parent, recipe) if finer else None
+        if finer_tasks is not None:
             recipe.recompute = True
         seed = trial_seed(self._seed, trial)
         examples = self._example_batches(recipe)
@@ -287,8 +287,8 @@ class Admission:
             entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
             self._folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": entries})
         profile = admission.profile
-        if room is not None and profile is not None:
-            profile = replace(profile, tasks=room)
+        if finer_tasks is not None and profile is not None:
+            profile = replace(profile, tasks=finer_tasks)
         spec = TrialSpec(
             trial=trial,
             trial_id=trial_name(trial),
@@ -386,7 +386,7 @@ def _structure(cut: AdmittedCut) -> dict[str, Any]:
     }
 
 
-def _room_of(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None:
+def _finer_tasks(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None:
     """Return what a fork's tasks need if that is as for its parent, which was cut finer."""
     if parent is None or parent.tasks is None or not parent.recompute:
         return None

@@ -24,7 +24,7 @@ from cerebro_hydra.tune.space import as_json
 
 
 @dataclass(slots=True)
-class _Course:
+class _Candidate:
     """Knows of one candidate what its searcher does."""
 
     budget: int
@@ -43,7 +43,7 @@ class _Course:
         return not self.over and (self.stopped or at_work)
 
 
-class SearchCourse:
+class AskAndTell:
     """Asks and tells one searcher; it knows no thread and no clock.
 
     It is given each event of the run with its instructions, as the journal has them, and answers
@@ -70,7 +70,7 @@ class SearchCourse:
                 f"{searcher!r} is no searcher; give an object with epochs, closed, ask and tell"
             )
         self._searcher, self._num_epochs, self._partitions = searcher, num_epochs, partitions
-        self._trials: list[_Course] = []
+        self._trials: list[_Candidate] = []
         self._training: set[int] = set()  # the trials of which something will be told
         self._forks = 0  # that wait to be admitted
         self._closed = False
@@ -164,7 +164,7 @@ class SearchCourse:
         else:
             self._training.discard(number)
 
-    def _events(self, decision: TrainTo | Pause | Stop, trial: _Course) -> Iterator[Event]:
+    def _events(self, decision: TrainTo | Pause | Stop, trial: _Candidate) -> Iterator[Event]:
         match decision:
             case TrainTo(number, epochs):
                 self._check_epochs(f"the epochs of trial {number}", epochs, trial.told)
@@ -180,7 +180,7 @@ class SearchCourse:
                 trial.stopped = True
                 yield TrialStopped(number, reason)
 
-    def _forked(self, fork: Fork, parent: _Course) -> Iterator[Event]:
+    def _forked(self, fork: Fork, parent: _Candidate) -> Iterator[Event]:
         if not parent.told:
             raise ConfigurationError(
                 f"the searcher decides {fork}, but trial {fork.parent} has ended no epoch; fork it "
@@ -205,7 +205,7 @@ class SearchCourse:
             )
         known = as_json(f"candidate {number} is", dict(params))
         told = self._trials[parent].told if parent is not None else 0
-        self._trials.append(_Course(epochs, parent, told))
+        self._trials.append(_Candidate(epochs, parent, told))
         self._training.add(number)
         return TrialProposed(number, known, epochs, parent, visit)
 

@@ -27,7 +27,7 @@ from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.tune.admission import Admission
-from cerebro_hydra.tune.decisions import SearchCourse
+from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
@@ -150,12 +150,12 @@ class RunToResume:
         admission = self._admission(around)
         seconds, partitions = document.admission_seconds, self.manifest.num_partitions
 
-        def trials_of(course: SearchCourse | None) -> SearchTrials:
-            return SearchTrials(course, admission, self.folder, seconds, around.report)
+        def trials_of(ask_and_tell: AskAndTell | None) -> SearchTrials:
+            return SearchTrials(ask_and_tell, admission, self.folder, seconds, around.report)
 
         if resumed is None:
             assert searcher is not None
-            trials = trials_of(SearchCourse(searcher, document.num_epochs, partitions))
+            trials = trials_of(AskAndTell(searcher, document.num_epochs, partitions))
             trials.admit_first()
         elif resumed.state.tables.search_closed:
             records = [(each.event, each.instructions) for each in resumed.decisions()]
@@ -166,7 +166,7 @@ class RunToResume:
             trials.resume(records, extension)
         else:
             assert searcher is not None
-            trials = trials_of(SearchCourse(searcher, document.num_epochs, partitions))
+            trials = trials_of(AskAndTell(searcher, document.num_epochs, partitions))
             trials.resume([(each.event, each.instructions) for each in resumed.decisions()])
         self.folder.write_json(RUN_FILE, document.to_json())
         return run_trials(around, self.folder, document, trials, self.manifest, resumed)

@@ -30,7 +30,7 @@ from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.tune.admission import Admission, loading_exporter
-from cerebro_hydra.tune.decisions import SearchCourse
+from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.resume import LIMITS, RunToResume
@@ -279,9 +279,11 @@ class Search(ABC):
         with run_claim(folder):
             with _removed_on_error(folder):
                 admission = self._admission(folder, manifest)
-                course = SearchCourse(self.searcher(), self.num_epochs, manifest.num_partitions)
+                ask_and_tell = AskAndTell(self.searcher(), self.num_epochs, manifest.num_partitions)
                 report = self._surroundings.report
-                trials = SearchTrials(course, admission, folder, self.admission_seconds, report)
+                trials = SearchTrials(
+                    ask_and_tell, admission, folder, self.admission_seconds, report
+                )
                 trials.admit_first()
                 self.backend.launcher()  # else a run of a Spark that was stopped would stay
                 document = self._document(folder, manifest, admission.metrics)

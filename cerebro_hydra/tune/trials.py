@@ -32,7 +32,7 @@ from cerebro_hydra.recipe import Metric, exclusive_generator, merge_metrics
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.tune.admission import Admission, Refused
-from cerebro_hydra.tune.decisions import SearchCourse
+from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.trial import all_failed, reason
 from cerebro_hydra.waits import Waiting
 
@@ -53,7 +53,7 @@ class SearchTrials:
     every other list, that is so from the first segment of the journal on.
 
     Args:
-        course: the searcher's, before its first candidate; None if the search has closed.
+        ask_and_tell: the searcher's, before its first candidate; None if the search has closed.
         admission: admits each candidate.
         folder: the run's.
         seconds: how long the admission of one candidate may take; None for any time.
@@ -62,13 +62,13 @@ class SearchTrials:
 
     def __init__(
         self,
-        course: SearchCourse | None,
+        ask_and_tell: AskAndTell | None,
         admission: Admission,
         folder: RunFolder,
         seconds: float | None,
         report: Callable[[str], None],
     ) -> None:
-        self._course, self._admission, self._folder = course, admission, folder
+        self._ask_and_tell, self._admission, self._folder = ask_and_tell, admission, folder
         self._seconds, self._report = seconds, report
         self._waiting = Waiting(report)
         self._checked = self._to_check = 0
@@ -90,8 +90,8 @@ class SearchTrials:
             DataError: rows can't be read as they were prepared.
         """
         with self._waiting:
-            assert self._course is not None, "a search that has closed can only be resumed"
-            candidates = deque(self._proposed(self._course.begin()))
+            assert self._ask_and_tell is not None, "a search that has closed can only be resumed"
+            candidates = deque(self._proposed(self._ask_and_tell.begin()))
             while candidates:
                 candidate = candidates.popleft()
                 outcome = self._admit(candidate)
@@ -100,7 +100,7 @@ class SearchTrials:
                 if isinstance(outcome, NewTrial):
                     return
                 failed = FinishTrial(candidate.trial, "failed", outcome.error, 0)
-                candidates += self._proposed(self._course.follow(outcome, [failed]))
+                candidates += self._proposed(self._ask_and_tell.follow(outcome, [failed]))
         raise all_failed([each.error for each in self._begun if isinstance(each, TrialRefused)])
 
     def resume(
@@ -118,8 +118,8 @@ class SearchTrials:
             JournalError: the searcher decides otherwise than the journal says.
         """
         decided = list(records)
-        if self._course is not None:
-            self._begun += self._course.replay(decided)
+        if self._ask_and_tell is not None:
+            self._begun += self._ask_and_tell.replay(decided)
         left: dict[int, TrialProposed] = {}
         for event, _ in decided:
             match event:
@@ -162,7 +162,7 @@ class SearchTrials:
                 self._candidates.put(event)
             case TrialRefused(trial) if trial < self._settled:
                 return ()  # the searcher was told before the run began
-        return () if self._course is None else self._course.follow(event, instructions)
+        return () if self._ask_and_tell is None else self._ask_and_tell.follow(event, instructions)
 
     def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
         """Merge the custom metrics of a trial, from their states on all partitions."""

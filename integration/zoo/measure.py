@@ -23,7 +23,7 @@ WAYS = ("modules", "export")
 
 @dataclass(frozen=True)
 class Cut:
-    """Tells what came of one wish.
+    """Tells what came of one cut that was asked for.
 
     Args:
         asked: the number of shards.
@@ -48,7 +48,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Measured:
-    """Tells what came of every wish for one architecture."""
+    """Tells what came of every cut of one architecture."""
 
     name: str
     library: str
@@ -57,7 +57,7 @@ class Measured:
     cuts: tuple[Cut, ...]
 
     def cut(self, way: str, asked: int = SHARDS[-1]) -> Cut | None:
-        """Return what came of a wish, or None if it was not tried."""
+        """Return what came of a cut, or None if it was not tried."""
         return next((c for c in self.cuts if (c.way, c.asked) == (way, asked)), None)
 
     def with_ways_of(self, before: Measured | None) -> Measured:

@@ -1,6 +1,7 @@
-"""A driver with a Spark session of its own, to be killed at any moment, or to resume a run.
+"""A driver of its own, with Spark or without it, to be killed at any moment, or to resume a run.
 
-`python -m tests.chaos.driver FOLDER KIND WORKERS [RUN]` ends with 0 when the run is over.
+`python -m tests.chaos.driver FOLDER KIND WORKERS PLACE [RUN]` ends with 0 when the run is over;
+PLACE is "spark" or "local".
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import CustomSearch
 from cerebro_hydra.tune.search import Search
 from tests.chaos import models
@@ -40,17 +42,22 @@ def search(folder: str, kind: str, backend: Any, **options: Any) -> Search:
     return GridSearch(search_space={"lr": hp_choice(RATES)}, **settings)
 
 
-def rows() -> list[tuple[list[float], int]]:
+def rows() -> dict[str, Any]:
     """Return the rows of every run."""
     random = np.random.default_rng(7)
     labels = random.integers(0, 4, 240)
     features = random.normal(size=(240, 16)) + labels[:, None] / 3
-    return [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
+    return {"features": features.astype(np.float32), "label": labels}
 
 
-def main(folder: str, kind: str, workers: str, run: str | None = None) -> None:
+def main(folder: str, kind: str, workers: str, place: str, run: str | None = None) -> None:
+    if place == "local":
+        rows_in_memory: Any = Arrays(rows())
+        search(folder, kind, LocalBackend(int(workers))).fit(rows_in_memory, resume=run)
+        return
     spark = cerebro_hydra.local_spark(workers=int(workers))
-    frame = spark.createDataFrame(rows(), "features array<double>, label long")
+    pairs = list(zip(*(column.tolist() for column in rows().values()), strict=True))
+    frame = spark.createDataFrame(pairs, "features array<float>, label long")
     backend = SparkBackend(spark_context=spark.sparkContext, num_workers=int(workers))
     search(folder, kind, backend).fit(frame, resume=run)
     spark.stop()

@@ -47,12 +47,12 @@ class Moment:
     def wait(self, store: Path, draw: random.Random, over: Callable[[], bool]) -> None:
         """Return when it has come, or the driver has ended without it."""
         number, later = draw.randint(self.least, self.most), draw.uniform(0, self.later)
-        before: list[str] = []
+        before = 0  # segments of the journal
         while not over():
             run = run_of(store)
-            names = sorted(path.name for path in run.glob("journal/0*")) if run else []
-            if run is not None and (self.kind is None or names != before):
-                before = names
+            segments = RunFolder.open(str(run)).journal_end()[1] if run else 0
+            if run is not None and (self.kind is None or segments != before):
+                before = segments
                 if self.kind is None or self._count(run) >= number:
                     time.sleep(later)  # it is disturbed then, whatever it does
                     return

@@ -1,4 +1,4 @@
-"""Plays rounds: a driver on real Spark is killed at a moment, and its run is resumed."""
+"""Plays rounds: a driver, mostly on real Spark, is killed at a moment, and its run is resumed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cerebro_hydra.observe import RunView
 from cerebro_hydra.plan.messages.events import RunResumed
 from cerebro_hydra.plan.messages.instructions import Commit, StartSubEpoch
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.run_document import RUN_FILE, WORKERS_FILE, RunDocument
-from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.storage.run_document import WORKERS_FILE
+from cerebro_hydra.storage.run_folder import read_document
 from tests.chaos.driver import PARTITIONS
 from tests.chaos.moments import NAMES, decisions, moment_of, run_of
 
@@ -40,9 +41,11 @@ class Round:
 
     Args:
         number: decides everything else, and seeds what is drawn.
+        place: "spark", or "local" for a driver without it, which resumes by `fit` alone.
     """
 
     number: int
+    place: str = "spark"
 
     @property
     def moment(self) -> str:
@@ -91,9 +94,9 @@ class Outcome:
 
 def bits(run: Path) -> dict[str, Any]:
     """Return the metrics of every trial, and the digests of its result."""
-    result, folder = SearchResult.open(str(run)), RunFolder.open(str(run))
+    folder = RunFolder.open(str(run))
     found: dict[str, Any] = {}
-    for view in result._view.trials.values():
+    for view in RunView.of_run(folder).trials.values():
         assert view.result_visit is not None
         state = folder.read_state(view.trial, view.result_visit)
         found[view.trial_id] = (view.status, repr(view.history), state["shards"])
@@ -149,18 +152,18 @@ def driver(arguments: list[str], log: Path) -> Iterator[Driver]:
         started.close()
 
 
-def trains(store: Path, kind: str, workers: int, run: Path | None = None) -> list[str]:
+def trains(store: Path, kind: str, workers: int, place: str, run: Path | None = None) -> list[str]:
     """Return the arguments of a Python that trains, or goes on with a run."""
     resumed = [str(run)] if run else []
-    return ["-m", "tests.chaos.driver", str(store), kind, str(workers), *resumed]
+    return ["-m", "tests.chaos.driver", str(store), kind, str(workers), place, *resumed]
 
 
-def resumes(store: Path, kind: str, workers: int, run: Path, command: bool) -> list[str]:
+def resumes(store: Path, planned: Round, run: Path, command: bool) -> list[str]:
     """Return the arguments of a Python that resumes a run."""
     if not command:
-        return trains(store, kind, workers, run)
+        return trains(store, planned.kind, planned.workers, planned.place, run)
     factory = ["--factory", "tests.chaos.models:feed_forward"]
-    return ["-c", COMMAND, "resume", str(run), *factory, "--workers", str(workers)]
+    return ["-c", COMMAND, "resume", str(run), *factory, "--workers", str(planned.workers)]
 
 
 def disturb(
@@ -189,27 +192,27 @@ def disturb(
             os.kill(pid, signal.SIGCONT)
 
 
-def calm(place: Path, kind: str, partitions: int) -> dict[str, Any]:
+def calm(folder: Path, kind: str, partitions: int, place: str = "spark") -> dict[str, Any]:
     """Return the bits of a run that nothing disturbs, on as many workers as partitions."""
-    store, log = place / f"calm-{kind}-{partitions}", place / f"calm-{kind}-{partitions}.log"
-    with driver(trains(store, kind, partitions), log) as undisturbed:
+    store, log = folder / f"calm-{kind}-{partitions}", folder / f"calm-{kind}-{partitions}.log"
+    with driver(trains(store, kind, partitions, place), log) as undisturbed:
         assert undisturbed.wait() == 0, log.read_text()
     run = run_of(store)
     assert run is not None
     return bits(run)
 
 
-def play(place: Path, planned: Round, calm_bits: CalmBits) -> Outcome:
+def play(folder: Path, planned: Round, calm_bits: CalmBits) -> Outcome:
     """Play one round in a folder of its own.
 
     A run whose driver was killed before its document was written begins anew, on the workers that
     there are then, and is compared with a calm run on as many.
     """
-    draw, store = random.Random(planned.number), place / f"round-{planned.number:03d}"
-    log = place / f"round-{planned.number:03d}.log"
+    draw, store = random.Random(planned.number), folder / f"round-{planned.number:03d}"
+    log = folder / f"round-{planned.number:03d}.log"
     moment = moment_of(planned.moment, planned.kind)
-    kind, workers, killed, agents = planned.kind, planned.workers, 0, list[str]()
-    with driver(trains(store, kind, PARTITIONS), log) as first:
+    kind, killed, agents = planned.kind, 0, list[str]()
+    with driver(trains(store, kind, PARTITIONS, planned.place), log) as first:
         if planned.agents is not None:
             own = random.Random(draw.random())
             given = (store, kind, planned.agents, own, first.over, agents)
@@ -218,24 +221,22 @@ def play(place: Path, planned: Round, calm_bits: CalmBits) -> Outcome:
         killed += first.kill()
     run = run_of(store)
     assert run is not None, log.read_text()
-    command = planned.number % 2 == 1
+    command = planned.number % 2 == 1 and planned.place == "spark"
     if planned.twice:
-        with driver(resumes(store, kind, workers, run, command), log) as second:
+        with driver(resumes(store, planned, run, command), log) as second:
             time.sleep(draw.uniform(0.0, 20.0))
             killed += second.kill()
     how = "cerebro-hydra resume" if command else "fit(df, resume=)"
-    with driver(resumes(store, kind, workers, run, command), log) as last:
+    with driver(resumes(store, planned, run, command), log) as last:
         begun, status = last.begun, last.wait()
     said = log.read_text()
     if status != 0 and command and "search.fit(df, resume=...)" in said:
         how = "fit(df, resume=)"
-        with driver(resumes(store, kind, workers, run, False), log) as last:
+        with driver(resumes(store, planned, run, False), log) as last:
             begun, status = last.begun, last.wait()
     try:
         found = bits(run)
-        partitions = RunDocument.from_json(
-            RunFolder.open(str(run)).read_json(RUN_FILE)
-        ).num_partitions
+        partitions = read_document(RunFolder.open(str(run))).num_partitions
         expected = calm_bits(kind, partitions)
         equal = status == 0 and found == expected
         other = {name: (found.get(name), expected[name]) for name in expected}
@@ -243,13 +244,13 @@ def play(place: Path, planned: Round, calm_bits: CalmBits) -> Outcome:
         lost = f"it ended with {status}; found and expected of trials that differ: {other}"
     except Exception as error:
         equal, lost = False, repr(error)
-    seconds, made_again = course(run, begun)
+    seconds, made_again = what_was_redone(run, begun)
     report = "" if equal else f"{lost}\n{log.read_text()[-3000:]}"
     return Outcome(
         planned.number,
         moment.name,
         kind,
-        workers,
+        planned.workers,
         planned.twice,
         agents[0] if agents else None,
         killed,
@@ -261,7 +262,7 @@ def play(place: Path, planned: Round, calm_bits: CalmBits) -> Outcome:
     )
 
 
-def course(run: Path, begun: float) -> tuple[float | None, int]:
+def what_was_redone(run: Path, begun: float) -> tuple[float | None, int]:
     """Return how many seconds it took to train again, and how many sub-epochs were made again."""
     made, visits, again, trained = decisions(run), set[tuple[int, int]](), 0, None
     resumed = False

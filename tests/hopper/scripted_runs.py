@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, partition_path
 from cerebro_hydra.hopper.coordinator import Coordinator
-from cerebro_hydra.hopper.trials import GivenTrials, MergeStates
+from cerebro_hydra.hopper.run_config import trial_config
+from cerebro_hydra.hopper.trials import MergeStates, News, NewTrial
 from cerebro_hydra.observe import (
     Decision,
     Record,
@@ -14,6 +16,8 @@ from cerebro_hydra.observe import (
 from cerebro_hydra.plan.hop.journal import comparable, fold
 from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.plan.messages.config import HopConfig
+from cerebro_hydra.plan.messages.events import Event, RecutRefused, SearchClosed, TrialAdded
+from cerebro_hydra.plan.messages.instructions import CutFiner, Instruction
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -89,6 +93,34 @@ class Tape:
             for each in record.instructions
         )
         return [each for each in told if isinstance(each, kind)]
+
+
+class GivenTrials:
+    """The source of a run whose trials are known, and train for the same number of epochs."""
+
+    def __init__(
+        self, specs: Sequence[TrialSpec], epochs: int, merge_metrics: MergeStates | None = None
+    ) -> None:
+        self._specs, self._epochs = specs, epochs
+        self._merge_metrics = merge_metrics
+
+    def start(self, put: Callable[[News], None]) -> Iterable[News]:
+        """Add every trial with its whole budget, and close the search."""
+        for spec in self._specs:
+            yield NewTrial(spec, TrialAdded(trial_config(spec), self._epochs))
+        yield SearchClosed()
+
+    def follow(self, event: Event, instructions: Sequence[Instruction]) -> Iterable[Event]:
+        """Decide nothing; no trial that is given is cut anew."""
+        asked = (each for each in instructions if isinstance(each, CutFiner))
+        return [RecutRefused(each.trial, each.error) for each in asked]
+
+    def merge_metrics(self, trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
+        assert self._merge_metrics is not None
+        return self._merge_metrics(trial, states)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def run(

@@ -14,7 +14,6 @@ from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.journal import Collector, Journal
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.run_config import hop_config
-from cerebro_hydra.hopper.trials import GivenTrials
 from cerebro_hydra.observe.records import Decision, NotSaved, records_of
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.hop.journal import comparable
@@ -25,7 +24,14 @@ from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.hopper.scripted_agents import ScriptedLauncher
-from tests.hopper.scripted_runs import Tape, described, manifest, restored, run
+from tests.hopper.scripted_runs import (
+    GivenTrials,
+    Tape,
+    described,
+    manifest,
+    restored,
+    run,
+)
 
 
 def begun(tmp_path: Path, trials: int = 2, epochs: int = 2, **more: Any) -> tuple[RunFolder, Any]:

@@ -166,7 +166,7 @@ class World:
         """Check that what counts as stored is there, whole, and what the visits have made."""
         for trial, visit in self.state.holders.states_at("store"):
             progress = self.state.trials[trial]
-            if progress.lacking is None and not progress.over:
+            if progress.status not in ("lacking", "recutting") and not progress.over:
                 assert self.store[trial, visit].shards == self.shards_of(trial)
             log = tuple((each.epoch, each.partition) for each in self.state.trials[trial].visits)
             assert self.store[trial, visit] == log[:visit], f"state {visit} of {trial} is another"

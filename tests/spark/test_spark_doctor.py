@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError
@@ -155,6 +156,23 @@ def test_a_good_session_is_well_and_no_probe_is_left_in_the_store(
     seen = report["network"].seen
     assert seen is not None and len(re.findall(r"127\.0\.0\.1:\d+", seen)) == 4
     assert os.listdir(tmp_path / "store" / "runs") == []
+
+
+@pytest.mark.parametrize(
+    ("numerics", "kernels"), [("fast", "MKL AUTO,STRICT"), ("portable", "MKL COMPATIBLE")]
+)
+def test_workers_are_checked_with_the_kernels_that_they_shall_train_with(
+    spark: SparkSession, numerics: str, kernels: str
+) -> None:
+    report = cerebro_hydra.doctor(spark, num_workers=1, numerics=numerics)
+    assert report["numerics"].verdict == "OK"
+    if torch.backends.mkl.is_available():
+        assert kernels in str(report["numerics"].seen)
+
+
+def test_numerics_that_are_none_are_refused(spark: SparkSession) -> None:
+    with pytest.raises(ConfigurationError, match="numerics is 'exact'; it is one of 'fast', 'port"):
+        cerebro_hydra.doctor(spark, num_workers=1, numerics="exact")
 
 
 def test_what_is_wrong_is_told_by_name(spark: SparkSession, tmp_path: Path) -> None:

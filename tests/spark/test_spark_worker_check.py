@@ -67,6 +67,24 @@ def test_a_worker_where_addresses_matter_is_told_how_they_would_not() -> None:
     assert "MKL_CBWR" in finding.remedy and not finding.prevents
 
 
+def test_a_worker_without_the_portable_kernels_that_are_asked_for_is_named() -> None:
+    portable = {
+        **{"cpu": "DEFAULT", "mkl_mode": "COMPATIBLE", "onednn_limit": "SSE41"},
+        **{"square_roots": "nearest", "processor": "one", "addresses": "any"},
+    }
+    workers = [
+        replace(FACTS, numeric=portable),
+        replace(FACTS, worker=1, numeric={**portable, "processor": "another"}),
+    ]
+    assert not list(check_numerics(workers, "portable"))
+    late = replace(FACTS, worker=1, numeric={**portable, "mkl_mode": "OFF"})
+    *_, finding = check_numerics([workers[0], late], "portable")
+    assert finding.problem == (
+        "worker 1 on node-7 has no portable kernels: one (ATen DEFAULT, MKL OFF)"
+    )
+    assert "MKL_CBWR" in finding.remedy and not finding.prevents
+
+
 def test_another_build_of_the_same_torch_is_no_difference() -> None:
     torch = importlib.metadata.version("torch").split("+")[0]
     assert check_imports([replace(FACTS, versions={"torch": f"{torch}+cu126"})]) == []

@@ -1,4 +1,4 @@
-"""Writes the rows of one partition as they come, and digests them before they are encoded.
+"""Writes the rows of partitions as they come, and digests them before they are encoded.
 
 ```
 Spark's sorted rows -> Arrow batches -> arrays -> row ids, content digests
@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,13 @@ from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import digest
 
-FOLDER = "folder"
-OUTCOME = "folder int, rows bigint, sums array<string>, digests array<string>, error string"
+CHUNK = "chunk"
+OUTCOME = "chunk int, rows bigint, sums array<string>, digests array<string>, error string"
 """What a task tells, as Spark writes a schema; sums and digests are hexadecimal."""
 
 _OUTCOME_IN_ARROW = pa.schema(
     {
-        FOLDER: pa.int32(),
+        CHUNK: pa.int32(),
         "rows": pa.int64(),
         "sums": pa.list_(pa.string()),
         "digests": pa.list_(pa.string()),
@@ -61,8 +62,26 @@ class Pack:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Is a range of a partition's rows, in the order of their hashes, that one task sorts."""
+
+    info: PartitionInfo
+    number: int
+    """Its place among the chunks of the partition."""
+    ids: range
+    """The ids of its rows."""
+
+
+def chunks_of(info: PartitionInfo, ids: range, most: int) -> list[Chunk]:
+    """Part the rows of a partition evenly into chunks of at most so many rows."""
+    count = math.ceil(len(ids) / most)
+    borders = [len(ids) * i // count for i in range(count + 1)]
+    return [Chunk(info, i, ids[start:end]) for i, (start, end) in enumerate(pairwise(borders))]
+
+
+@dataclass(frozen=True)
 class WrittenRows:
-    """Tells what was written of one partition."""
+    """Tells what was written of one chunk."""
 
     rows: int
     sums: tuple[int, ...]
@@ -72,21 +91,21 @@ class WrittenRows:
 
 
 class PartitionWriter:
-    """Writes one folder of Parquet files.
+    """Writes the Parquet files of one chunk.
 
     Args:
         store: where to.
-        folder: its path in the store.
+        path: what the paths of its files begin with.
         packs: what the columns of the batches hold, in order.
-        ids: the row ids of the partition.
+        ids: the row ids.
         hashes: how many columns of hashes follow those of the packs.
     """
 
     def __init__(
-        self, store: Store, folder: str, packs: Sequence[Pack], ids: range, hashes: int
+        self, store: Store, path: str, packs: Sequence[Pack], ids: range, hashes: int
     ) -> None:
         """Write nothing yet."""
-        self._store, self._folder, self._packs, self._ids = store, folder, packs, ids
+        self._store, self._path, self._packs, self._ids = store, path, packs, ids
         self._columns = sum(len(pack.columns) for pack in packs)
         self._sums = [0] * hashes
         self._digest = ContentDigest(self._columns)
@@ -96,7 +115,7 @@ class PartitionWriter:
         self._groups = 0
 
     def write(self, batches: Iterable[pa.RecordBatch]) -> WrittenRows:
-        """Write all rows; those beyond the partition's ids are counted and not written.
+        """Write all rows; those beyond the ids are counted and not written.
 
         Raises:
             StoreError: the store can't be written, or holds other bytes than were written.
@@ -158,7 +177,7 @@ class PartitionWriter:
             return
         self._parquet.close()
         content = memoryview(self._sink.getvalue())
-        path = f"{self._folder}/part-{self._files:05d}.parquet"
+        path = f"{self._path}-{self._files:05d}.parquet"
         self._store.write(path, content)
         if digest(self._store.read(path)) != digest(content):
             raise StoreError(
@@ -171,33 +190,46 @@ class PartitionWriter:
 
 @dataclass(frozen=True)
 class WriteJob:
-    """Writes the rows of a Spark task, which are those of one folder; travels to the task."""
+    """Writes the rows of a Spark task, chunk by chunk; travels to the task."""
 
     store: Store
     data_path: str
-    infos: tuple[PartitionInfo, ...]
-    ids: tuple[range, ...]
+    chunks: tuple[Chunk, ...]
     packs: tuple[Pack, ...]
     hashes: int
 
     def outcome(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield one row that tells what was written, or why not; Spark would try errors again."""
-        rows = (batch for batch in batches if batch.num_rows)
-        first = next(rows, None)
-        if first is None:
-            return
-        folder = first.column(first.num_columns - 1)[0].as_py()
-        path = f"{self.data_path}/{self.infos[folder].path}"
-        writer = PartitionWriter(self.store, path, self.packs, self.ids[folder], self.hashes)
-        told: dict[str, Any] = {"rows": 0, "sums": [], "digests": [], "error": None}
+        """Yield for each chunk what was written, or why not; Spark would try errors again.
+
+        Args:
+            batches: the rows in order of their chunks, which the last column numbers.
+        """
+        for number, of_chunk in groupby(_by_chunk(batches), key=itemgetter(0)):
+            told = self._write(number, (rows for _, rows in of_chunk))
+            yield pa.RecordBatch.from_pylist([told], schema=_OUTCOME_IN_ARROW)
+
+    def _write(self, number: int, batches: Iterable[pa.RecordBatch]) -> dict[str, Any]:
+        chunk = self.chunks[number]
+        path = f"{self.data_path}/{chunk.info.path}/part-{chunk.number:05d}"
+        writer = PartitionWriter(self.store, path, self.packs, chunk.ids, self.hashes)
+        told: dict[str, Any] = {CHUNK: number, "rows": 0, "sums": [], "digests": []}
         try:
-            written = writer.write(chain([first], rows))
-            told["rows"] = written.rows
-            told["sums"] = [f"{each:016x}" for each in written.sums]
-            told["digests"] = [f"{each:016x}" for each in written.digests]
+            written = writer.write(batches)
         except StoreError as error:
-            told["error"] = str(error)
-        yield pa.RecordBatch.from_pylist([{FOLDER: folder, **told}], schema=_OUTCOME_IN_ARROW)
+            return {**told, "error": str(error)}
+        told["rows"] = written.rows
+        told["sums"] = [f"{each:016x}" for each in written.sums]
+        told["digests"] = [f"{each:016x}" for each in written.digests]
+        return {**told, "error": None}
+
+
+def _by_chunk(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield batches parted where another chunk begins, each with its number."""
+    for batch in batches:
+        numbers = batch.column(batch.num_columns - 1).to_numpy()
+        begins = [0, *(np.flatnonzero(np.diff(numbers)) + 1)] if len(numbers) else []
+        for start, end in pairwise([*begins, len(numbers)]):
+            yield int(numbers[start]), batch.slice(start, end - start)
 
 
 def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:

@@ -2,13 +2,14 @@
 
 ```
 DataFrame -> converted -> facts of each row, kept on disk: a seeded hash, a suspicion, lengths
-          -> ranges of the hash, one for each split and partition, exact to the row
-          -> one shuffle by range, sorted by hash -> a writer for each range: ids, digests, Parquet
+          -> ranges of the hash, one for each split and partition, exact to the row,
+             and in chunks that a task can sort in little memory
+          -> one shuffle by chunk, sorted by hash -> a writer for each chunk: ids, digests, Parquet
 ```
 
 Rows are told apart by a hash of their content, so that the result does not depend on how Spark
 had them partitioned, nor on the size of the cluster. A source that is cheap to read is read twice;
-of any other the converted rows are kept on Spark's disks. What reaches the writer of a range is
+of any other the converted rows are kept on Spark's disks. What reaches the writer of a chunk is
 compared with the facts by the sums of 128 bits of hash.
 """
 
@@ -21,14 +22,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import numpy as np
 from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from cerebro_hydra.data import decoder
-from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, stored_name
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest, stored_name
 from cerebro_hydra.data.preparation.frame_columns import ColumnPlan, PackPlan, validation_flag
-from cerebro_hydra.data.preparation.partition_writer import FOLDER, OUTCOME, Pack, WriteJob
+from cerebro_hydra.data.preparation.partition_writer import (
+    CHUNK,
+    OUTCOME,
+    Chunk,
+    Pack,
+    WriteJob,
+    chunks_of,
+)
 from cerebro_hydra.data.preparation.prepared import fingerprint_of, prepare_once
 from cerebro_hydra.data.preparation.row_facts import (
     FLAG,
@@ -49,6 +58,9 @@ from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.waits import to_nobody
 
+_CHUNK_BYTES = 256 << 20  # a sort of more takes memory that grows with them
+_MANY_TASKS = 256  # each costs Spark and its Python workers some 50 ms
+_MASK = (1 << 64) - 1
 _COLUMNS_LOOKED_AT = 50  # at once, in a query that Spark can still compile
 
 
@@ -131,20 +143,19 @@ def _prepared(
 
         def write(attempt: str) -> Manifest:
             tell(f"preparing {content.rows:,} rows in {num_partitions} partitions")
-            infos = _folders(assignment, attempt)
-            folder = row_facts.folder(content, _sizes(infos, marker is not None))
-            expected = row_facts.sums_of(folder)
+            chunks = _chunks(assignment, attempt, _most_rows(columns))
+            chunk = row_facts.range_of(content, _sizes(chunks, marker is not None))
+            expected = row_facts.sums_of(chunk)
             job = WriteJob(
                 store,
                 store.data_path(fingerprint),
-                tuple(infos),
-                tuple(assignment.ids(info.split, info.index) for info in infos),
+                tuple(chunks),
                 _packs(packs, plans, columns),
                 len(HASHES),
             )
-            digests = _written(job, packed, packs, folder, expected)
+            digests = _written(job, packed, packs, chunk, expected)
             partitions = tuple(
-                replace(info, digests=digests[infos.index(info)])
+                replace(info, digests=digests[info.split, info.index])
                 for info in assignment.partitions(attempt)
             )
             return Manifest(fingerprint, columns, partitions)
@@ -225,19 +236,32 @@ def _shown(row: Row | None) -> str:
     return f"Row({', '.join(values)})"
 
 
-def _folders(assignment: Assignment, attempt: str) -> list[PartitionInfo]:
-    """Return the partitions in the order of their ranges: those to validate on come first."""
+def _most_rows(columns: Sequence[ColumnSpec]) -> int:
+    """Return how many rows a chunk has at most."""
+    width = sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in columns)
+    return max(1, _CHUNK_BYTES // width)
+
+
+def _chunks(assignment: Assignment, attempt: str, most: int) -> list[Chunk]:
+    """Return the chunks in the order of their ranges: those to validate on come first."""
     infos = assignment.partitions(attempt)
-    return [info for split in ("val", "train") for info in infos if info.split == split]
+    return [
+        chunk
+        for split in ("val", "train")
+        for info in infos
+        if info.split == split
+        for chunk in chunks_of(info, assignment.ids(split, info.index), most)
+    ]
 
 
-def _sizes(infos: Sequence[PartitionInfo], marked: bool) -> dict[bool, list[int]]:
-    """Return the rows of the folders by the mark of their rows; without marks none has it."""
+def _sizes(chunks: Sequence[Chunk], marked: bool) -> dict[bool, list[int]]:
+    """Return the rows of the chunks by the mark of their rows; without marks none has it."""
     if not marked:
-        return {False: [info.rows for info in infos]}
+        return {False: [len(each.ids) for each in chunks]}
     splits = {True: "val", False: "train"}
     return {
-        mark: [info.rows for info in infos if info.split == split] for mark, split in splits.items()
+        mark: [len(each.ids) for each in chunks if each.info.split == split]
+        for mark, split in splits.items()
     }
 
 
@@ -259,40 +283,51 @@ def _written(
     job: WriteJob,
     packed: DataFrame,
     packs: Sequence[PackPlan],
-    folder: Column,
+    chunk: Column,
     expected: Mapping[int, tuple[int, tuple[int, ...]]],
-) -> list[tuple[int, ...]]:
-    """Write all rows, each folder in a task, and return the content digests of each folder.
+) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Write all rows, and return the content digests of each partition by split and index.
+
+    A task writes one chunk, or one after the other where there are very many small ones.
 
     Raises:
         DataError: other rows reached a writer than were checked.
         StoreError: the store can't be written.
     """
-    keys = F.expr(f"array({', '.join(map(str, shuffle_keys(len(job.infos))))})")
+    full = sum(len(each.ids) for each in job.chunks) // max(len(each.ids) for each in job.chunks)
+    of_a_task = math.ceil(len(job.chunks) / max(_MANY_TASKS, full))
+    tasks = math.ceil(len(job.chunks) / of_a_task)
+    keys = F.expr(f"array({', '.join(map(str, shuffle_keys(tasks)))})")
+    task = F.floor(F.col(CHUNK) / of_a_task).cast("int")
     outcomes = (
-        packed.select(*(pack.name for pack in packs), *HASHES, folder.alias(FOLDER))
-        .repartition(len(job.infos), keys[F.col(FOLDER)])
-        .sortWithinPartitions(*HASHES)
+        packed.select(*(pack.name for pack in packs), *HASHES, chunk.alias(CHUNK))
+        .repartition(tasks, keys[task])
+        .sortWithinPartitions(CHUNK, *HASHES)
         .mapInArrow(job.outcome, OUTCOME)
         .collect()
     )
     for outcome in outcomes:
         if outcome["error"] is not None:
             raise StoreError(outcome["error"])
-    told = {outcome[FOLDER]: outcome for outcome in outcomes}
-    digests = []
-    for number, info in enumerate(job.infos):
+    told = {outcome[CHUNK]: outcome for outcome in outcomes}
+    digests: dict[tuple[str, int], tuple[int, ...]] = {}
+    for number, each in enumerate(job.chunks):
         rows, sums = expected[number]
         found = told.get(number)
         arrived = (found["rows"], tuple(int(each, 16) for each in found["sums"])) if found else 0
         if found is None or arrived != (rows, sums):
+            came = 0 if found is None else found["rows"]
             raise DataError(
-                f"{0 if found is None else found['rows']} rows came to {info.split} partition "
-                f"{info.index}, and {rows} were checked for it, or rows of other values: the query "
-                "gives other rows when it is run again; write the DataFrame to files and prepare "
-                "what spark.read makes of them"
+                f"{came} rows came to a chunk of {each.info.split} partition "
+                f"{each.info.index}, and {rows} were checked for it, or rows of other "
+                "values: the query gives other rows when it is run again; write the DataFrame to "
+                "files and prepare what spark.read makes of them"
             )
-        digests.append(tuple(int(each, 16) for each in found["digests"]))
+        partition, own = (each.info.split, each.info.index), found["digests"]
+        before = digests.get(partition, (0,) * len(own))
+        digests[partition] = tuple(
+            (one + int(more, 16)) & _MASK for one, more in zip(before, own, strict=True)
+        )
     return digests
 
 

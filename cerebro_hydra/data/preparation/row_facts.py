@@ -3,8 +3,8 @@
 ```
 rows -> facts of each row: two hashes, its place, a suspicion, lengths    on Spark's disks
      -> one aggregate: rows per bucket of the hash, sums, suspicions, shapes
-     -> the ranks at which folders end                                    of their buckets alone
-     -> rows and sums of hashes of each folder
+     -> the ranks at which chunks end                                    of their buckets alone
+     -> rows and sums of hashes of each chunk
 ```
 """
 
@@ -42,7 +42,7 @@ def packed_rows(rows: DataFrame, packs: Sequence[PackPlan], seed: int) -> DataFr
         name: F.xxhash64(F.lit((key ^ _SIGN) - _SIGN), *parts)
         for name, key in zip(HASHES, seeds, strict=True)
     }
-    # Equal rows have equal hashes; where a folder ends among them, their places part them.
+    # Equal rows have equal hashes; where a chunk ends among them, their places part them.
     packed = packed.withColumns({**hashed, PLACE: F.monotonically_increasing_id()})
     bucket = F.shiftright(F.col(HASHES[0]), 64 - _BITS) + (_BUCKETS // 2)
     above = F.when(F.col(FLAG), _BUCKETS).when(~F.col(FLAG), 0)
@@ -119,13 +119,13 @@ class RowFacts:
         }
         return Content(sums["rows"], sums, counts, suspects, lengths)
 
-    def folder(self, content: Content, sizes: Mapping[bool, Sequence[int]]) -> Column:
-        """Return what computes the folder of a row from its hashes, place and bucket.
+    def range_of(self, content: Content, sizes: Mapping[bool, Sequence[int]]) -> Column:
+        """Return what computes the chunk of a row from its hashes, place and bucket.
 
         Args:
             content: of these rows.
-            sizes: the rows of each folder of the rows with this mark; all rows with the first mark
-                come first in the numbering of folders.
+            sizes: the rows of each chunk of the rows with this mark; all rows with the first mark
+                come first in the numbering of chunks.
         """
         first = 0
         cuts = {flag: [BucketCut(0, ())] * _BUCKETS for flag in (False, True)}
@@ -134,10 +134,10 @@ class RowFacts:
             first += len(of_flag)
         ordered = [*cuts[False], *cuts[True]]
         key = F.col(KEY)
-        folder = _longs(cut.folder for cut in ordered)[key].cast("int")
+        chunk = _longs(cut.chunk for cut in ordered)[key].cast("int")
         ranks = [(place, rank) for place, cut in enumerate(ordered) for rank in cut.ranks]
         if not ranks:
-            return folder
+            return chunk
         inside = _longs(len(cut.ranks) for cut in ordered)[key].cast("int")
         # Slices count from 1.
         before = accumulate((len(cut.ranks) for cut in ordered[:-1]), initial=1)
@@ -145,10 +145,10 @@ class RowFacts:
         limits = self._limits(ranks, F.slice(_longs(rank for _, rank in ranks), begins, inside))
         here = F.struct(*HASHES, PLACE)
         passed = F.filter(F.slice(limits, begins, inside), lambda limit: limit <= here)
-        return F.when(inside == 0, folder).otherwise(folder + F.size(passed))
+        return F.when(inside == 0, chunk).otherwise(chunk + F.size(passed))
 
     def _limits(self, ranks: Sequence[tuple[int, int]], sought: Column) -> Column:
-        """Return as an array the hashes and places of the rows that begin a folder in a bucket."""
+        """Return as an array the hashes and places of the rows that begin a chunk in a bucket."""
         buckets = sorted({bucket for bucket, _ in ranks})
         order = (*HASHES, PLACE)
         ranked = (
@@ -164,13 +164,13 @@ class RowFacts:
             texts.append(f"named_struct({values})")
         return F.expr(f"array({', '.join(texts)})")
 
-    def sums_of(self, folder: Column) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Return for each folder its rows, and the sums of their hashes modulo 2^64."""
+    def sums_of(self, chunk: Column) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """Return for each chunk its rows, and the sums of their hashes modulo 2^64."""
         aggregates = {"rows": F.count(F.lit(1)), **_sums()}
         columns = [column.alias(name) for name, column in aggregates.items()]
-        groups = self._facts.groupBy(folder.alias("folder")).agg(*columns).collect()
+        groups = self._facts.groupBy(chunk.alias("chunk")).agg(*columns).collect()
         return {
-            group["folder"]: (
+            group["chunk"]: (
                 group["rows"],
                 tuple(
                     (group[f"low_{i}"] + (group[f"high_{i}"] << 32)) & _MASK
@@ -204,27 +204,27 @@ _LOW_32 = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class BucketCut:
-    """Says which folders the rows of a bucket go to, in the order of their hash."""
+    """Says which chunks the rows of a bucket go to, in the order of their hash."""
 
-    folder: int
-    """The folder of its first row."""
+    chunk: int
+    """The chunk of its first row."""
     ranks: tuple[int, ...]
-    """The ranks in the bucket, ascending, at which the next folders begin."""
+    """The ranks in the bucket, ascending, at which the next chunks begin."""
 
 
 def cut_buckets(counts: Sequence[int], sizes: Sequence[int], first: int = 0) -> list[BucketCut]:
-    """Cut rows in hash order into folders of these sizes.
+    """Cut rows in hash order into chunks of these sizes.
 
     Args:
         counts: the rows in each bucket; buckets are in hash order.
-        sizes: the rows of each folder, each above 0; they sum to all rows.
-        first: the number of the first folder.
+        sizes: the rows of each chunk, each above 0; they sum to all rows.
+        first: the number of the first chunk.
 
     Raises:
         ValueError: the sizes are not those of so many rows.
     """
     if sum(counts) != sum(sizes) or any(size < 1 for size in sizes):
-        raise ValueError(f"{sum(counts)} rows can't fill folders of {list(sizes)} rows")
+        raise ValueError(f"{sum(counts)} rows can't fill chunks of {list(sizes)} rows")
     borders = list(accumulate(sizes))[:-1]
     cuts = []
     start = at = 0
@@ -242,7 +242,7 @@ def cut_buckets(counts: Sequence[int], sizes: Sequence[int], first: int = 0) -> 
 def shuffle_keys(partitions: int) -> list[int]:
     """Return for each of Spark's partitions an integer that its hash partitioning sends there.
 
-    A folder's number itself would share a partition with others, and leave some without any.
+    A chunk's number itself would share a partition with others, and leave some without any.
     """
     found: dict[int, int] = {}
     key = 0

@@ -20,6 +20,7 @@ from functools import partial
 
 from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.tables import LiveAgent, RunTables
+from cerebro_hydra.plan.hop.trial_status import EVALUATING, TRAINING, WAITING
 from cerebro_hydra.plan.hop.trials import Attempt, AttemptStatus, TrialProgress
 from cerebro_hydra.plan.messages.instructions import (
     Cancel,
@@ -27,6 +28,7 @@ from cerebro_hydra.plan.messages.instructions import (
     Evaluate,
     FetchShards,
     Instruction,
+    Instructions,
     StartSubEpoch,
     StateSource,
 )
@@ -59,7 +61,7 @@ class Attempts:
 
     # ------------------------------------------------------------------ giving tasks
 
-    def assign(self, number: int, partition: int, agent: LiveAgent) -> None:
+    def assign(self, number: int, partition: int, agent: LiveAgent) -> Instructions:
         """Give an agent the open task of a trial on one partition."""
         tables = self._tables
         trial, kind = tables.trials[number], tables.phase(tables.trials[number])
@@ -81,26 +83,27 @@ class Attempts:
         else:
             trial.evaluations[partition] = attempt
             trial.evaluating |= 1 << partition
-        if trial.status == "waiting":
-            tables.set_status(number, "running")
+        if trial.stage is WAITING:
+            tables.enter(number, TRAINING if kind == "train" else EVALUATING)
         agent.reserved.append(attempt)
-        self._start_reserved(agent)
+        told = self._start_reserved(agent)
         waits = attempt.status == "reserved" and attempt.source.incarnation != agent.incarnation
         if waits and not self.has_source(attempt):
-            tables.instructions.append(
-                FetchShards(number, agent.worker, agent.incarnation, attempt.source)
-            )
+            told.append(FetchShards(number, agent.worker, agent.incarnation, attempt.source))
         tables.workers.refresh(agent)
         tables.refresh(number)
+        return told
 
-    def start_reserved(self) -> None:
+    def start_reserved(self) -> Instructions:
         """Let every agent with a task that ended go on with what is reserved for it."""
+        told: Instructions = []
         for worker in sorted(self._freed):
             agent = self._tables.workers.by_worker.get(worker)
             if agent is not None and agent.reserved:
-                self._start_reserved(agent)
+                told += self._start_reserved(agent)
                 self._tables.workers.refresh(agent)
         self._freed.clear()
+        return told
 
     def _source(
         self, trial: TrialProgress, number: int, partition: int, agent: LiveAgent
@@ -127,14 +130,16 @@ class Attempts:
         spread = partition if self._tables.phase(trial) == "evaluate" else 0
         return StateSource(visit, owners[spread % len(owners)])
 
-    def _start_reserved(self, agent: LiveAgent) -> None:
+    def _start_reserved(self, agent: LiveAgent) -> Instructions:
+        told: Instructions = []
         for attempt in agent.reserved.copy():
             if len(agent.started) == agent.residents:
-                return
+                break
             if not self.follows_in_place(attempt):
                 agent.reserved.remove(attempt)
                 agent.started.append(attempt)
-                self.move(attempt, "running" if self.has_source(attempt) else "fetching")
+                told += self.move(attempt, "running" if self.has_source(attempt) else "fetching")
+        return told
 
     def follows_in_place(self, attempt: Attempt) -> bool:
         """Return whether the visit before the attempt's is still going on at the same agent."""
@@ -143,15 +148,16 @@ class Attempts:
 
     # ------------------------------------------------------------------ the table
 
-    def move(self, attempt: Attempt, status: AttemptStatus) -> None:
+    def move(self, attempt: Attempt, status: AttemptStatus) -> Instructions:
         """Change the status of an attempt as the table says."""
         transition = _TRANSITIONS[attempt.status, status]
         attempt.status = status
-        transition(self, attempt)
+        told = transition(self, attempt)
         if agent := self._tables.workers.get(attempt.incarnation):
             self._tables.workers.refresh(agent)
+        return told
 
-    def _start(self, attempt: Attempt) -> None:
+    def _start(self, attempt: Attempt) -> Instructions:
         """Tell the agent to begin."""
         tables = self._tables
         attempt.started_at = tables.estimates.now
@@ -163,19 +169,18 @@ class Attempts:
         instruction: Callable[..., Instruction] = Evaluate
         if attempt.kind == "train":
             instruction = partial(StartSubEpoch, metrics=self._metrics_before(attempt))
-        tables.instructions.append(
-            instruction(
-                attempt=attempt.number,
-                trial=attempt.trial,
-                visit=attempt.visit,
-                epoch=attempt.epoch,
-                partition=attempt.partition,
-                worker=attempt.worker,
-                incarnation=attempt.incarnation,
-                source=attempt.source,
-                uncut=tables.trials[attempt.trial].uncut,
-            )
+        started = instruction(
+            attempt=attempt.number,
+            trial=attempt.trial,
+            visit=attempt.visit,
+            epoch=attempt.epoch,
+            partition=attempt.partition,
+            worker=attempt.worker,
+            incarnation=attempt.incarnation,
+            source=attempt.source,
+            uncut=tables.trials[attempt.trial].uncut,
         )
+        return [started]
 
     def _metrics_before(self, attempt: Attempt) -> dict[str, float]:
         """Return the metrics of the epoch before for the first visit of an epoch, else none."""
@@ -184,9 +189,10 @@ class Attempts:
             return {}
         return dict(self._tables.trials[attempt.trial].history[attempt.epoch - 1])
 
-    def _receive(self, attempt: Attempt) -> None:
+    def _receive(self, attempt: Attempt) -> Instructions:
         """Note that the agent has the whole state that the attempt begins from."""
         self.note_received(attempt.trial, attempt.source.visit, attempt.incarnation)
+        return []
 
     def note_received(self, number: int, visit: int, incarnation: str) -> None:
         """Note that a state is whole at an agent, now or once it is committed."""
@@ -196,22 +202,23 @@ class Attempts:
         else:
             trial.arrived.add((visit, incarnation))
 
-    def _end_task(self, attempt: Attempt) -> None:
+    def _end_task(self, attempt: Attempt) -> Instructions:
         """Free the agent, which has done its work."""
-        self._receive(attempt)
+        told = self._receive(attempt)
         self._free_agent(attempt)
+        return told
 
-    def _cancel_reserved(self, attempt: Attempt) -> None:
+    def _cancel_reserved(self, attempt: Attempt) -> Instructions:
         """Free the place behind another task, and end the fetch that was begun for it."""
         self._free_agent(attempt)
-        self._end_fetch(attempt)
+        return self._end_fetch(attempt)
 
-    def _cancel_started(self, attempt: Attempt) -> None:
+    def _cancel_started(self, attempt: Attempt) -> Instructions:
         """Tell the agent to stop, if it is alive."""
         self._free_agent(attempt)
-        if self._tables.workers.get(attempt.incarnation) is not None:
-            self._tables.instructions.append(Cancel(attempt.number, attempt.incarnation))
-        self._end_fetch(attempt)
+        if self._tables.workers.get(attempt.incarnation) is None:
+            return []
+        return [Cancel(attempt.number, attempt.incarnation), *self._end_fetch(attempt)]
 
     def _free_agent(self, attempt: Attempt) -> None:
         agent = self._tables.workers.get(attempt.incarnation)
@@ -223,17 +230,18 @@ class Attempts:
         if attempt in agent.reserved:
             agent.reserved.remove(attempt)
 
-    def _end_fetch(self, attempt: Attempt) -> None:
+    def _end_fetch(self, attempt: Attempt) -> Instructions:
         """Let the agent forget a state that it was to fetch for this attempt alone."""
         tables, trial = self._tables, self._tables.trials[attempt.trial]
         agent = tables.workers.get(attempt.incarnation)
         if agent is None or self.beginning_from(attempt.trial, attempt.source.visit, agent):
-            return
+            return []
         source = (attempt.source.visit, attempt.incarnation)
-        if not tables.holders.holds(attempt.trial, *source):
-            trial.arrived.discard(source)
-            trial.abandoned_fetches.add(source)
-            tables.instructions.append(Drop(attempt.trial, *source))
+        if tables.holders.holds(attempt.trial, *source):
+            return []
+        trial.arrived.discard(source)
+        trial.abandoned_fetches.add(source)
+        return [Drop(attempt.trial, *source)]
 
     # ------------------------------------------------------------------ the end of attempts
 
@@ -246,25 +254,30 @@ class Attempts:
         else:
             del trial.evaluations[attempt.partition]
             trial.evaluating ^= 1 << attempt.partition
-        if trial.status == "running" and not (trial.pending_visits or trial.evaluations):
-            self._tables.set_status(attempt.trial, "waiting")
+        if not (trial.pending_visits or trial.evaluations):
+            self._tables.enter(attempt.trial, WAITING)
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: Attempt) -> Instructions:
         """Take back an attempt and the attempt that was built on it."""
         pending = self._tables.trials[attempt.trial].pending_visits
         follows = pending[pending.index(attempt) :] if attempt in pending else [attempt]
         for each in follows:
             self.close(each)
+        told: Instructions = []
         for each in follows:
-            self.move(each, "cancelled")
+            told += self.move(each, "cancelled")
+        return told
 
-    def abandon_all(self, trial: TrialProgress) -> None:
+    def abandon_all(self, trial: TrialProgress) -> Instructions:
         """Take back everything that a trial does."""
+        told: Instructions = []
         for attempt in (*trial.evaluations.values(), *trial.pending_visits[:1]):
-            self.abandon(attempt)
+            told += self.abandon(attempt)
+        return told
 
 
-_TRANSITIONS: dict[tuple[AttemptStatus, AttemptStatus], Callable[[Attempts, Attempt], None]] = {
+_Transition = Callable[[Attempts, Attempt], Instructions]
+_TRANSITIONS: dict[tuple[AttemptStatus, AttemptStatus], _Transition] = {
     ("reserved", "fetching"): Attempts._start,
     ("reserved", "running"): Attempts._start,
     ("fetching", "running"): Attempts._receive,

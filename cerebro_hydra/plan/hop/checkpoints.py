@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from cerebro_hydra.plan.hop.holders import STORE
-from cerebro_hydra.plan.hop.tables import RunTables
-from cerebro_hydra.plan.hop.trials import FailedWrite, TrialProgress, best_visit, needed_visits
+from cerebro_hydra.plan.hop.tables import FailedWrite, RunTables, StateCopy
+from cerebro_hydra.plan.hop.trial_status import TrialStatus
+from cerebro_hydra.plan.hop.trials import TrialProgress, best_visit, needed_visits
 from cerebro_hydra.plan.messages.events import Checkpointed, CheckpointFailed
-from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect
+from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect, Instructions
 
 MOST_FAILED_WRITES = 4
 """How often in a row the result of a trial may fail to be written; agents try several times each.
@@ -39,45 +40,46 @@ class Checkpoints:
         self._config = tables.config
         self._tables, self._holders, self._retention = tables, tables.holders, retention
 
-    def ensure(self, index: int, trial: TrialProgress, visit: int) -> bool:
-        """Return whether the state is in the store; start to write it if no other is written."""
-        if self._holders.holds(index, visit, STORE):
-            return True
-        if trial.saving is None:
-            place = self._holders.least_busy_writer(index, visit)
-            trial.saving = (visit, place)
-            self._holders.begin_write(index, *trial.saving)
-            self._tables.instructions.append(Checkpoint(index, *trial.saving))
-        return False
+    def stored(self, index: int, visit: int) -> bool:
+        """Return whether the state is in the store."""
+        return self._holders.holds(index, visit, STORE)
 
-    def gave_up(self, trial: TrialProgress, visit: int) -> str | None:
+    def write(self, index: int, visit: int) -> Instructions:
+        """Have a state written that is not in the store, if no other of the trial is written."""
+        if self.stored(index, visit) or index in self._tables.saving:
+            return []
+        place = self._holders.least_busy_writer(index, visit)
+        self._tables.saving[index] = (visit, place)
+        self._holders.begin_write(index, visit, place)
+        return [Checkpoint(index, visit, place)]
+
+    def gave_up(self, index: int, visit: int) -> str | None:
         """Return why the state can't be written, if that was tried often enough."""
-        failed = trial.failed_write
+        failed = self._tables.failed_writes.get(index)
         if failed is None or failed.visit != visit or failed.times < MOST_FAILED_WRITES:
             return None
         return failed.error
 
     def unsaved(self) -> list[int]:
         """Return the trials that failed because their result could not be written."""
+        failures = self._tables.failed_writes
+        often = {n for n, failed in failures.items() if failed.times >= MOST_FAILED_WRITES}
         trials = self._tables.trials.items()
-        return [
-            number
-            for number, trial in trials
-            if trial.status == "failed"
-            and trial.failed_write is not None
-            and trial.failed_write.times >= MOST_FAILED_WRITES
-        ]
+        return [n for n, trial in trials if n in often and trial.status is TrialStatus.FAILED]
 
-    def write_at_cadence(self, index: int, trial: TrialProgress) -> None:
-        """Write the best state of the trial so far, and the newest one that is due."""
-        if (best := best_visit(self._config, trial, trial.newest)) is not None and not self.ensure(
-            index, trial, best
-        ):
-            return
-        due = self._due(trial)
-        failed = trial.failed_write is not None and trial.failed_write.visit == due
-        if due > self._newest_stored(index) and self._holders.where(index, due) and not failed:
-            self.ensure(index, trial, due)
+    def try_again(self, index: int) -> None:
+        """Forget that a trial's states could not be written."""
+        self._tables.failed_writes.pop(index, None)
+
+    def write_at_cadence(self, index: int, trial: TrialProgress) -> Instructions:
+        """Write the best state of the trial so far, or else the newest one that is due."""
+        best = best_visit(self._config, trial, trial.newest)
+        if best is not None and not self.stored(index, best):
+            return self.write(index, best)
+        due, failed = self._due(trial), self._tables.failed_writes.get(index)
+        if due <= self._newest_stored(index) or not self._holders.where(index, due):
+            return []
+        return [] if failed is not None and failed.visit == due else self.write(index, due)
 
     def _due(self, trial: TrialProgress) -> int:
         match self._config.checkpoint:
@@ -92,74 +94,70 @@ class Checkpoints:
 
     def _stored(self, index: int) -> list[int]:
         visits = self._holders.visits(index)
-        return [visit for visit in visits if self._holders.holds(index, visit, STORE)]
+        return [visit for visit in visits if self.stored(index, visit)]
 
     def written(self, event: Checkpointed) -> None:
         """Note that a state is in the store."""
-        trial = self._tables.trials[event.trial]
         if self._tables.workers.get(event.incarnation) is None:
             return
-        if trial.saving == (event.visit, event.incarnation):
-            self._end(event.trial, trial)
-            trial.failed_write = None
+        if self._end(event.trial, (event.visit, event.incarnation)):
+            self.try_again(event.trial)
         if self._holders.holds(event.trial, event.visit, event.incarnation):
             self._holders.add(event.trial, event.visit, STORE)
             self._tables.log(event.trial, f"state {event.visit} is in the store")
 
     def failed(self, event: CheckpointFailed) -> None:
         """Note that a state could not be written."""
-        trial = self._tables.trials[event.trial]
-        if trial.saving != (event.visit, event.incarnation):
+        if not self._end(event.trial, (event.visit, event.incarnation)):
             return
-        self._end(event.trial, trial)
-        before = trial.failed_write
+        before = self._tables.failed_writes.get(event.trial)
         times = before.times if before is not None and before.visit == event.visit else 0
-        trial.failed_write = FailedWrite(event.visit, times + 1, event.error)
+        failed = FailedWrite(event.visit, times + 1, event.error)
+        self._tables.failed_writes[event.trial] = failed
         self._tables.log(event.trial, f"state {event.visit} could not be written: {event.error}")
 
-    def forget_writers(self, index: int, trial: TrialProgress, lost: Collection[str]) -> None:
+    def forget_writers(self, index: int, lost: Collection[str]) -> None:
         """Forget what a lost agent was writing."""
-        if trial.saving is not None and trial.saving[1] in lost:
-            self._end(index, trial)
+        copy = self._tables.saving.get(index)
+        if copy is not None and copy[1] in lost:
+            self._end(index, copy)
 
-    def _end(self, index: int, trial: TrialProgress) -> None:
-        assert trial.saving is not None
-        self._holders.end_write(index, *trial.saving)
-        trial.saving = None
+    def _end(self, index: int, copy: StateCopy) -> bool:
+        """End the write of this copy; return whether it was under way."""
+        if self._tables.saving.get(index) != copy:
+            return False
+        self._holders.end_write(index, *copy)
+        del self._tables.saving[index]
+        return True
 
     # ------------------------------------------------------------------ what goes
 
-    def collect(self, index: int, trial: TrialProgress) -> None:
+    def collect(self, index: int, trial: TrialProgress) -> Instructions:
         """Delete the stored states that the trial does not need any more."""
         stored = self._stored(index)
         if len(stored) < 2:
-            return
+            return []
         kept = self._kept(index, trial, stored)
-        for visit in stored:
-            if visit not in kept:
-                self.delete(index, visit)
+        return [self.delete(index, visit) for visit in stored if visit not in kept]
 
-    def delete(self, index: int, visit: int) -> None:
+    def delete(self, index: int, visit: int) -> Collect:
         """Delete a state from the store.
 
         Its segments stay until the run ends if a cut is being made, which may write the same ones.
         """
         objects = self._holders.drop(index, visit, STORE)
-        kept = bool(self._tables.recutting)
-        self._tables.instructions.append(Collect(index, visit, () if kept else objects))
+        kept = self._tables.with_status(TrialStatus.RECUTTING)
+        return Collect(index, visit, () if kept else objects)
 
     def _kept(self, index: int, trial: TrialProgress, stored: list[int]) -> set[int]:
         forks = self._tables.forks.get(index, ())
         kept = {0, trial.base, *(self._tables.trials[fork].base for fork in forks)}
         if trial.over:
             kept.add(trial.result or 0)
-            if trial.status == "finished":  # there it goes on if its budget is extended
+            if trial.status is TrialStatus.FINISHED:  # there it goes on if its budget is extended
                 kept.add(trial.newest)
             return kept
         return kept | self._retention.needed(trial) | self._retention.stored_fallback(trial, stored)
-
-
-StateCopy = tuple[int, str]  # visit, place
 
 
 class Retention:
@@ -203,15 +201,16 @@ class Retention:
 
     def copies_to_keep(self, index: int, trial: TrialProgress) -> set[StateCopy]:
         """Return the copies that must not be dropped."""
-        copies: set[StateCopy] = set() if trial.saving is None else {trial.saving}
+        saving = self._tables.saving.get(index)
+        copies: set[StateCopy] = set() if saving is None else {saving}
         for fork in self._tables.forks.get(index, ()):
             base = self._tables.trials[fork].base
             copies.update((base, place) for place in self._holders.where(index, base))
-        if trial.over or trial.awaits is not None:
+        if trial.over or trial.awaits:
             return copies
         for visit in self.needed(trial):
             places = self._holders.where(index, visit)
-            if trial.status == "paused" and STORE in places:
+            if trial.paused and STORE in places:
                 continue  # the store keeps what it has, and memory is for those that train
             copies.update((visit, place) for place in places)
             if len(places) == 1 and STORE not in places:

@@ -18,16 +18,31 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from cerebro_hydra.plan.bits import members
 from cerebro_hydra.plan.hop.attempts import Attempts
 from cerebro_hydra.plan.hop.checkpoints import Checkpoints, Retention
 from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.tables import RunTables
+from cerebro_hydra.plan.hop.trial_status import (
+    RESTARTING,
+    WAITING,
+    CatchUpGoal,
+    Ended,
+    LackingMemory,
+    MergingMetrics,
+    PauseGoal,
+    Recutting,
+    StopGoal,
+    TrialStatus,
+    after_end,
+    after_roll_back,
+    with_epochs,
+)
 from cerebro_hydra.plan.hop.trials import (
     MOST_FAILED_TRANSFERS,
     Attempt,
     Outcome,
     TrialProgress,
-    TrialStatus,
     epoch_metrics,
     outcome,
     result_visit,
@@ -40,6 +55,8 @@ from cerebro_hydra.plan.messages.instructions import (
     EndEpoch,
     FinishTrial,
     ForkState,
+    Instruction,
+    Instructions,
     MergeMetrics,
     Redo,
     ReopenTrial,
@@ -82,222 +99,267 @@ class TrialCourse:
         self._checkpoints = checkpoints
         self.finer_cuts = FinerCuts(tables, retention, checkpoints)
 
-    def recover(self, index: int, trial: TrialProgress, lost: Collection[str], reason: str) -> None:
+    def recover(
+        self, index: int, trial: TrialProgress, lost: Collection[str], reason: str
+    ) -> Instructions:
         """Roll back if a state that the trial needs is gone, and abandon fetches from ``lost``."""
-        self._checkpoints.forget_writers(index, trial, lost)
+        self._checkpoints.forget_writers(index, lost)
         trial.arrived = {(visit, place) for visit, place in trial.arrived if place not in lost}
         if trial.over:
-            return
+            return []
+        told: Instructions = []
         if not self._retention.intact(index, trial):
-            self._roll_back(index, trial, self._retention.fallback(index, trial), reason)
+            visit = self._retention.fallback(index, trial)
+            told += self._roll_back(index, trial, visit, reason)
         for attempt in trial.attempts:
             if attempt.source.incarnation in lost and not self._attempts.has_source(attempt):
-                self._attempts.abandon(attempt)
+                told += self._attempts.abandon(attempt)
+        return told
 
-    def _roll_back(self, index: int, trial: TrialProgress, visit: int, reason: str) -> None:
+    def _roll_back(self, index: int, trial: TrialProgress, visit: int, reason: str) -> Instructions:
         """Make ``visit`` the newest state of the trial again."""
         void = tuple(range(visit + 1, trial.newest + 1))
-        self._attempts.abandon_all(trial)
+        told = self._attempts.abandon_all(trial)
         for each in self._tables.holders.visits(index):
             if each > visit:
-                for place in list(self._tables.holders.where(index, each)):
-                    self._drop(index, each, place)
+                told += self._drop_everywhere(index, each)
                 self._tables.holders.forget_state(index, each)
+        self._forget_merge(index, trial)
         trial.roll_back(visit, self._config.partitions)
-        if trial.rest_at is not None and len(trial.history) < trial.rest_at:
-            # A search was told of more epochs than are left, so they are made again.
-            self._tables.set_status(index, "waiting")
+        self._tables.aim(index, after_roll_back(trial.goal, len(trial.history)))
         self._tables.log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
-        self._tables.instructions.append(Redo(index, void, reason))
+        return [*told, Redo(index, void, reason)]
 
-    def audit_failed(self, attempt: Attempt, difference: str) -> None:
+    def _forget_merge(self, index: int, trial: TrialProgress) -> None:
+        """Wait for no answer to a ``MergeMetrics`` any more."""
+        if isinstance(trial.stage, MergingMetrics):
+            self._tables.enter(index, WAITING)
+
+    def audit_failed(self, attempt: Attempt, difference: str) -> Instructions:
         """Train the trial again in one piece, or end it if it is one already."""
         index, trial = attempt.trial, self._tables.trials[attempt.trial]
         self._tables.log(index, f"attempt {attempt.number}: audit failed: {difference}")
         if trial.uncut or len(trial.config.initial_digests) == 1:
-            self.end(index, "failed", NOT_REPRODUCIBLE.format(difference))
-            return
-        trial.uncut = trial.restarting = True
-        self._attempts.abandon_all(trial)
-        self._tables.instructions.append(TrainUncut(index, difference))
+            return self.fail(index, NOT_REPRODUCIBLE.format(difference))
+        told = self._attempts.abandon_all(trial)
+        trial.uncut = True
+        self._tables.enter(index, RESTARTING)
+        return [*told, TrainUncut(index, difference)]
 
-    def ran_out_of_memory(self, attempt: Attempt, error: str) -> None:
+    def ran_out_of_memory(self, attempt: Attempt, error: str) -> Instructions:
         """Let the trial be cut finer, or end it if it may not be, or was already."""
         index, trial = attempt.trial, self._tables.trials[attempt.trial]
         if trial.config.finer:
-            self._cut_finer(index, trial, error)
-            return
+            told = self._attempts.abandon_all(trial)
+            self._tables.enter(index, LackingMemory(error))
+            return told
         if trial.shards_before is not None:
             shards = trial.shards_before, len(trial.config.initial_digests)
             error = LACKS_MEMORY_AGAIN.format(error.rstrip(), *shards)
-        self.end(index, "failed", error)
+        return self.fail(index, error)
 
-    def _cut_finer(self, index: int, trial: TrialProgress, error: str) -> None:
-        self._attempts.abandon_all(trial)
-        trial.lacking = error
-
-    def _restart(self, index: int, trial: TrialProgress) -> None:
+    def _restart(self, index: int, trial: TrialProgress) -> Instructions:
         """Go back to the first state, unless a state is being written, which must stay."""
-        if trial.saving is None:
-            trial.restarting = False
-            if trial.newest > trial.base:
-                self._roll_back(index, trial, trial.base, "it is trained again in one piece")
+        if index in self._tables.saving:
+            return []
+        self._tables.enter(index, WAITING)
+        if trial.newest == trial.base:
+            return []
+        return self._roll_back(index, trial, trial.base, "it is trained again in one piece")
 
-    def reopen(self, index: int, trial: TrialProgress) -> None:
+    def reopen(self, index: int, trial: TrialProgress) -> Instructions:
         """Let a trial that is over go on from its newest state, or from an older one there is."""
-        self._tables.set_status(index, "waiting")
-        trial.result = trial.failed_write = None
+        assert isinstance(trial.stage, Ended), f"trial {index} is not over"
+        self._tables.enter(index, trial.stage.before)
+        self._tables.aim(index, after_end(trial.goal))
+        self._checkpoints.try_again(index)
         self._tables.log(index, "goes on after its end")
-        self._tables.instructions.append(ReopenTrial(index))
+        told: Instructions = [ReopenTrial(index)]
         if not self._retention.intact(index, trial):
             visit = self._retention.fallback(index, trial)
-            self._roll_back(index, trial, visit, "its newest state was not kept")
+            told += self._roll_back(index, trial, visit, "its newest state was not kept")
+        return told
 
-    def transfer_failed(self, attempt: Attempt, error: str) -> None:
+    def transfer_failed(self, attempt: Attempt, error: str) -> Instructions:
         """Take another source of the state the next time; go back where there is none left.
 
         Where agents alone hold the state, one of them writes it to the store (``advance``).
         """
-        index, trial, visit = (
-            attempt.trial,
-            self._tables.trials[attempt.trial],
-            attempt.source.visit,
-        )
-        place = attempt.source.incarnation or STORE
-        failures = trial.failed_transfers[visit, place] = 1 + trial.failed_transfers.get(
-            (visit, place), 0
-        )
+        index, trial = attempt.trial, self._tables.trials[attempt.trial]
+        visit, place = attempt.source.visit, attempt.source.incarnation or STORE
+        failures = 1 + trial.failed_transfers.get((visit, place), 0)
+        trial.failed_transfers[visit, place] = failures
         number = f"attempt {attempt.number}"
         self._tables.log(index, f"{number}: no transfer of state {visit} from {place}: {error}")
-        self._attempts.abandon(attempt)
+        told = self._attempts.abandon(attempt)
         if failures < MOST_FAILED_TRANSFERS:
-            return
+            return told
         self._tables.log(index, f"{place} is no source of state {visit} any more")
         places = self._tables.holders.where(index, visit)
         if STORE not in places or any(trial.is_source(visit, each) for each in places):
-            return
+            return told
         if visit == trial.base:
-            self.end(index, "failed", UNREADABLE.format(visit, error))
-            return
-        self._void_state(index, trial, visit, f"state {visit} can't be fetched from anywhere")
+            return told + self.fail(index, UNREADABLE.format(visit, error))
+        reason = f"state {visit} can't be fetched from anywhere"
+        return told + self._void_state(index, trial, visit, reason)
 
-    def _void_state(self, index: int, trial: TrialProgress, visit: int, reason: str) -> None:
+    def _void_state(
+        self, index: int, trial: TrialProgress, visit: int, reason: str
+    ) -> Instructions:
         """Go back to a state before this one, which nobody can use."""
-        for place in list(self._tables.holders.where(index, visit)):
-            self._drop(index, visit, place)
-        self._roll_back(index, trial, self._retention.fallback(index, trial), reason)
+        told = self._drop_everywhere(index, visit)
+        fallback = self._retention.fallback(index, trial)
+        return told + self._roll_back(index, trial, fallback, reason)
 
-    def rest(self, index: int, trial: TrialProgress) -> None:
-        """Let a paused trial do nothing."""
-        self._attempts.abandon_all(trial)
-        self._tables.set_status(index, "paused")
+    def pause(self, index: int, trial: TrialProgress) -> Instructions:
+        """Let a trial do nothing."""
+        told = self._attempts.abandon_all(trial)
+        self._tables.aim(index, PauseGoal(len(trial.history)))
         self._tables.log(index, "paused")
+        return told
 
-    def wake(self, index: int, trial: TrialProgress) -> None:
-        """Let a paused trial go on."""
-        trial.rest_at = None
-        if trial.status == "paused":
-            self._tables.set_status(index, "waiting")
-
-    def stop(self, number: int, reason: str) -> None:
+    def stop(self, index: int, reason: str) -> None:
         """Let the trial end as soon as its result is in the store."""
-        trial = self._tables.trials[number]
-        if not trial.over and trial.stop_reason is None:
-            if self._outcome(trial) is None:
-                trial.stop_reason = reason
-                trial.forget_evaluation()
-            self._tables.log(number, f"stopped: {reason}")
+        trial = self._tables.trials[index]
+        if trial.over or trial.stops:
+            return
+        if self._outcome(trial) is None:
+            epochs = trial.goal.epochs if isinstance(trial.goal, PauseGoal) else None
+            self._tables.aim(index, StopGoal(reason, epochs))
+            self._forget_merge(index, trial)
+            trial.forget_evaluation()
+        self._tables.log(index, f"stopped: {reason}")
+
+    def forget_questions(self) -> set[int]:
+        """Wait for no merge and no cut any more; return the trials that did."""
+        asking = set(members(self._tables.with_status(TrialStatus.MERGING, TrialStatus.RECUTTING)))
+        for index in asking:
+            trial = self._tables.trials[index]
+            self._forget_merge(index, trial)
+            self.finer_cuts.forget(index, trial)
+        return asking
 
     def _outcome(self, trial: TrialProgress) -> Outcome | None:
         return outcome(self._config, trial, self._tables.search_closed)
 
-    def end(self, index: int, status: TrialStatus, reason: str) -> None:
-        """End the trial now."""
+    def fail(self, index: int, reason: str) -> Instructions:
+        """End the trial now, without a result."""
+        return self._end(index, Outcome(TrialStatus.FAILED, reason), 0)
+
+    def _end(self, index: int, end: Outcome, result: int) -> Instructions:
         trial = self._tables.trials[index]
-        self._attempts.abandon_all(trial)
+        told = self._attempts.abandon_all(trial)
+        self._forget_merge(index, trial)
         self.finer_cuts.forget(index, trial)
         trial.forget_evaluation()
-        self._tables.set_status(index, status)
-        trial.result = 0 if status == "failed" else result_visit(self._config, trial)
-        self._tables.log(index, f"{status} with state {trial.result}")
-        self._tables.instructions.append(FinishTrial(index, status, reason, trial.result))
+        self._tables.enter(index, Ended(end.status, result, trial.stage))
+        self._tables.log(index, f"{end.status} with state {result}")
+        return [*told, FinishTrial(index, end.status.value, end.reason, result)]
 
-    def advance(self, index: int, trial: TrialProgress) -> None:
+    def advance(self, index: int, trial: TrialProgress) -> Instructions:
         """End the trial's epoch and the trial itself if they are over, and save what must be."""
-        if trial.restarting and not trial.over:
-            self._restart(index, trial)
-        if not (trial.awaits is not None or trial.over or trial.restarting):
-            self._end_what_is_over(index, trial)
-        if trial.over or not trial.restarting:  # else what a fork waits for is void
-            self._settle_forks(index, trial)
-        goes_on = not (trial.over or trial.awaits is not None or self._outcome(trial))
-        if goes_on and (error := self.finer_cuts.go_on(index, trial)) is not None:
-            self.end(index, "failed", NOT_KEPT.format((trial.lacking or "").rstrip(), error))
+        told: Instructions = []
+        if trial.stage is RESTARTING:
+            told += self._restart(index, trial)
+        if trial.stage is RESTARTING:
+            return told  # what a fork waits for is void
+        if not (trial.awaits or trial.over):
+            told += self._end_what_is_over(index, trial)
+        told += self._settle_forks(index, trial)
+        if isinstance(trial.stage, LackingMemory) and self._outcome(trial) is None:
+            told += self._go_on_cutting(index, trial.stage)
+        return told
 
-    def _end_what_is_over(self, index: int, trial: TrialProgress) -> None:
-        partitions = self._config.partitions
-        evaluation = trial.evaluation
-        evaluated = evaluation.done.bit_count() == partitions or not self._config.evaluate
-        if trial.epoch_trained(partitions) and evaluated and trial.stop_reason is None:
-            if not (evaluation.done and trial.config.custom_metrics):
-                self.end_epoch(index, {})
-            elif trial.merge_attempt is None:
-                trial.merge_attempt = self._tables.take_number()
-                states = tuple(evaluation.states[p] for p in range(partitions))
-                self._tables.instructions.append(
-                    MergeMetrics(trial.merge_attempt, index, len(trial.history), states)
-                )
+    def _go_on_cutting(self, index: int, lack: LackingMemory) -> Instructions:
+        """Have the trial cut finer once it can be, or end it if that is impossible."""
+        if (error := self.finer_cuts.impossible(index)) is None:
+            return self.finer_cuts.go_on(index, lack)
+        return self.fail(index, NOT_KEPT.format(lack.error.rstrip(), error))
+
+    def _end_what_is_over(self, index: int, trial: TrialProgress) -> Instructions:
+        told = self._end_epoch_if_over(index, trial)
         if trial.over:
-            return
+            return told
         if over := self._outcome(trial):
-            self._attempts.abandon_all(trial)
-            result = result_visit(self._config, trial)
-            if (error := self._checkpoints.gave_up(trial, result)) is not None:
-                self.end(index, "failed", NOT_SAVED.format(result, error))
-            elif self._checkpoints.ensure(index, trial, result):
-                self.end(index, *over)
-            return
-        self._checkpoints.write_at_cadence(index, trial)
+            return told + self._end_with_result(index, trial, over)
+        told += self._checkpoints.write_at_cadence(index, trial)
         unreachable = not (trial.pending_visits or any(self._tables.sources(trial)))
-        if unreachable and (error := self._checkpoints.gave_up(trial, trial.newest)) is not None:
+        if unreachable and (error := self._checkpoints.gave_up(index, trial.newest)) is not None:
             reason = f"nobody can fetch state {trial.newest}, or write it to the store: {error}"
-            self._void_state(index, trial, trial.newest, reason)
-        elif unreachable or trial.status == "paused":
-            self._checkpoints.ensure(index, trial, trial.newest)
+            told += self._void_state(index, trial, trial.newest, reason)
+        elif unreachable or trial.paused:
+            told += self._checkpoints.write(index, trial.newest)
+        return told
 
-    def _settle_forks(self, index: int, trial: TrialProgress) -> None:
+    def _end_epoch_if_over(self, index: int, trial: TrialProgress) -> Instructions:
+        """End the epoch, or have its custom metrics merged first."""
+        partitions, evaluation = self._config.partitions, trial.evaluation
+        evaluated = evaluation.done.bit_count() == partitions or not self._config.evaluate
+        if trial.stops or not (evaluated and trial.epoch_trained(partitions)):
+            return []
+        if not (evaluation.done and trial.config.custom_metrics):
+            return self.end_epoch(index, {})
+        if isinstance(trial.stage, MergingMetrics):
+            return []
+        number = self._tables.take_number()
+        self._tables.enter(index, MergingMetrics(number))
+        states = tuple(evaluation.states[p] for p in range(partitions))
+        return [MergeMetrics(number, index, len(trial.history), states)]
+
+    def _end_with_result(self, index: int, trial: TrialProgress, end: Outcome) -> Instructions:
+        """End the trial once its result is in the store."""
+        told = self._attempts.abandon_all(trial)
+        result = result_visit(self._config, trial)
+        if (error := self._checkpoints.gave_up(index, result)) is not None:
+            return told + self.fail(index, NOT_SAVED.format(result, error))
+        if self._checkpoints.stored(index, result):
+            return told + self._end(index, end, result)
+        return told + self._checkpoints.write(index, result)
+
+    def _settle_forks(self, index: int, trial: TrialProgress) -> Instructions:
         """Let forks begin whose state is in the store, and have those of the others written."""
-        holders = self._tables.holders
+        told: Instructions = []
         for number in self._tables.forks.pop(index, ()):
-            fork = self._tables.trials[number]
-            if not holders.where(index, fork.base):
-                if trial.makes_again(fork.base):
-                    self._tables.forks.setdefault(index, []).append(number)
-                    continue
-                kept = max(visit for visit in holders.visits(index) if visit < fork.base)
-                self._tables.log(number, f"state {fork.base} is lost; it goes on from {kept}")
-                fork.roll_back(kept, self._config.partitions)
-                fork.base = kept
-            if (error := self._checkpoints.gave_up(trial, fork.base)) is not None:
-                fork.awaits = None
-                forked = f"state {fork.base} of trial {index}"
-                self.end(number, "failed", f"{forked} can't be forked: {error}")
-                self._tables.refresh(number)
-            elif self._checkpoints.ensure(index, trial, fork.base):
-                fork.follow(trial, self._config.partitions)
-                fork.awaits, fork.uncut = None, trial.uncut
-                if fork.config.initial_digests != trial.config.initial_digests:
-                    self._cut_finer(number, fork, PARENT_WAS_RECUT)
-                holders.fork(index, fork.base, number)
-                holders.add(number, fork.base, STORE)
-                self._tables.instructions.append(ForkState(number, index, fork.base))
-                self._tables.log(number, f"state {fork.base} of trial {index} is now its own too")
-                self.advance(number, fork)
-                self._tables.refresh(number)
-            else:
+            told += self._settle_fork(index, trial, number)
+            if self._tables.trials[number].awaits:
                 self._tables.forks.setdefault(index, []).append(number)
+        return told
 
-    def end_epoch(self, index: int, custom: dict[str, float]) -> None:
+    def _settle_fork(self, index: int, trial: TrialProgress, number: int) -> Instructions:
+        tables, fork = self._tables, self._tables.trials[number]
+        if not tables.holders.where(index, fork.base):
+            if trial.makes_again(fork.base):
+                return []
+            kept = max(visit for visit in tables.holders.visits(index) if visit < fork.base)
+            tables.log(number, f"state {fork.base} is lost; it goes on from {kept}")
+            fork.roll_back(kept, self._config.partitions)
+            fork.base = kept
+        if (error := self._checkpoints.gave_up(index, fork.base)) is not None:
+            forked = f"state {fork.base} of trial {index}"
+            tables.enter(number, WAITING)
+            told = self.fail(number, f"{forked} can't be forked: {error}")
+        elif self._checkpoints.stored(index, fork.base):
+            told = self._begin_fork(index, trial, number)
+        else:
+            return self._checkpoints.write(index, fork.base)
+        tables.refresh(number)
+        return told
+
+    def _begin_fork(self, index: int, trial: TrialProgress, number: int) -> Instructions:
+        """Let a fork go on from the state of its parent, which is in the store."""
+        tables, fork = self._tables, self._tables.trials[number]
+        fork.follow(trial, self._config.partitions)
+        tables.aim(number, with_epochs(fork.goal, len(fork.history)))
+        fork.uncut = trial.uncut
+        tables.enter(number, WAITING)
+        if fork.config.initial_digests != trial.config.initial_digests:
+            tables.enter(number, LackingMemory(PARENT_WAS_RECUT, inherited=True))
+        tables.holders.fork(index, fork.base, number)
+        tables.holders.add(number, fork.base, STORE)
+        tables.log(number, f"state {fork.base} of trial {index} is now its own too")
+        return [ForkState(number, index, fork.base), *self.advance(number, fork)]
+
+    def end_epoch(self, index: int, custom: dict[str, float]) -> Instructions:
         """End the trial's epoch with the metrics of all its visits and evaluations."""
         trial = self._tables.trials[index]
         epoch = len(trial.history)
@@ -305,42 +367,51 @@ class TrialCourse:
         metrics = epoch_metrics(visits, trial.evaluation, custom)
         trial.history.append(metrics)
         trial.trained = 0
+        self._forget_merge(index, trial)
         trial.forget_evaluation()
         self._tables.log(index, f"epoch {epoch + 1} ended: {metrics}")
-        self._tables.instructions.append(EndEpoch(index, epoch, metrics))
+        told: Instructions = [EndEpoch(index, epoch, metrics)]
         if trial.config.compares_epochs and self._config.metric not in metrics:
             reason = (
                 f"the best epoch needs {self._config.metric!r}, which no epoch has; "
                 f"choose one of {sorted(metrics)}"
             )
-            self.end(index, "failed", reason)
-        elif trial.status == "paused":
-            trial.rest_at = epoch + 1
-        elif trial.rest_at == epoch + 1:  # a paused trial has made again what it had
-            self.rest(index, trial)
+            return told + self.fail(index, reason)
+        match trial.goal:
+            case PauseGoal():
+                self._tables.aim(index, PauseGoal(epoch + 1))
+            case CatchUpGoal(epochs) if epochs == epoch + 1:
+                told += self.pause(index, trial)
+        return told
 
-    def drop_unneeded(self, index: int, trial: TrialProgress) -> None:
+    def drop_unneeded(self, index: int, trial: TrialProgress) -> Instructions:
         """Drop every copy that the trial need not keep."""
-        self._checkpoints.collect(index, trial)
+        told: Instructions = [*self._checkpoints.collect(index, trial)]
         needed = self._retention.copies_to_keep(index, trial)
-        for visit in self._tables.holders.visits(index):
-            for place in list(self._tables.holders.where(index, visit)):
+        holders = self._tables.holders
+        for visit in holders.visits(index):
+            for place in list(holders.where(index, visit)):
                 if place != STORE and (visit, place) not in needed:
-                    self._drop(index, visit, place)
-            if not self._tables.holders.where(index, visit):
-                self._tables.holders.forget_state(index, visit)
+                    holders.drop(index, visit, place)
+                    told.append(Drop(index, visit, place))
+            if not holders.where(index, visit):
+                holders.forget_state(index, visit)
         trial.forget_failed_transfers(
-            lambda visit, place: (
-                visit > trial.newest or self._tables.holders.holds(index, visit, place)
-            )
+            lambda visit, place: visit > trial.newest or holders.holds(index, visit, place)
         )
+        return told
 
-    def _drop(self, index: int, visit: int, place: str) -> None:
+    def _drop_everywhere(self, index: int, visit: int) -> Instructions:
+        return [
+            self._drop(index, visit, place)
+            for place in list(self._tables.holders.where(index, visit))
+        ]
+
+    def _drop(self, index: int, visit: int, place: str) -> Instruction:
         if place == STORE:
-            self._checkpoints.delete(index, visit)
-        else:
-            self._tables.holders.drop(index, visit, place)
-            self._tables.instructions.append(Drop(index, visit, place))
+            return self._checkpoints.delete(index, visit)
+        self._tables.holders.drop(index, visit, place)
+        return Drop(index, visit, place)
 
 
 PARENT_WAS_RECUT = "the trial that it forks was cut finer meanwhile"
@@ -352,63 +423,69 @@ class FinerCuts:
     def __init__(self, tables: RunTables, retention: Retention, checkpoints: Checkpoints) -> None:
         self._tables, self._retention, self._checkpoints = tables, retention, checkpoints
 
-    def go_on(self, index: int, trial: TrialProgress) -> str | None:
-        """Ask for the cut once it can be made; return why it can't, if a state can't be written."""
-        if trial.lacking is None or trial.recutting is not None:
-            return None
-        visits = self._visits(trial)
-        for visit in visits:
-            if (error := self._checkpoints.gave_up(trial, visit)) is not None:
-                return error
-        if all([self._checkpoints.ensure(index, trial, visit) for visit in visits]) and (
-            self._is_at_rest(index, trial)
-        ):
-            trial.recutting = visits
-            self._tables.recutting.add(index)
-            self._tables.instructions.append(
-                CutFiner(index, visits, trial.lacking, trial.lacking == PARENT_WAS_RECUT)
-            )
-        return None
+    def impossible(self, index: int) -> str | None:
+        """Return why the cut can't be made, if a state can't be written; else None."""
+        trial = self._tables.trials[index]
+        errors = (self._checkpoints.gave_up(index, visit) for visit in self._visits(trial))
+        return next((error for error in errors if error is not None), None)
 
-    def take(self, event: TrialRecut) -> None:
+    def go_on(self, index: int, lack: LackingMemory) -> Instructions:
+        """Have the states written that the cut needs, and then ask for the cut."""
+        visits = self._visits(self._tables.trials[index])
+        for visit in visits:
+            if not self._checkpoints.stored(index, visit):
+                return self._checkpoints.write(index, visit)
+        if not self._is_at_rest(index):
+            return []
+        self._tables.enter(index, Recutting(lack, visits))
+        return [CutFiner(index, visits, lack.error, lack.inherited)]
+
+    def take(self, event: TrialRecut) -> Instructions:
         """Go on with the cut, unless it is no answer to what is asked now."""
         index = event.config.trial
-        trial = self._tables.trials[index]
+        trial, stage = self._tables.trials[index], self._tables.trials[index].stage
         visits = tuple(state.visit for state in event.states)
-        if trial.over or trial.recutting != visits:
-            return
-        self.forget(index, trial)
-        if visits != self._visits(trial) or not self._is_at_rest(index, trial):
-            return  # it is asked for again
+        if not isinstance(stage, Recutting) or stage.visits != visits:
+            return []
+        if visits != self._visits(trial) or not self._is_at_rest(index):
+            self.forget(index, trial)
+            return []  # it is asked for again
+        self._tables.enter(index, WAITING)
+        told = self._drop_old_cut(index, visits)
+        for state in event.states:
+            self._tables.holders.recut(index, state.visit, state.digests)
+        before, shards = (len(each.initial_digests) for each in (trial.config, event.config))
+        inherited = stage.lack.inherited
+        trial.config = event.config
+        trial.shards_before = None if inherited else before
+        trial.failed_transfers.clear()
+        self._tables.log(index, f"goes on from state {trial.newest} in {shards} shards")
+        return [*told, ChangeCut(index, trial.newest, before, shards, inherited)]
+
+    def _drop_old_cut(self, index: int, kept: tuple[int, ...]) -> Instructions:
+        """Drop all copies at workers, and all states in the store but those that are laid out."""
         holders = self._tables.holders
+        told: Instructions = []
         for visit in holders.visits(index):
             for place in list(holders.where(index, visit)):
                 if place != STORE:
                     holders.drop(index, visit, place)
-                    self._tables.instructions.append(Drop(index, visit, place))
-                elif visit not in visits:
-                    self._checkpoints.delete(index, visit)
-            if visit not in visits:
+                    told.append(Drop(index, visit, place))
+                elif visit not in kept:
+                    told.append(self._checkpoints.delete(index, visit))
+            if visit not in kept:
                 holders.forget_state(index, visit)
-        for state in event.states:
-            holders.recut(index, state.visit, state.digests)
-        before, shards = (len(each.initial_digests) for each in (trial.config, event.config))
-        inherited = trial.lacking == PARENT_WAS_RECUT
-        trial.config, trial.lacking = event.config, None
-        trial.shards_before = None if inherited else before
-        trial.failed_transfers.clear()
-        self._tables.log(index, f"goes on from state {trial.newest} in {shards} shards")
-        self._tables.instructions.append(ChangeCut(index, trial.newest, before, shards, inherited))
+        return told
 
     def forget(self, index: int, trial: TrialProgress) -> None:
-        """Forget what was asked, because it has an answer or needs none."""
-        trial.recutting = None
-        self._tables.recutting.discard(index)
+        """Wait for no cut any more."""
+        if isinstance(trial.stage, Recutting):
+            self._tables.enter(index, trial.stage.lack)
 
     def _visits(self, trial: TrialProgress) -> tuple[int, ...]:
         """Return the states that the trial needs in the finer cut."""
         return tuple(sorted({trial.base} | self._retention.needed(trial)))
 
-    def _is_at_rest(self, index: int, trial: TrialProgress) -> bool:
+    def _is_at_rest(self, index: int) -> bool:
         """Return whether no state is being written, and no fork waits for one."""
-        return trial.saving is None and index not in self._tables.forks
+        return index not in self._tables.saving and index not in self._tables.forks

@@ -64,6 +64,8 @@ def comparable(state: HopState) -> dict[str, Any]:
         "attempts": sorted(state.attempts),
         "next attempt": state.tables.next_attempt,
         "holders": [asdict(holder) for holder in state.holders],
+        "saving": dict(state.tables.saving),
+        "failed writes": {n: asdict(each) for n, each in state.tables.failed_writes.items()},
         "adoptions": state.adoptions.comparable(),
         "estimates": state.tables.estimates.comparable(),
         "finished": state.finished,
@@ -73,7 +75,12 @@ def comparable(state: HopState) -> dict[str, Any]:
 def _trial(trial: TrialProgress) -> dict[str, Any]:
     plain = replace(trial, visits=VisitLog(1), evaluation=Evaluation())
     visits = [asdict(visit) for visit in trial.visits]
-    return asdict(plain) | {"visits": visits, "evaluation": trial.evaluation.comparable()}
+    return asdict(plain) | {
+        "stage": repr(trial.stage),
+        "goal": repr(trial.goal),
+        "visits": visits,
+        "evaluation": trial.evaluation.comparable(),
+    }
 
 
 def _comparable(value: Any) -> Any:

@@ -18,14 +18,10 @@ attempt that was built on a void state is cancelled. The best state of a trial t
 is held in the same way until it is in the store, to which it is written while training goes on.
 
 The set of trials is open until ``SearchClosed``: a search proposes candidates, which are added or
-refused, and extends the budgets of trials, pauses, forks and stops them
-(``plan/hop/state.py``). A trial trains while it has budget.
+refused, and extends the budgets of trials, pauses, forks and stops them. A trial trains while it
+has budget; ``plan/hop/trial_status.py`` has the table of what may follow in its life.
 Events of attempts and incarnations that are over are ignored, so duplicates and late messages do
 no harm.
-
-Partitions of workers that don't come back go to those that are there.
-
-Carries out what the search decides: trials come, go on, rest, fork and stop.
 
 An event that comes too late, for a trial that is over or after the end of the search, does nothing.
 Only candidates that were proposed before the end of the search may still be admitted or refused.
@@ -33,11 +29,17 @@ Only candidates that were proposed before the end of the search may still be adm
 A fork is one more holder of its parent's segments. It waits until the state that it goes on from is
 in the store, where ``ForkState`` gives it a second name. If that state is lost before, the fork
 goes on from the newest one before it that its parent still has.
+
+Partitions of workers that don't come back go to those that are there.
+
+Whoever decides returns the instructions for it, and the caller puts them after its own. What an
+event leads to is told first, then what follows for the trials that it concerns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, get_args
 
 from cerebro_hydra.plan.hop import invariants
 from cerebro_hydra.plan.hop.attempts import Attempts
@@ -45,6 +47,14 @@ from cerebro_hydra.plan.hop.checkpoints import Checkpoints, Retention
 from cerebro_hydra.plan.hop.epochs import TrialCourse
 from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.tables import LiveAgent, RunTables
+from cerebro_hydra.plan.hop.trial_status import (
+    TRAIN,
+    WAITING,
+    AwaitingParent,
+    MergingMetrics,
+    TrainGoal,
+    TrialStatus,
+)
 from cerebro_hydra.plan.hop.trials import MOST_LOST_AGENTS, Attempt, TrialProgress, outcome, story
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.events import (
@@ -90,7 +100,18 @@ from cerebro_hydra.plan.messages.instructions import (
     FinishRun,
     FinishTrial,
     Instruction,
+    Instructions,
 )
+
+
+class Applied(NamedTuple):
+    """Holds the trials that an event concerns, and the instructions that it led to so far."""
+
+    trials: Collection[int] = ()
+    told: Sequence[Instruction] = ()
+
+
+NOTHING = Applied()
 
 
 class HopState:
@@ -108,22 +129,36 @@ class HopState:
         self.holders = self.tables.holders
         self.retention = Retention(self.tables)
         self.adoptions = Adoptions(self.tables)
-        self.finished = False
         self._attempts = Attempts(self.tables)
         self._checkpoints = Checkpoints(self.tables, self.retention)
         self._course = TrialCourse(self.tables, self._attempts, self.retention, self._checkpoints)
         self._fenced: set[str] = set()  # lost incarnations, which may not join again
-        self._search = SearchEvents(self.tables, self._attempts, self._course)
+        self._search = SearchEvents(self.tables, self._course)
 
     # ------------------------------------------------------------------ the public interface
 
-    def handle(self, event: Event) -> list[Instruction]:
+    def handle(self, event: Event) -> Instructions:
         """Handle one event and return the instructions to carry out, in this order."""
-        instructions: list[Instruction] = []
         self.tables.events += 1
-        self.tables.instructions = instructions
-        self._draw_consequences(self._apply(event))
-        return instructions
+        concerned, told = _HANDLERS[type(event)](self, event)
+        return [*told, *self.consequences(concerned)]
+
+    def consequences(self, concerned: Collection[int]) -> Instructions:
+        """End epochs and trials, start reserved tasks, and drop copies that nobody needs.
+
+        An event concerns few trials. For any other trial nothing follows from it.
+        """
+        told: Instructions = []
+        for index in concerned:
+            told += self._course.advance(index, self.trials[index])
+        told += self._attempts.start_reserved()
+        for index in concerned:
+            told += self._course.drop_unneeded(index, self.trials[index])
+            self.tables.refresh(index)
+        if not self.finished and self.tables.search_closed and self.tables.all_over:
+            self.tables.finished = True
+            told.append(FinishRun())
+        return told
 
     def validate(self) -> None:
         """Check every invariant, and every index against what it is recomputed as.
@@ -131,7 +166,12 @@ class HopState:
         Raises:
             AssertionError: an invariant is broken; the message names it and the object.
         """
-        invariants.check(self)
+        invariants.check(self.tables)
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the run is over."""
+        return self.tables.finished
 
     @property
     def unsaved(self) -> list[int]:
@@ -143,153 +183,87 @@ class HopState:
         """Return what happened to a trial last, one line per event that concerned it."""
         return "\n".join(self.trials[trial].log)
 
-    # ------------------------------------------------------------------ events
+    # ------------------------------------------------------------------ events of a search
 
-    def _apply(self, event: Event) -> Iterable[int]:
-        """Do what the event means; return the trials whose epochs and copies it may change."""
-        if isinstance(event, SearchEvent):
-            concerned = self._search.apply(event)
-            self.finished = self.finished and self.tables.search_closed
-            return concerned
-        if isinstance(event, AttemptEvent):
-            attempt = self._attempts.running(event.attempt, event.incarnation)
-            if attempt is None:
-                return ()
-            self._apply_to_attempt(event, attempt)
-            return (attempt.trial,)
-        match event:
-            case Assigned():
-                self._assign(event)
-                return ()
-            case WorkerJoined():
-                return self._join(event)
-            case WorkerLost():
-                return self._lose(event)
-            case WorkerGivenUp():
-                self.adoptions.give_up(event)
-                return ()
-            case PartitionsAdopted():
-                self.adoptions.adopt(event)
-                return ()
-            case RunResumed():
-                return self._resume()
-            case DevicesWorked():
-                return ()
-            case StateReceived():
-                self._state_received(event)
-            case Checkpointed():
-                self._checkpoints.written(event)
-            case CheckpointFailed():
-                self._checkpoints.failed(event)
-            case ForkFailed():
-                if not self.trials[event.trial].over:
-                    self._course.end(event.trial, "failed", event.error)
-            case StateDiffers():
-                where = f"visit {event.visit} in shards {list(event.shards)}"
-                self.tables.log(event.trial, f"was made again with other bytes: {where}")
-                return ()
-            case TrialRecut():
-                self._course.finer_cuts.take(event)
-                return (event.config.trial,)
-            case RecutRefused():
-                if not self.trials[event.trial].over:
-                    self._course.end(event.trial, "failed", event.error)
-            case MetricsMerged():
-                if self._is_merging(event):
-                    self._course.end_epoch(event.trial, event.values)
-            case MetricsMergeFailed():
-                if self._is_merging(event):
-                    self._course.end(event.trial, "failed", event.error)
-        return (event.trial,)
+    def _hear_search(self, event: SearchEvent) -> Applied:
+        applied = self._search.apply(event)
+        self.tables.finished = self.finished and self.tables.search_closed
+        return applied
 
-    def _apply_to_attempt(self, event: AttemptEvent, attempt: Attempt) -> None:
-        match event:
-            case SubEpochEnding():
-                if attempt.kind == "train" and attempt.status != "ending":
-                    self._attempts.move(attempt, "ending")
-            case SubEpochDone():
-                if attempt.kind == "train":
-                    self._sub_epoch_done(event, attempt)
-            case EvaluationDone():
-                if attempt.kind == "evaluate":
-                    self._evaluation_done(event, attempt)
-            case TaskFailed():
-                where = f"partition {attempt.partition} on worker {attempt.worker}"
-                self.tables.log(attempt.trial, f"attempt {attempt.number} failed on {where}")
-                if event.memory:
-                    self._course.ran_out_of_memory(attempt, event.error)
-                else:
-                    self._course.end(attempt.trial, "failed", event.error)
-            case AuditFailed():
-                self._course.audit_failed(attempt, event.difference)
-            case TransferFailed():
-                self._course.transfer_failed(attempt, event.error)
+    # ------------------------------------------------------------------ events of workers
 
-    # ------------------------------------------------------------------ workers
-
-    def _assign(self, event: Assigned) -> None:
+    def _assign(self, event: Assigned) -> Applied:
+        told: Instructions = []
         for task in event.tasks:
             agent = self.workers.of_partition(task.partition)
             tasks, bit = self.tables.open_tasks, 1 << task.partition
             ready = tasks.ready >> task.trial & 1 and tasks.partitions(task.trial) & bit
             if agent is None or agent.worker != task.worker or not (agent.open and ready):
                 raise ValueError(f"{task} was chosen, and it can't be begun now")
-            self._attempts.assign(task.trial, task.partition, agent)
+            told += self._attempts.assign(task.trial, task.partition, agent)
+        return Applied((), told)
 
-    def _join(self, event: WorkerJoined) -> Iterable[int]:
+    def _join(self, event: WorkerJoined) -> Applied:
         if event.incarnation in self._fenced or self.workers.get(event.incarnation):
-            return ()
-        concerned: Iterable[int] = ()
+            return NOTHING
+        concerned, told = NOTHING
         if old := self.workers.by_worker.get(event.worker):
             lost = WorkerLost(old.incarnation, f"worker {event.worker} joined anew")
-            concerned = self._lose(lost)
+            concerned, told = self._lose(lost)
         self.workers.add(
             LiveAgent(
                 event.worker, event.incarnation, event.partitions, event.devices, event.residents
             )
         )
-        self.adoptions.join(event.worker)
-        return concerned
+        return Applied(concerned, [*told, *self.adoptions.join(event.worker)])
 
-    def _lose(self, lost: WorkerLost) -> Iterable[int]:
+    def _lose(self, lost: WorkerLost) -> Applied:
         incarnation, reason = lost.incarnation, lost.reason
         self._fenced.add(incarnation)
         agent = self.workers.get(incarnation)
         if agent is None:
-            return ()
+            return NOTHING
         ran = None if lost.attempt is None else self._attempts.running(lost.attempt, incarnation)
-        concerned = self._recover(self._remove(agent, reason), {incarnation}, reason)
+        removed = self._remove(agent, reason)
+        recovered = self._recover(removed.trials, {incarnation}, reason)
+        told = [*removed.told, *recovered.told]
         if ran is not None:
             trial = self.trials[ran.trial]
             trial.note_lost_agent(ran, lost, self.tables.next_attempt)
             if len(trial.lost_agents) >= MOST_LOST_AGENTS:
-                self._course.end(ran.trial, "failed", story(ran.trial, trial.lost_agents))
-        return concerned
+                told += self._course.fail(ran.trial, story(ran.trial, trial.lost_agents))
+        return Applied(recovered.trials, told)
 
-    def _resume(self) -> Iterable[int]:
+    def _give_up(self, event: WorkerGivenUp) -> Applied:
+        return Applied((), self.adoptions.give_up(event))
+
+    def _adopt(self, event: PartitionsAdopted) -> Applied:
+        self.adoptions.adopt(event)
+        return NOTHING
+
+    def _resume(self, event: RunResumed) -> Applied:
         """Go on from the store alone; merges and cuts without an answer are asked for again."""
         reason = "the run was resumed"
         self.adoptions = Adoptions(self.tables)
         lost = {agent.incarnation for agent in self.workers}
-        concerned = set[int]()
-        for number, trial in self.trials.items():
-            if trial.merge_attempt is not None or trial.recutting is not None:
-                trial.merge_attempt = None
-                self._course.finer_cuts.forget(number, trial)
-                concerned.add(number)
+        concerned, told = self._course.forget_questions(), list[Instruction]()
         for agent in list(self.workers):
             self._fenced.add(agent.incarnation)
-            concerned |= self._remove(agent, reason)
+            removed = self._remove(agent, reason)
+            concerned |= set(removed.trials)
+            told += removed.told
         recovered = self._recover(concerned, lost, reason)
+        told += recovered.told
         unsaved = self.unsaved
         for number in unsaved:
-            self._course.reopen(number, self.trials[number])
-        self.finished = self.finished and not unsaved
-        return [*recovered, *unsaved]
+            told += self._course.reopen(number, self.trials[number])
+        self.tables.finished = self.finished and not unsaved
+        return Applied([*recovered.trials, *unsaved], told)
 
-    def _remove(self, agent: LiveAgent, reason: str) -> set[int]:
+    def _remove(self, agent: LiveAgent, reason: str) -> Applied:
         """Forget an agent with its tasks and states; return the trials that it worked for."""
         concerned = {trial for trial, _ in self.holders.states_at(agent.incarnation)}
+        told: Instructions = []
         self.workers.remove(agent)
         # Beside what it runs and what is reserved there may be a sub-epoch that is held back.
         at = [each for each in self.attempts.values() if each.incarnation == agent.incarnation]
@@ -297,29 +271,60 @@ class HopState:
             concerned.add(attempt.trial)
             if attempt.number in self.attempts:
                 self.tables.log(attempt.trial, f"worker {agent.worker} lost ({reason})")
-                self._attempts.abandon(attempt)
+                told += self._attempts.abandon(attempt)
         self.holders.forget_worker(agent.incarnation)
-        self.adoptions.lose(agent.incarnation)
-        return concerned
+        return Applied(concerned, told + self.adoptions.lose(agent.incarnation))
 
-    def _recover(self, concerned: set[int], lost: set[str], reason: str) -> list[int]:
-        for index in sorted(concerned):
-            self._course.recover(index, self.trials[index], lost, reason)
-        return sorted(concerned)
+    def _recover(self, concerned: Iterable[int], lost: set[str], reason: str) -> Applied:
+        in_order, told = sorted(concerned), list[Instruction]()
+        for index in in_order:
+            told += self._course.recover(index, self.trials[index], lost, reason)
+        return Applied(in_order, told)
 
-    # ------------------------------------------------------------------ tasks
+    # ------------------------------------------------------------------ events of attempts
 
-    def _sub_epoch_done(self, event: SubEpochDone, attempt: Attempt) -> None:
+    def _hear_attempt(self, event: AttemptEvent) -> Applied:
+        """Do what an agent says of an attempt, unless that is over."""
+        attempt = self._attempts.running(event.attempt, event.incarnation)
+        if attempt is None:
+            return NOTHING
+        return Applied((attempt.trial,), self._apply_to_attempt(event, attempt))
+
+    def _apply_to_attempt(self, event: AttemptEvent, attempt: Attempt) -> Instructions:
+        match event:
+            case SubEpochEnding() if attempt.kind == "train" and attempt.status != "ending":
+                return self._attempts.move(attempt, "ending")
+            case SubEpochDone() if attempt.kind == "train":
+                return self._sub_epoch_done(event, attempt)
+            case EvaluationDone() if attempt.kind == "evaluate":
+                return self._evaluation_done(event, attempt)
+            case TaskFailed():
+                return self._task_failed(event, attempt)
+            case AuditFailed():
+                return self._course.audit_failed(attempt, event.difference)
+            case TransferFailed():
+                return self._course.transfer_failed(attempt, event.error)
+        return []
+
+    def _task_failed(self, event: TaskFailed, attempt: Attempt) -> Instructions:
+        where = f"partition {attempt.partition} on worker {attempt.worker}"
+        self.tables.log(attempt.trial, f"attempt {attempt.number} failed on {where}")
+        if event.memory:
+            return self._course.ran_out_of_memory(attempt, event.error)
+        return self._course.fail(attempt.trial, event.error)
+
+    def _sub_epoch_done(self, event: SubEpochDone, attempt: Attempt) -> Instructions:
         attempt.done = event
-        self._attempts.move(attempt, "done")
+        told = self._attempts.move(attempt, "done")
         estimates = self.tables.estimates
         estimates.learn("train", attempt.trial, attempt.partition, event.work_seconds)
         estimates.advance_clock(attempt.started_at + event.hop.seconds + event.seconds)
         trial = self.trials[attempt.trial]
-        while trial.pending_visits and trial.pending_visits[0].done is not None:
-            self._commit(trial, trial.pending_visits[0], trial.pending_visits[0].done)
+        while trial.pending_visits and (done := trial.pending_visits[0].done) is not None:
+            told.append(self._commit(trial, trial.pending_visits[0], done))
+        return told
 
-    def _commit(self, trial: TrialProgress, attempt: Attempt, done: SubEpochDone) -> None:
+    def _commit(self, trial: TrialProgress, attempt: Attempt, done: SubEpochDone) -> Commit:
         self._attempts.close(attempt)
         number, visit = attempt.trial, attempt.visit
         trial.visits.append(attempt.partition, done.rows, done.loss_sum)
@@ -335,13 +340,11 @@ class HopState:
             f"visit {visit}: epoch {attempt.epoch + 1}, partition {attempt.partition} "
             f"on worker {attempt.worker}, attempt {attempt.number}",
         )
-        self.tables.instructions.append(
-            Commit(attempt.number, number, visit, attempt.epoch, attempt.partition)
-        )
+        return Commit(attempt.number, number, visit, attempt.epoch, attempt.partition)
 
-    def _evaluation_done(self, event: EvaluationDone, attempt: Attempt) -> None:
+    def _evaluation_done(self, event: EvaluationDone, attempt: Attempt) -> Instructions:
         trial = self.trials[attempt.trial]
-        self._attempts.move(attempt, "done")
+        told = self._attempts.move(attempt, "done")
         self._attempts.close(attempt)
         states = event.states if trial.config.custom_metrics else None
         trial.evaluation.add(attempt.partition, event.sums, states)
@@ -349,87 +352,132 @@ class HopState:
         estimates = self.tables.estimates
         estimates.learn("evaluate", attempt.trial, attempt.partition, event.work_seconds)
         estimates.advance_clock(attempt.started_at + event.seconds)
+        return told
 
-    def _is_merging(self, event: MetricsMerged | MetricsMergeFailed) -> bool:
-        """Return whether the event answers the trial's open ``MergeMetrics``."""
-        return self.trials[event.trial].merge_attempt == event.attempt
+    # ------------------------------------------------------------------ events of trials
 
-    def _state_received(self, event: StateReceived) -> None:
+    def _hear_received(self, event: StateReceived) -> Applied:
         trial, at = self.trials[event.trial], (event.visit, event.incarnation)
         agent = self.workers.get(event.incarnation)
         if agent is None or at in trial.abandoned_fetches:
-            return
+            return Applied((event.trial,))
         beginning = self._attempts.beginning_from(event.trial, event.visit, agent)
         if beginning:
             self._attempts.note_received(event.trial, *at)
+        told: Instructions = []
         for attempt in beginning:
             if attempt.status == "fetching":
-                self._attempts.move(attempt, "running")
+                told += self._attempts.move(attempt, "running")
+        return Applied((event.trial,), told)
 
-    # ------------------------------------------------------------------ after every event
+    def _hear_written(self, event: Checkpointed) -> Applied:
+        self._checkpoints.written(event)
+        return Applied((event.trial,))
 
-    def _draw_consequences(self, concerned: Iterable[int]) -> None:
-        """End epochs and trials, start reserved tasks, and drop copies that nobody needs."""
-        for index in concerned:
-            self._course.advance(index, self.trials[index])
-        self._attempts.start_reserved()
-        for index in concerned:
-            self._course.drop_unneeded(index, self.trials[index])
-            self.tables.refresh(index)
-        if not self.finished and self.tables.search_closed and self.tables.all_over:
-            self.finished = True
-            self.tables.instructions.append(FinishRun())
+    def _hear_not_written(self, event: CheckpointFailed) -> Applied:
+        self._checkpoints.failed(event)
+        return Applied((event.trial,))
+
+    def _fail(self, event: ForkFailed | RecutRefused) -> Applied:
+        over = self.trials[event.trial].over
+        return Applied((event.trial,), () if over else self._course.fail(event.trial, event.error))
+
+    def _hear_merged(self, event: MetricsMerged | MetricsMergeFailed) -> Applied:
+        """Take the answer to the trial's open ``MergeMetrics``, if it is one."""
+        told: Instructions = []
+        if self.trials[event.trial].stage == MergingMetrics(event.attempt):
+            if isinstance(event, MetricsMerged):
+                told = self._course.end_epoch(event.trial, event.values)
+            else:
+                told = self._course.fail(event.trial, event.error)
+        return Applied((event.trial,), told)
+
+    def _hear_recut(self, event: TrialRecut) -> Applied:
+        return Applied((event.config.trial,), self._course.finer_cuts.take(event))
+
+    def _note_difference(self, event: StateDiffers) -> Applied:
+        where = f"visit {event.visit} in shards {list(event.shards)}"
+        self.tables.log(event.trial, f"was made again with other bytes: {where}")
+        return NOTHING
+
+    def _ignore(self, event: DevicesWorked) -> Applied:
+        return NOTHING
+
+
+_HANDLERS: dict[type[Event], Callable[[HopState, Any], Applied]] = {
+    **dict.fromkeys(get_args(SearchEvent), HopState._hear_search),
+    **dict.fromkeys(get_args(AttemptEvent), HopState._hear_attempt),
+    Assigned: HopState._assign,
+    WorkerJoined: HopState._join,
+    WorkerLost: HopState._lose,
+    WorkerGivenUp: HopState._give_up,
+    PartitionsAdopted: HopState._adopt,
+    RunResumed: HopState._resume,
+    DevicesWorked: HopState._ignore,
+    StateReceived: HopState._hear_received,
+    Checkpointed: HopState._hear_written,
+    CheckpointFailed: HopState._hear_not_written,
+    ForkFailed: HopState._fail,
+    RecutRefused: HopState._fail,
+    MetricsMerged: HopState._hear_merged,
+    MetricsMergeFailed: HopState._hear_merged,
+    TrialRecut: HopState._hear_recut,
+    StateDiffers: HopState._note_difference,
+}
+"""What each kind of event leads to, before what follows for the trials that it concerns."""
 
 
 PAUSED_AT_THE_END = "the search ended while the trial was paused"
 
 
 class SearchEvents:
-    """Applies the events of a search; a part of the state machine."""
+    """Applies the events of a search."""
 
-    def __init__(self, tables: RunTables, attempts: Attempts, course: TrialCourse) -> None:
-        self._tables, self._attempts, self._course = tables, attempts, course
+    def __init__(self, tables: RunTables, course: TrialCourse) -> None:
+        self._tables, self._course = tables, course
 
-    def apply(self, event: SearchEvent) -> Iterable[int]:
-        """Do what the event means; return the trials that it concerns."""
+    def apply(self, event: SearchEvent) -> Applied:
+        """Do what the event means."""
         match event:
             case TrialRefused():
-                return self._refuse(event)
+                return Applied((), self._refuse(event))
+            case TrialAdded() if self._is_new(event.config.trial):
+                return self._add(event)
+            case TrialForked() if self._is_new(event.config.trial):
+                return self._fork(event)
             case TrialAdded() | TrialForked():
-                if not self._is_new(event.config.trial):
-                    return ()
-                return self._add(event) if isinstance(event, TrialAdded) else self._fork(event)
+                return NOTHING
             case TrialStopped():
-                return self._stop(event)
+                self._course.stop(event.trial, event.reason)
+                return Applied((event.trial,))
             case SearchReopened():
                 self._tables.search_closed = False
-                return self._at_their_budget()
-        if self._tables.search_closed:
-            return ()
+                return Applied(self._at_their_budget())
+        return NOTHING if self._tables.search_closed else self._apply_to_open(event)
+
+    def _apply_to_open(
+        self, event: TrialProposed | SearchClosed | BudgetExtended | TrialPaused | TrialResumed
+    ) -> Applied:
+        """Do what an event means that does nothing after the end of the search."""
         match event:
             case TrialProposed():
                 known = event.trial in self._tables.trials or event.trial in self._tables.refused
                 if not known:
                     self._tables.candidates[event.trial] = event
-                return ()
+                return NOTHING
             case SearchClosed():
                 return self._close()
-            case BudgetExtended() if self._tables.trials[event.trial].status == "finished":
-                self._reopen(event)
-        trial = self._tables.trials[event.trial]
-        if trial.over or trial.stop_reason is not None:
-            return ()
-        match event:
             case BudgetExtended():
-                trial.budget = max(trial.budget, event.budget)
-                self._tables.log(event.trial, f"may train up to epoch {trial.budget}")
-            case TrialPaused() if trial.rest_at is None:
-                trial.rest_at = len(trial.history)
-                self._course.rest(event.trial, trial)
-            case TrialResumed() if trial.rest_at is not None:
-                self._course.wake(event.trial, trial)
-                self._tables.log(event.trial, "resumed")
-        return (event.trial,)
+                return self._extend(event)
+        trial = self._tables.trials[event.trial]
+        if trial.over or trial.stops:
+            return NOTHING
+        told: Instructions = []
+        if isinstance(event, TrialResumed):
+            self._resume(event.trial)
+        elif isinstance(trial.goal, TrainGoal):
+            told = self._course.pause(event.trial, trial)
+        return Applied((event.trial,), told)
 
     def _is_new(self, number: int) -> bool:
         """Return whether a trial may begin now, which is no candidate any more then."""
@@ -437,65 +485,78 @@ class SearchEvents:
         expected = proposed or not self._tables.search_closed
         return expected and number not in self._tables.trials
 
-    def _refuse(self, event: TrialRefused) -> Iterable[int]:
-        if self._tables.candidates.pop(event.trial, None) is not None:
-            self._tables.refused.add(event.trial)
-            refused = FinishTrial(event.trial, "failed", event.error, 0)
-            self._tables.instructions.append(refused)
-        return ()
+    def _refuse(self, event: TrialRefused) -> Instructions:
+        if self._tables.candidates.pop(event.trial, None) is None:
+            return []
+        self._tables.refused.add(event.trial)
+        return [FinishTrial(event.trial, TrialStatus.FAILED.value, event.error, 0)]
 
-    def _add(self, event: TrialAdded) -> Iterable[int]:
+    def _add(self, event: TrialAdded) -> Applied:
         config, number = event.config, event.config.trial
         self._tables.config.check_trial(config)
         self._tables.add_trial(config, event.budget)
         self._tables.holders.define(number, 0, config.initial_digests)
         self._tables.holders.add(number, 0, STORE)
-        return (number,)
+        return Applied((number,))
 
-    def _fork(self, event: TrialForked) -> Iterable[int]:
+    def _fork(self, event: TrialForked) -> Applied:
         tables, number = self._tables, event.config.trial
         tables.config.check_trial(event.config)
         parent = tables.trials[event.parent]
-        trial = tables.add_trial(event.config, event.budget)
-        tables.log(number, f"forks trial {event.parent} after visit {event.visit}")
-        forked = f"state {event.visit} of trial {event.parent}"
         there = tables.holders.where(event.parent, event.visit)
-        if not there and not parent.makes_again(event.visit):
-            self._course.end(number, "failed", f"{forked} can't be forked: it is not kept any more")
-            return (number,)
-        trial.base, trial.awaits = event.visit, event.parent
+        kept = there or parent.makes_again(event.visit)
+        stage = AwaitingParent(event.parent) if kept else WAITING
+        trial = tables.add_trial(event.config, event.budget, stage)
+        tables.log(number, f"forks trial {event.parent} after visit {event.visit}")
+        if not kept:
+            forked = f"state {event.visit} of trial {event.parent}"
+            reason = f"{forked} can't be forked: it is not kept any more"
+            return Applied((number,), self._course.fail(number, reason))
+        trial.base = event.visit
         trial.follow(parent, tables.config.partitions)
         tables.forks.setdefault(event.parent, []).append(number)
-        return (event.parent, number)
+        return Applied((event.parent, number))
 
-    def _stop(self, event: TrialStopped) -> Iterable[int]:
-        self._course.stop(event.trial, event.reason)
-        return (event.trial,)
+    def _extend(self, event: BudgetExtended) -> Applied:
+        """Let a trial train further, also one that has finished with its budget."""
+        number, trial = event.trial, self._tables.trials[event.trial]
+        told: Instructions = []
+        if (
+            trial.status is TrialStatus.FINISHED
+            and event.budget > trial.budget
+            and outcome(self._tables.config, trial, False) is None
+        ):
+            told = self._course.reopen(number, trial)
+        if trial.over or trial.stops:
+            return Applied((), told)
+        trial.budget = max(trial.budget, event.budget)
+        self._tables.log(number, f"may train up to epoch {trial.budget}")
+        return Applied((number,), told)
 
-    def _reopen(self, event: BudgetExtended) -> None:
-        """Let a finished trial go on, unless it ended for another reason than its budget."""
-        trial = self._tables.trials[event.trial]
-        if event.budget > trial.budget and outcome(self._tables.config, trial, False) is None:
-            self._course.reopen(event.trial, trial)
+    def _resume(self, number: int) -> None:
+        """Let a trial go on if it is paused, or is about to be."""
+        if not isinstance(self._tables.trials[number].goal, TrainGoal):
+            self._tables.aim(number, TRAIN)
+            self._tables.log(number, "resumed")
 
-    def _close(self) -> Iterable[int]:
+    def _close(self) -> Applied:
         """Let trials end that rest or have used their budget; nothing changes for the others."""
         self._tables.search_closed = True
-        concerned = []
+        concerned = set(self._at_their_budget())
         for number, trial in self._tables.trials.items():
-            if not trial.over and trial.rest_at is not None:
+            if not (trial.over or trial.stops or isinstance(trial.goal, TrainGoal)):
                 self._course.stop(number, PAUSED_AT_THE_END)
-                if trial.stop_reason is None:  # it is at its end, and made again if that is lost
-                    self._course.wake(number, trial)
-                    concerned.append(number)
-        return sorted({*concerned, *self._at_their_budget()})
+                if not trial.stops:  # it is at its end, and made again if that is lost
+                    self._tables.aim(number, TRAIN)
+                concerned.add(number)
+        return Applied(sorted(concerned))
 
     def _at_their_budget(self) -> list[int]:
         """Return the trials that are not over, and train no further while the search is closed."""
         return [
             number
             for number, trial in self._tables.trials.items()
-            if not trial.over and (trial.stop_reason or len(trial.history) >= trial.budget)
+            if not trial.over and (trial.stops or len(trial.history) >= trial.budget)
         ]
 
 
@@ -511,22 +572,23 @@ class Adoptions:
         self._given_up: dict[int, tuple[int, ...]] = {}  # the partitions of each, by worker
         self._promised: dict[int, str] = {}  # who decodes a partition, by partition
 
-    def give_up(self, event: WorkerGivenUp) -> None:
+    def give_up(self, event: WorkerGivenUp) -> Instructions:
         """Let the others take over the partitions of a worker, unless it is there again."""
-        if event.worker not in self._tables.workers.by_worker:
-            self._given_up[event.worker] = event.partitions
-            self._hand_out()
+        if event.worker in self._tables.workers.by_worker:
+            return []
+        self._given_up[event.worker] = event.partitions
+        return self._hand_out()
 
-    def join(self, worker: int) -> None:
+    def join(self, worker: int) -> Instructions:
         """Leave its own partitions to a worker that is there, and ask it for those of others."""
         for partition in self._given_up.pop(worker, ()):
             self._promised.pop(partition, None)
-        self._hand_out()
+        return self._hand_out()
 
-    def lose(self, incarnation: str) -> None:
+    def lose(self, incarnation: str) -> Instructions:
         """Let others take over what a lost agent had taken over, or was about to."""
         self._promised = {p: name for p, name in self._promised.items() if name != incarnation}
-        self._hand_out()
+        return self._hand_out()
 
     def adopt(self, event: PartitionsAdopted) -> None:
         """Note that an agent has decoded partitions of other workers."""
@@ -538,16 +600,15 @@ class Adoptions:
             free = (p for p in mine if self._tables.workers.of_partition(p) is None)
             self._tables.workers.adopt(agent, tuple(free))
 
-    def _hand_out(self) -> None:
+    def _hand_out(self) -> Instructions:
+        told: Instructions = []
         workers = self._tables.workers
-        for partitions in self._given_up.values():
-            for partition in partitions:
-                taken = partition in self._promised or workers.of_partition(partition)
-                if not taken and (agent := self._least_burdened()) is not None:
-                    self._promised[partition] = agent.incarnation
-                    self._tables.instructions.append(
-                        AdoptPartitions(agent.worker, agent.incarnation, (partition,))
-                    )
+        for partition in (p for partitions in self._given_up.values() for p in partitions):
+            taken = partition in self._promised or workers.of_partition(partition)
+            if not taken and (agent := self._least_burdened()) is not None:
+                self._promised[partition] = agent.incarnation
+                told.append(AdoptPartitions(agent.worker, agent.incarnation, (partition,)))
+        return told
 
     def _least_burdened(self) -> LiveAgent | None:
         """Return the agent that has, or was promised, the fewest partitions."""

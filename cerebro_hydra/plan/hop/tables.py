@@ -18,24 +18,47 @@ from typing import NamedTuple
 
 from cerebro_hydra.plan.bits import mask_of, members
 from cerebro_hydra.plan.hop.holders import Holders
-from cerebro_hydra.plan.hop.trials import (
+from cerebro_hydra.plan.hop.trial_status import (
+    IN_TRAINING,
     OVER,
+    WAITING,
+    Goal,
+    Stage,
+    TrialStatus,
+    check_goal,
+    check_stage,
+)
+from cerebro_hydra.plan.hop.trials import (
     Attempt,
     TaskKind,
     TrialProgress,
-    TrialStatus,
     VisitLog,
     next_partition,
     outcome,
 )
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import TrialProposed
-from cerebro_hydra.plan.messages.instructions import Instruction
 from cerebro_hydra.plan.seeds import seed_of
+
+StateCopy = tuple[int, str]
+"""A visit, and the place that has the state after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedWrite:
+    """Notes that a state could not be written to the store, how often in a row, and why."""
+
+    visit: int
+    times: int
+    error: str
 
 
 class RunTables:
-    """Holds the tables of one run; `HopState` and `Attempts` change them."""
+    """Holds the tables of one run.
+
+    Each is changed by one class: agents and attempts by `Attempts`, what is written by
+    `Checkpoints`, candidates by `SearchEvents`. A trial's stage and goal change here alone.
+    """
 
     def __init__(self, config: HopConfig) -> None:
         self.config = config
@@ -45,13 +68,14 @@ class RunTables:
         self.holders = Holders()
         self.estimates = Estimates(config.partitions)
         self.open_tasks = OpenTasks(config.partitions)
+        self.saving: dict[int, StateCopy] = {}  # the state of each trial that is being written
+        self.failed_writes: dict[int, FailedWrite] = {}  # the latest of each, until one succeeds
         self.forks: dict[int, list[int]] = {}  # by parent, those whose states are not stored yet
         self.candidates: dict[int, TrialProposed] = {}  # neither admitted nor refused yet
         self.refused: set[int] = set()  # the candidates that can't be trials
-        self.recutting: set[int] = set()  # the trials of a ``CutFiner`` without an answer
         self.search_closed = False  # whether nothing is proposed and no budget extended any more
+        self.finished = False  # whether the run is over
         self.events = 0
-        self.instructions: list[Instruction] = []  # what the present event leads to
         self.in_training = 0
         """The trials that may go on now, as a mask."""
         self._next_attempt = 0
@@ -74,12 +98,13 @@ class RunTables:
 
     # ------------------------------------------------------------------ trials
 
-    def add_trial(self, config: TrialConfig, budget: int) -> TrialProgress:
-        """Take in a trial that waits for its first task."""
+    def add_trial(self, config: TrialConfig, budget: int, stage: Stage = WAITING) -> TrialProgress:
+        """Take in a new trial."""
         tie_break = Random(seed_of(self.config.seed, "turn", config.trial)).random()
-        trial = TrialProgress(config, budget, tie_break, VisitLog(self.config.partitions))
+        visits = VisitLog(self.config.partitions)
+        trial = TrialProgress(config, budget, tie_break, visits, stage)
         self.trials[config.trial] = trial
-        self._statuses["waiting"] = self.with_status("waiting") | 1 << config.trial
+        self._statuses[stage.status] = self.with_status(stage.status) | 1 << config.trial
         self.estimates.add(config.trial, config.cost)
         return trial
 
@@ -90,12 +115,28 @@ class RunTables:
             found |= self._statuses.get(status, 0)
         return found
 
-    def set_status(self, number: int, status: TrialStatus) -> None:
-        """Change the status of a trial."""
+    def enter(self, number: int, stage: Stage) -> None:
+        """Let a trial enter a stage, if it may.
+
+        Raises:
+            ValueError: the stage does not follow that of the trial.
+        """
         trial, bit = self.trials[number], 1 << number
-        self._statuses[trial.status] ^= bit
-        self._statuses[status] = self._statuses.get(status, 0) | bit
-        trial.status = status
+        check_stage(trial.stage, stage)
+        self._statuses[trial.stage.status] ^= bit
+        self._statuses[stage.status] = self._statuses.get(stage.status, 0) | bit
+        trial.stage = stage
+
+    def aim(self, number: int, goal: Goal) -> None:
+        """Give a trial another goal, if it may have it.
+
+        Raises:
+            ValueError: the goal does not follow that of the trial.
+        """
+        trial = self.trials[number]
+        if goal != trial.goal:
+            check_goal(trial.goal, goal)
+            trial.goal = goal
 
     @property
     def all_over(self) -> bool:
@@ -109,10 +150,8 @@ class RunTables:
         It has budget left, is not at its end, and its newest state can be fetched from somewhere.
         """
         return (
-            trial.status in ("waiting", "running")
-            and trial.awaits is None
-            and not trial.restarting
-            and trial.lacking is None
+            trial.stage.status in IN_TRAINING
+            and not trial.goal.paused
             and len(trial.history) < trial.budget
             and outcome(self.config, trial, self.search_closed) is None
             and any(self.sources(trial))
@@ -139,14 +178,11 @@ class RunTables:
             work += (later_epochs + 1) * self.estimates.cost("evaluate", number)
         return work
 
-    def open_partitions(self, number: int) -> int:
+    def _open_partitions(self, number: int, trial: TrialProgress) -> int:
         """Return the partitions of the tasks of the present phase that no attempt has, as a mask.
 
         When the visits of an epoch are in seeded order, only the next one is among them.
         """
-        trial = self.trials[number]
-        if not self.may_train(trial):
-            return 0
         if self.phase(trial) == "evaluate":
             return self._all_partitions & ~trial.evaluation_begun()
         visited = trial.visited()
@@ -165,11 +201,8 @@ class RunTables:
             visit, places = visit + 1, (trial.pending_visits[0].incarnation,)
         return (place for place in places if trial.is_source(visit, place))
 
-    def turn(self, number: int) -> Turn | None:
+    def _turn(self, number: int, trial: TrialProgress) -> Turn | None:
         """Return the turn of a trial that can begin a task now, else None."""
-        trial = self.trials[number]
-        if not self.may_train(trial):
-            return None
         if trial.lost_agents and (trial.pending_visits or trial.evaluations):
             return None  # one agent at a time, while it may be lethal
         pending = trial.pending_visits
@@ -179,31 +212,37 @@ class RunTables:
 
     def refresh(self, number: int) -> None:
         """Bring the index of open tasks up to date with a trial that has changed."""
-        self.open_tasks.put(number, self.open_partitions(number), self.turn(number))
-        if self.may_train(self.trials[number]):
-            self.in_training |= 1 << number
+        trial, bit = self.trials[number], 1 << number
+        if self.may_train(trial):
+            self.in_training |= bit
+            turn = self._turn(number, trial)
+            self.open_tasks.put(number, self._open_partitions(number, trial), turn)
         else:
-            self.in_training &= ~(1 << number)
+            self.in_training &= ~bit
+            self.open_tasks.put(number, 0, None)
 
     def check_indexes(self) -> None:
         """Raise AssertionError if an index is not what it is recomputed as."""
         self.workers.check()
-        saving = ((n, *trial.saving) for n, trial in self.trials.items() if trial.saving)
-        self.holders.check(saving)
-        self.open_tasks.check({n: (self.open_partitions(n), self.turn(n)) for n in self.trials})
-        for status, mask in self._statuses.items():
-            there = {n for n, trial in self.trials.items() if trial.status == status}
-            assert set(members(mask)) == there, f"the trials {there} are {status}"
-        training = mask_of(n for n, trial in self.trials.items() if self.may_train(trial))
-        assert self.in_training == training, f"{training:b} may train, not {self.in_training:b}"
+        self.holders.check((n, *copy) for n, copy in self.saving.items())
+        self._check_statuses()
+        training = {n: trial for n, trial in self.trials.items() if self.may_train(trial)}
+        assert self.in_training == mask_of(training), f"{list(training)} may train"
+        opened = {n: (self._open_partitions(n, t), self._turn(n, t)) for n, t in training.items()}
+        self.open_tasks.check(dict.fromkeys(self.trials, (0, None)) | opened)
         for number, trial in self.trials.items():
             trial.evaluation.check()
-            assert (trial.recutting is not None) == (number in self.recutting), f"trial {number}"
             assert trial.evaluating == mask_of(trial.evaluations), f"trial {number}: {trial}"
             begun = len(trial.history) * self.config.partitions
             assert trial.trained == mask_of(trial.visits.partitions_from(begun)), (
                 f"trial {number} has trained on other partitions than {trial.trained:b}"
             )
+
+    def _check_statuses(self) -> None:
+        for status in TrialStatus:
+            there = mask_of(n for n, trial in self.trials.items() if trial.status == status)
+            mask = self.with_status(status)
+            assert mask == there, f"{there:b} are {status}, and not {mask:b}"
 
 
 FEW = 64  # candidates are sorted rather than looked for in the queue of all

@@ -11,6 +11,17 @@ from random import Random
 from typing import Any, Literal, NamedTuple, overload
 
 from cerebro_hydra.plan.bits import mask_of
+from cerebro_hydra.plan.hop.trial_status import (
+    OVER,
+    TRAIN,
+    WAITING,
+    AwaitingParent,
+    Ended,
+    Goal,
+    Stage,
+    StopGoal,
+    TrialStatus,
+)
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import SubEpochDone, WorkerLost
 from cerebro_hydra.plan.messages.instructions import StateSource
@@ -84,9 +95,7 @@ def _mean(sums_and_rows: Iterable[tuple[float, int]]) -> float:
 
 TaskKind = Literal["train", "evaluate"]
 AttemptStatus = Literal["reserved", "fetching", "running", "ending", "done", "cancelled"]
-TrialStatus = Literal["waiting", "running", "paused", "finished", "stopped", "failed"]
 
-OVER: tuple[TrialStatus, ...] = ("finished", "stopped", "failed")
 MOST_FAILED_TRANSFERS = 3  # of a state from one place, which is no source of it any more then
 STORY_LINES = 100  # of a trial that are kept; the journal has all of them
 
@@ -112,15 +121,6 @@ class Attempt:
     started_at: float = 0.0  # seconds by the clock of the estimates
 
 
-@dataclass(frozen=True, slots=True)
-class FailedWrite:
-    """Notes that a state could not be written to the store, how often in a row, and why."""
-
-    visit: int
-    times: int
-    error: str
-
-
 @dataclass(slots=True)
 class TrialProgress:
     """Records one trial's committed visits, its ended epochs, and the tasks that are under way."""
@@ -129,14 +129,14 @@ class TrialProgress:
     budget: int  # the epoch up to which it may train now
     tie_break: float  # decides between trials with as much work left
     visits: VisitLog
-    status: TrialStatus = "waiting"
+    stage: Stage = WAITING  # `RunTables.enter` changes it
+    goal: Goal = TRAIN  # `RunTables.aim` changes it
     history: list[dict[str, float]] = field(default_factory=list)  # metrics by epoch
     trained: int = 0  # the partitions of the present epoch that are committed, as a mask
     pending_visits: list[Attempt] = field(default_factory=list)  # at most two, in order
     evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
     evaluating: int = 0  # the partitions of ``evaluations``, as a mask
     evaluation: Evaluation = field(default_factory=Evaluation)  # of the present epoch
-    merge_attempt: int | None = None  # the number of a ``MergeMetrics`` that has no answer yet
     failed_transfers: dict[tuple[int, str], int] = field(default_factory=dict)  # by visit and place
     lost_agents: list[LostAgent] = field(default_factory=list)  # in a row, by the trial's tasks
     innocent_below: int = 0  # attempts given out before the latest of them is known
@@ -147,24 +147,40 @@ class TrialProgress:
     # fetch, whose ``StateReceived`` may still arrive, late.
     arrived: set[tuple[int, str]] = field(default_factory=set)
     abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
-    saving: tuple[int, str] | None = None  # (visit, incarnation) of the checkpoint under way
-    failed_write: FailedWrite | None = None  # the latest of a state, until one is written
     uncut: bool = False  # an audit has failed, so it is trained in one piece
-    restarting: bool = False  # it goes back to state 0 as soon as no checkpoint is under way
-    lacking: str | None = None  # why it is to be cut finer, for want of memory
-    recutting: tuple[int, ...] | None = None  # the states of a ``CutFiner`` without an answer
     shards_before: int | None = None  # it was cut finer
-    stop_reason: str | None = None  # None until the trial is stopped
-    rest_at: int | None = None  # while paused, the epochs that it has or, after a loss, makes again
     base: int = 0  # the visit of the oldest state that it may fall back to
-    awaits: int | None = None  # the parent whose state ``base`` is not in the store yet
-    result: int | None = None  # the visit of the trial's result; None until it has ended
     log: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> TrialStatus:
+        """Return the name of its stage."""
+        return self.stage.status
 
     @property
     def over(self) -> bool:
         """Return whether the trial has ended."""
-        return self.status in OVER
+        return self.stage.status in OVER
+
+    @property
+    def awaits(self) -> bool:
+        """Return whether the trial, a fork, waits for its first state."""
+        return isinstance(self.stage, AwaitingParent)
+
+    @property
+    def paused(self) -> bool:
+        """Return whether the trial does nothing because the search wants it so."""
+        return self.goal.paused and not self.over
+
+    @property
+    def stops(self) -> bool:
+        """Return whether the trial was stopped, and may train no further."""
+        return isinstance(self.goal, StopGoal)
+
+    @property
+    def result(self) -> int | None:
+        """Return the visit of the trial's result; None until it has ended."""
+        return self.stage.result if isinstance(self.stage, Ended) else None
 
     @property
     def newest(self) -> int:
@@ -221,7 +237,7 @@ class TrialProgress:
 
     def forget_evaluation(self) -> None:
         """Drop what was measured, because the epoch is over or void."""
-        self.evaluation, self.merge_attempt = Evaluation(), None
+        self.evaluation = Evaluation()
 
     def roll_back(self, visit: int, partitions: int) -> None:
         """Make ``visit`` the newest state again."""
@@ -242,7 +258,7 @@ class TrialProgress:
 
     def makes_again(self, visit: int) -> bool:
         """Return whether the trial, which went back to an older state, will have this one again."""
-        return visit > self.newest and self.status in ("waiting", "running")
+        return visit > self.newest and not (self.over or self.goal.paused)
 
     def follow(self, parent: TrialProgress, partitions: int) -> None:
         """Have done what a parent did up to the state that this trial begins with."""
@@ -251,8 +267,6 @@ class TrialProgress:
         begun = len(self.history) * partitions
         self.trained = mask_of(self.visits.partitions_from(begun))
         self.furthest = (self.base, 0)
-        if self.rest_at is not None:
-            self.rest_at = len(self.history)
 
     def visited(self) -> int:
         """Return this epoch's partitions that are trained or being trained, as a mask."""
@@ -368,10 +382,10 @@ class Outcome(NamedTuple):
 
 def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Outcome | None:
     """Return the trial's outcome, or None while it has epochs to train or may be given more."""
-    if trial.stop_reason is not None:
-        return Outcome("stopped", trial.stop_reason)
+    if isinstance(trial.goal, StopGoal):
+        return Outcome(TrialStatus.STOPPED, trial.goal.reason)
     if search_closed and len(trial.history) >= trial.budget:
-        return Outcome("finished", "")
+        return Outcome(TrialStatus.FINISHED, "")
     patience = trial.config.patience
     if patience is None:
         return None
@@ -381,13 +395,14 @@ def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Out
         return None
     epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
     if best is None:
-        return Outcome("finished", f"stopped early: {config.metric} was not finite in {epochs}")
+        reason = f"stopped early: {config.metric} was not finite in {epochs}"
+        return Outcome(TrialStatus.FINISHED, reason)
     value = trial.history[best][config.metric]
     reason = (
         f"stopped early: {config.metric} was best after epoch {best + 1} ({value:.4g}) "
         f"and not better for {epochs}"
     )
-    return Outcome("finished", reason)
+    return Outcome(TrialStatus.FINISHED, reason)
 
 
 def best_epoch(values: Iterable[float], direction: str) -> int | None:

@@ -252,3 +252,6 @@ Instruction = (
     | ReopenTrial
     | FinishRun
 )
+
+Instructions = list[Instruction]
+"""What a decision leads to, in the order in which it is carried out."""

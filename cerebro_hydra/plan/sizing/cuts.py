@@ -18,19 +18,6 @@ from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.queues.run_progress import ShardSpec
 
 
-def shard_of(units: Sequence[ShardSpec]) -> ShardSpec:
-    """Return the shard that these units make."""
-    return ShardSpec(
-        state=sum(unit.state for unit in units),
-        activations=sum(unit.activations for unit in units),
-        boundary=units[0].boundary,
-        forward=sum(unit.forward for unit in units),
-        backward=sum(unit.backward for unit in units),
-        update=sum(unit.update for unit in units),
-        forward_writes=any(unit.forward_writes for unit in units),
-    )
-
-
 def auto_cut(
     names: Sequence[str],
     units: Sequence[ShardSpec],
@@ -84,12 +71,12 @@ def _need(unit: ShardSpec, buffers: int) -> int:
     return buffers * unit.state + unit.activations
 
 
-def _longest_that_fit(units: Sequence[ShardSpec], room: int, buffers: int) -> list[int]:
+def _longest_that_fit(units: Sequence[ShardSpec], free: int, buffers: int) -> list[int]:
     """Return for each unit where the longest shard that begins there and fits has its end."""
     ends: list[int] = []
     end = used = 0
     for start, first in enumerate(units):
-        while end < len(units) and used + _need(units[end], buffers) <= room:
+        while end < len(units) and used + _need(units[end], buffers) <= free:
             used += _need(units[end], buffers)
             end += 1
         ends.append(end)

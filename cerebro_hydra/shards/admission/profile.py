@@ -480,10 +480,10 @@ class TaskProfiler:
         budget = self.budget
 
         def enlarged(run: RunSpec) -> Needs:
-            room = [budget - run.held_bytes - shard.state for shard in run.shards]
+            free = [budget - run.held_bytes - shard.state for shard in run.shards]
             return tuple(
                 replace(shard, state=0, activations=max(shard.activations, most))
-                for shard, most in zip(run.shards, room, strict=True)
+                for shard, most in zip(run.shards, free, strict=True)
             )
 
         training = enlarged(found.training(0, window, window, recompute=True))

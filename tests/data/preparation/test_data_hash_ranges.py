@@ -11,7 +11,7 @@ from cerebro_hydra.data.preparation.row_facts import cut_buckets, shuffle_keys, 
 
 @st.composite
 def rows_and_sizes(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
-    """The rows of each bucket, some of them empty, and the sizes of folders that take them all."""
+    """The rows of each bucket, some of them empty, and the sizes of chunks that take them all."""
     counts = draw(st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any))
     rows = sum(counts)
     ends = draw(st.sets(st.integers(1, rows), max_size=8)) | {rows}
@@ -20,13 +20,13 @@ def rows_and_sizes(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 
 
 @given(rows_and_sizes())
-def test_every_row_goes_to_the_folder_of_its_place_in_the_order(given) -> None:
+def test_every_row_goes_to_the_chunk_of_its_place_in_the_order(given) -> None:
     counts, sizes, first = given
     found = []
     for count, cut in zip(counts, cut_buckets(counts, sizes, first), strict=True):
         assert list(cut.ranks) == sorted(set(cut.ranks))
         assert all(0 < rank < count for rank in cut.ranks)  # the others need no look at a row
-        found += [cut.folder + sum(begin <= rank for begin in cut.ranks) for rank in range(count)]
+        found += [cut.chunk + sum(begin <= rank for begin in cut.ranks) for rank in range(count)]
     assert found == [first + i for i, size in enumerate(sizes) for _ in range(size)]
 
 
@@ -40,7 +40,7 @@ def test_only_buckets_with_a_border_inside_are_ranked(given) -> None:
 
 @pytest.mark.parametrize("sizes", [[3, 3], [7], [8, 0], []])
 def test_sizes_of_other_rows_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(ValueError, match="8 rows can't fill folders"):
+    with pytest.raises(ValueError, match="8 rows can't fill chunks"):
         cut_buckets([5, 3], sizes)
 
 

@@ -6,9 +6,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cerebro_hydra.data.manifest import ROW_ID, stored_name
+from cerebro_hydra.data.manifest import ROW_ID, PartitionInfo, stored_name
 from cerebro_hydra.data.preparation import partition_writer
-from cerebro_hydra.data.preparation.partition_writer import Pack, PartitionWriter, to_arrow
+from cerebro_hydra.data.preparation.partition_writer import (
+    Pack,
+    PartitionWriter,
+    chunks_of,
+    to_arrow,
+)
 from cerebro_hydra.data.reader import read_columns
 from cerebro_hydra.data.rows import ContentDigest
 from cerebro_hydra.errors import StoreError
@@ -46,7 +51,9 @@ def batches() -> list[pa.RecordBatch]:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> PartitionWriter:
-    return PartitionWriter(LocalStore(tmp_path / "store"), f"{tmp_path}/store/part", PACKS, IDS, 2)
+    return PartitionWriter(
+        LocalStore(tmp_path / "store"), f"{tmp_path}/store/part/p", PACKS, IDS, 2
+    )
 
 
 def test_what_is_written_is_read_and_told(
@@ -70,7 +77,7 @@ def test_what_is_written_is_read_and_told(
 
 def test_rows_beyond_those_that_were_counted_are_told_and_not_written(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
-    writer = PartitionWriter(store, f"{tmp_path}/store/part", PACKS, IDS[:10], 2)
+    writer = PartitionWriter(store, f"{tmp_path}/store/part/p", PACKS, IDS[:10], 2)
     assert writer.write(batches()).rows == ROWS
     (group,) = read_columns(f"{tmp_path}/store/part", [ROW_ID])
     assert len(group[ROW_ID]) == 10
@@ -84,6 +91,17 @@ class Rotten(LocalStore):
 
 
 def test_bytes_that_change_on_the_way_to_the_disk_are_seen(tmp_path: Path) -> None:
-    writer = PartitionWriter(Rotten(tmp_path / "store"), f"{tmp_path}/store/part", PACKS, IDS, 2)
-    with pytest.raises(StoreError, match=r"part-00000\.parquet' holds other bytes than were just"):
+    writer = PartitionWriter(Rotten(tmp_path / "store"), f"{tmp_path}/store/part/p", PACKS, IDS, 2)
+    with pytest.raises(StoreError, match=r"p-00000\.parquet' holds other bytes than were just"):
         writer.write(batches())
+
+
+@pytest.mark.parametrize(("rows", "most"), [(10, 3), (9, 3), (1, 100), (7, 1)])
+def test_chunks_are_even_and_together_the_partition(rows: int, most: int) -> None:
+    ids = range(2, 2 + 4 * rows, 4)
+    info = PartitionInfo("train", 2, rows, 0, "here")
+    chunks = chunks_of(info, ids, most)
+    assert [each for chunk in chunks for each in chunk.ids] == list(ids)
+    sizes = [len(chunk.ids) for chunk in chunks]
+    assert max(sizes) <= most and max(sizes) - min(sizes) <= 1
+    assert [chunk.number for chunk in chunks] == list(range(-(-rows // most)))

@@ -118,6 +118,29 @@ def test_every_row_comes_back_once_with_its_type_and_shape(
     np.testing.assert_array_equal(rows["grid"], (n[:, None] * 6 + np.arange(6)).reshape(-1, 2, 3))
 
 
+@pytest.mark.parametrize(("chunk_bytes", "many_tasks"), [(1 << 28, 3), (400, 1 << 8), (400, 5)])
+def test_chunks_and_the_tasks_that_share_them_change_no_row(
+    prepared: tuple[LocalStore, Manifest],
+    numbers: DataFrame,
+    store: LocalStore,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_bytes: int,
+    many_tasks: int,
+) -> None:
+    monkeypatch.setattr(spark_prepare, "_CHUNK_BYTES", chunk_bytes)  # a row has 69
+    monkeypatch.setattr(spark_prepare, "_MANY_TASKS", many_tasks)
+    found = prepare(numbers, store, 4, 0.3, COLUMNS)
+    before, expected = prepared
+    assert len(found.partitions) == 8
+    for part, other in zip(found.partitions, expected.partitions, strict=True):
+        assert (part.rows, part.digests) == (other.rows, other.digests)
+        files = sorted(Path(store.data_path(found.fingerprint), part.path).glob("*.parquet"))
+        assert len(files) == (1 if chunk_bytes > 400 else -(-part.rows // 5))
+    for split in ("train", "val"):
+        rows, others = columns_of(store, found, split), columns_of(before, expected, split)
+        assert all(np.array_equal(rows[name], others[name]) for name in COLUMNS)
+
+
 def test_footers_vouch_that_prepared_data_holds_no_null(
     prepared: tuple[LocalStore, Manifest],
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -10,18 +10,10 @@ import pytest
 from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
-from cerebro_hydra.plan.policy.policy import Scheduler
-from cerebro_hydra.plan.simulate.run import ClosedSearch, SimulatedTimeline, Simulation, WorkerCrash
+from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, WorkerCrash
 
 
-class Thorough(HopState):
-    """Draws consequences for every trial after every event."""
-
-    def _draw_consequences(self, concerned: Iterable[int]) -> None:
-        super()._draw_consequences(sorted(self.trials))
-
-
-def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
+def simulation_of(seed: int, on_decision: Callable[[HopState], None]) -> Simulation:
     random = Random(seed)
     workers, patience = random.randint(2, 4), random.choice([None, 1, 2])
     each = tuple(
@@ -49,11 +41,19 @@ def simulated(kind: type[HopState], seed: int) -> SimulatedTimeline:
         hop_seconds=0.05,
         crashes=crashes,
         metric=lambda trial, epoch: metrics[trial, epoch],
+        on_decision=lambda event, instructions: on_decision(simulation.state),
     )
-    simulation.scheduler = Scheduler(config, kind(config))
-    return simulation.run()
+    return simulation
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_instructions_are_those_of_deciding_about_every_trial(seed: int) -> None:
-    assert simulated(HopState, seed).records == simulated(Thorough, seed).records
+def test_nothing_follows_for_trials_that_an_event_does_not_concern(seed: int) -> None:
+    decisions = 0
+
+    def decide_about_all(state: HopState) -> None:
+        nonlocal decisions
+        decisions += 1
+        assert state.consequences(sorted(state.trials)) == []
+
+    simulation_of(seed, decide_about_all).run()
+    assert decisions > 20

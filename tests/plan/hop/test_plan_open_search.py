@@ -134,7 +134,7 @@ def test_a_fork_waits_for_a_state_that_a_paused_parent_lost_with_the_driver() ->
     assert not of(ins.FinishTrial, run(ev.TrialForked(fork_of(0, 1), 0, 2, 2)))
     run.train()
     (checkpoint,) = of(ins.Checkpoint, run.train())
-    assert run.state.trials[0].status == "paused", "it goes no further than it was"
+    assert run.state.trials[0].paused, "it goes no further than it was"
     told = run(ev.Checkpointed(0, 2, checkpoint.incarnation))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 2)]
     assert of(ins.StartSubEpoch, run(ev.TrialResumed(0)))

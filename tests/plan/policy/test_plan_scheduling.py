@@ -19,6 +19,7 @@ from cerebro_hydra.plan.hop.attempts import Attempts
 from cerebro_hydra.plan.hop.journal import comparable, fold, record
 from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.hop.tables import RunTables
+from cerebro_hydra.plan.hop.trial_status import TrialStatus
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import Assignment
@@ -110,7 +111,7 @@ def open_all(tables: RunTables) -> None:
 
 
 def lose_status(tables: RunTables) -> None:
-    tables._statuses["running"] = 0
+    tables._statuses[TrialStatus.TRAINING] = 0
 
 
 def lose_holder(tables: RunTables) -> None:

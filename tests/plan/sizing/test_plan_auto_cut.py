@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -13,13 +14,26 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import bytes_text, seconds_text
 from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.sizing.cuts import auto_cut, shard_of
+from cerebro_hydra.plan.sizing.cuts import auto_cut
 
 MIB = 2**20
 
 
 def unit(seconds: float = 1.0, state: int = 8, activations: int = 0, boundary: int = 0):
     return ShardSpec(state, activations, boundary, seconds, 2 * seconds)
+
+
+def shard_of(units: Sequence[ShardSpec]) -> ShardSpec:
+    """The shard that these units make."""
+    return ShardSpec(
+        state=sum(unit.state for unit in units),
+        activations=sum(unit.activations for unit in units),
+        boundary=units[0].boundary,
+        forward=sum(unit.forward for unit in units),
+        backward=sum(unit.backward for unit in units),
+        update=sum(unit.update for unit in units),
+        forward_writes=any(unit.forward_writes for unit in units),
+    )
 
 
 def cut_of(units: list[ShardSpec], budget: int | None, **options) -> list[range]:

@@ -28,8 +28,16 @@ class LeavesItsDropoutInEvaluation(Three):
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_every_step_begins_in_training_mode(mode):
-    trial = assert_equal_on_two_workers(made(LeavesItsDropoutInEvaluation), sub_epochs(), mode)
+    make = made(LeavesItsDropoutInEvaluation, shards=["b"])
+    trial = assert_equal_on_two_workers(make, sub_epochs(), mode)
     assert trial.cut_model.num_shards == 2
+
+
+def test_a_shard_that_changes_the_mode_of_one_before_it_is_not_parted_from_it():
+    make = made(LeavesItsDropoutInEvaluation, shards=["c"])
+    trial = assert_equal_on_two_workers(make, sub_epochs())
+    assert trial.cut_model.num_shards == 1
+    assert "a step failed: CheckpointError" in trial.admission.report.text()
 
 
 class Counting(Three):

@@ -11,7 +11,7 @@ import pytest
 from cerebro_hydra.errors import ConfigurationError, JournalError
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.testing.searcher_case import SearcherCase, SimulatedSearch
-from cerebro_hydra.tune.decisions import SearchCourse
+from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.searcher import CandidateList, Fork, Pause, Searcher, Stop, TrainTo
 from cerebro_hydra.tune.space import draws, grid, hp_choice, hp_uniform
 from tests.tune.searchers import Rungs
@@ -197,4 +197,4 @@ def test_what_can_not_be_decided_is_named(make: Callable[[], Any], said: str) ->
 def test_another_searcher_than_the_journals_is_noticed() -> None:
     run = SimulatedSearch(Rungs(seed=1), 9, 0)
     with pytest.raises(JournalError, match="resume the run with the searcher that it was started"):
-        SearchCourse(Rungs(seed=2), 9, run.partitions).replay(run.journal)
+        AskAndTell(Rungs(seed=2), 9, run.partitions).replay(run.journal)

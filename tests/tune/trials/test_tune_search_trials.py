@@ -36,7 +36,7 @@ from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import CustomSearch, GridSearch, SearchResult, hp_choice
 from cerebro_hydra.tune import trials as timed_call
 from cerebro_hydra.tune.admission import Admission, MemoryBill
-from cerebro_hydra.tune.decisions import SearchCourse
+from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.result import print_replays
 from cerebro_hydra.tune.searcher import CandidateList
 from cerebro_hydra.tune.searches import ListSearch
@@ -120,9 +120,9 @@ def test_a_users_searcher_pauses_resumes_and_stops_trials_and_can_be_brought_to_
     assert len(tape.of(TrialStopped)) == 4
     records = [(each.event, each.instructions) for each in tape.decisions]
     paused = [isinstance(event, TrialPaused) for event, _ in records].index(True)
-    (first, *_) = SearchCourse(search.searcher(), 2, 2).replay(records[:paused])
+    (first, *_) = AskAndTell(search.searcher(), 2, 2).replay(records[:paused])
     assert first == records[paused][0], "what was decided, and not journalled, is decided again"
-    assert SearchCourse(search.searcher(), 2, 2).replay(records) == []
+    assert AskAndTell(search.searcher(), 2, 2).replay(records) == []
 
 
 def test_make_searcher_must_be_a_function(tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def trials_of(path: Path, candidates: list[dict[str, Any]], seconds: float) -> S
         MemoryBill(DEFAULT_RESOURCES, 2, print),
     )
     admission.admit(0, {})  # what is imported late is imported
-    course = SearchCourse(CandidateList(candidates, 1), 1, 2)
-    return SearchTrials(course, admission, folder, seconds, lambda line: None)
+    ask_and_tell = AskAndTell(CandidateList(candidates, 1), 1, 2)
+    return SearchTrials(ask_and_tell, admission, folder, seconds, lambda line: None)
 
 
 def outcomes(trials: SearchTrials) -> Iterator[Any]:
@@ -242,7 +242,7 @@ def test_a_candidate_under_way_is_given_up_when_the_run_ends(
 def test_candidates_of_a_list_are_numbered_in_its_order(tmp_path: Path) -> None:
     tape = Tape()
     search = ListSearch(candidates=[{"b": 1}, {}, {"b": 1}], **arguments(tmp_path, tape))
-    proposed = SearchCourse(search.searcher(), 1, 2).begin()
+    proposed = AskAndTell(search.searcher(), 1, 2).begin()
     assert [(each.trial, each.params) for each in proposed if isinstance(each, TrialProposed)] == [
         (0, {"b": 1}), (1, {}), (2, {"b": 1})
     ]  # fmt: skip
@@ -269,9 +269,9 @@ def test_a_run_whose_driver_died_admits_what_was_not_admitted_without_its_search
     manifest = find_prepared(search.store, SearchResult.open(folder.path).document.fingerprint)
     assert manifest is not None
     records = [(each.event, each.instructions) for each in tape.decisions[:first]]
-    for course in (None, SearchCourse(search.searcher(), 1, 2)):
+    for ask_and_tell in (None, AskAndTell(search.searcher(), 1, 2)):
         admission = search._admission(folder, manifest)
-        trials = SearchTrials(course, admission, folder, None, lambda line: None)
+        trials = SearchTrials(ask_and_tell, admission, folder, None, lambda line: None)
         trials.resume(records)
         found = outcomes(trials)
         again = [next(found) for _ in range(3)]

@@ -1,0 +1,138 @@
+"""A trial is at one stage with one goal, and both change only as their tables say."""
+
+from __future__ import annotations
+
+import pytest
+
+from cerebro_hydra.plan.hop import trial_status
+from cerebro_hydra.plan.hop.trial_status import (
+    EVALUATING,
+    OVER,
+    RESTARTING,
+    TRAIN,
+    TRAINING,
+    WAITING,
+    AwaitingParent,
+    CatchUpGoal,
+    Ended,
+    Goal,
+    GoalKind,
+    LackingMemory,
+    MergingMetrics,
+    PauseGoal,
+    Recutting,
+    Stage,
+    StopGoal,
+    TrialStatus,
+    after_end,
+    after_roll_back,
+    check_goal,
+    check_stage,
+    with_epochs,
+)
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from tests.plan.driver import of
+from tests.plan.open_driver import OpenDriver, trial
+
+LACK = LackingMemory("MemoryError")
+FINISHED, STOPPED, FAILED = (Ended(status, 0) for status in OVER)
+
+
+def test_the_tables_have_a_row_for_each_status_and_goal() -> None:
+    assert trial_status._NEXT_STATUS.keys() == set(TrialStatus)
+    assert trial_status._NEXT_GOAL.keys() == set(GoalKind)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (AwaitingParent(0), WAITING),
+        (WAITING, TRAINING),
+        (EVALUATING, WAITING),
+        (WAITING, MergingMetrics(3)),
+        (LACK, Recutting(LACK, (0,))),
+        (Recutting(LACK, (0,)), LACK),
+        (LACK, STOPPED),
+        (FINISHED, WAITING),
+        (FAILED, LACK),
+    ],
+)
+def test_a_stage_follows_another_as_the_table_says(before: Stage, after: Stage) -> None:
+    check_stage(before, after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (TRAINING, FINISHED),  # what it does is taken back first
+        (EVALUATING, TRAINING),
+        (TRAINING, LACK),
+        (WAITING, AwaitingParent(0)),
+        (AwaitingParent(0), TRAINING),
+        (WAITING, Recutting(LACK, (0,))),
+        (MergingMetrics(3), FAILED),
+        (RESTARTING, TRAINING),
+        (STOPPED, WAITING),
+        (FINISHED, FAILED),
+        (WAITING, WAITING),
+    ],
+)
+def test_no_other_stage_follows(before: Stage, after: Stage) -> None:
+    with pytest.raises(ValueError, match=f"is {before.status} can't become {after.status}"):
+        check_stage(before, after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(StopGoal("pruned"), TRAIN), (StopGoal("pruned"), PauseGoal(1)), (TRAIN, CatchUpGoal(1))],
+)
+def test_no_other_goal_follows(before: Goal, after: Goal) -> None:
+    with pytest.raises(ValueError, match=f"is to {before.kind.value} is not to"):
+        check_goal(before, after)
+
+
+def test_a_trial_that_trains_is_not_ended_before_its_attempts_are_taken_back() -> None:
+    run = OpenDriver()
+    run(ev.TrialAdded(trial(0), 1))
+    tables = run.state.tables
+    with pytest.raises(ValueError, match="a trial that is training can't become failed"):
+        tables.enter(0, FAILED)
+    with pytest.raises(ValueError, match="a trial that is to train is not to catch up"):
+        tables.aim(0, CatchUpGoal(1))
+    run.state.validate()
+
+
+def test_a_trial_that_lost_epochs_makes_them_again_before_it_pauses() -> None:
+    assert after_roll_back(PauseGoal(2), 2) == PauseGoal(2)
+    assert after_roll_back(PauseGoal(2), 1) == CatchUpGoal(2)
+    assert after_roll_back(StopGoal("pruned", 2), 2).paused
+    assert not after_roll_back(StopGoal("pruned", 2), 1).paused
+
+
+def test_a_trial_that_goes_on_after_its_end_is_not_paused() -> None:
+    for goal in (TRAIN, PauseGoal(2), CatchUpGoal(2), StopGoal("pruned", 2)):
+        assert not after_end(goal).paused
+        assert with_epochs(goal, 1).paused == goal.paused
+
+
+def failed_while_paused() -> OpenDriver:
+    """A trial that lacks memory and is paused fails, because its state can't be written."""
+    run = OpenDriver(partitions=1)
+    run(ev.TrialAdded(trial(0, finer=True), 2))
+    run.train()
+    run(ev.TaskFailed(run.running["a"], "a", "MemoryError", memory=True))
+    run(ev.TrialPaused(0))
+    for _ in range(4):
+        run(ev.CheckpointFailed(0, 1, "a", "disk full"))
+    assert run.state.trials[0].status is TrialStatus.FAILED
+    run(ev.SearchClosed())
+    return run
+
+
+def test_a_trial_that_failed_unsaved_goes_on_where_it_was_when_the_run_is_resumed() -> None:
+    run = failed_while_paused()
+    told = run(ev.RunResumed())
+    assert of(ins.ReopenTrial, told) == [ins.ReopenTrial(0)]
+    (asked,) = of(ins.CutFiner, told)
+    assert asked.error == "MemoryError" and not run.state.trials[0].paused
