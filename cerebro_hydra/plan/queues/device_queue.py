@@ -36,12 +36,12 @@ class DeviceQueue:
         return self.alive and self.running is None and self.reserved is None
 
     def is_ending(self, run: RunProgress) -> bool:
-        """Return whether the run's microbatch ends with the running unit, and no other follows."""
+        """Return whether what stays of the run ends with the running unit, and no more follows."""
         running = self.running
         if running is None or running.run != run.spec.run or not running.ends_microbatch:
             return False
         following = run.units_on(self.number)[1:]
-        return not any(unit.starts_microbatch for unit in following)
+        return not (run.is_ahead_of(running) or any(unit.starts_microbatch for unit in following))
 
     def pinned(self, but: RunProgress) -> int:
         """Return the bytes that microbatches of other runs keep from whoever comes next."""
@@ -49,12 +49,12 @@ class DeviceQueue:
         return sum(run.share_on(self.number).pinned for run in others)
 
     def has_begun(self, run: RunProgress) -> bool:
-        """Return whether a staying microbatch of the run has bytes beside its shards by now."""
-        first, number = self.reserved, run.spec.run
-        if first is None or first.run != number or not first.starts_microbatch:
-            return True
-        running = self.running
-        return running is not None and running.run == number and running.ends_microbatch
+        """Return whether what stays of the run has bytes beside its shards by now."""
+        first, running, number = self.reserved, self.running, run.spec.run
+        is_running = running is not None and running.run == number
+        if first is None or first.run != number:
+            return is_running or not run.begins_window_on(self.number)
+        return not first.starts_microbatch or (is_running and running.ends_microbatch)
 
     def has(self, key: tuple[int, int]) -> bool:
         """Return whether the shard is in use or reserved."""

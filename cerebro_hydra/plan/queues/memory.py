@@ -292,7 +292,9 @@ class Room:
         changed = [held for held in self._evictable(queue) if held.dirty]
         if not changed:
             return []
-        wanted = sum(r.spec.state_bytes for r in self._runs.values() if r.status == "open")
+        number = queue.number
+        runs = [r for r in self._runs.values() if r.status == "open" and r.list_on(number)]
+        wanted = sum(run.share_on(number).state for run in runs)
         if wanted + self.used(queue) - self._tiers.used(queue.number) <= queue.budget:
             return []
         return [self._tiers.leave_device(held) for held in changed]

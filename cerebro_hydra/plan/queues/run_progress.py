@@ -290,6 +290,7 @@ class RunProgress:
         self.absent = set(range(self.spec.graph.shards))
         self.sent: set[int] = set()
         self._windows = 0  # whose tasks were taken from the schedule
+        self._newest_window = 0  # of those that units were taken from
         self._undone: set[Action] = set()  # tasks of these windows, if there are several lists
         self._remaining: float | None = None
 
@@ -317,6 +318,18 @@ class RunProgress:
     def share_on(self, device: int) -> Share:
         """Return what a device needs for its part."""
         return self.shares[device if self.has_places else 0]
+
+    def begins_window_on(self, device: int) -> bool:
+        """Return whether the next task is the first of a window that other devices have begun."""
+        left = self.lists[device].left if self.has_places else ()
+        return bool(left) and self._starts(left[0])
+
+    def is_ahead_of(self, unit: Unit) -> bool:
+        """Return whether another device has begun a later window than that of a unit."""
+        return self.has_places and self._window_of(unit.tasks[-1]) < self._newest_window
+
+    def _window_of(self, task: Action) -> int:
+        return (task.microbatch or 0) // self.spec.graph.window
 
     def can_redo(self, task: Action) -> bool:
         """Return whether the boundary values of a task that was done are still there."""
@@ -373,13 +386,19 @@ class RunProgress:
         """Return whether no task of another list is left that comes before this one.
 
         A list has its own tasks in an order that `TaskGraph.needs` allows, as ``validate`` checks;
-        so one that has all of them is never asked.
+        so one that has all of them is never asked. Where tasks are done again, a new microbatch
+        waits for those of the microbatch whose boundary values it replaces.
         """
         if not self.has_places:
             return True
         own = self._list_of[task.shard]
         needs = (need for need, _ in self.spec.graph.needs(task))
-        return all(self._list_of[n.shard] == own or n not in self._undone for n in needs)
+        if any(self._list_of[n.shard] != own and n in self._undone for n in needs):
+            return False
+        replaced = (task.microbatch or 0) - self.most_open
+        return task.kind is not F or task.shard > 0 or not any(
+            (each.microbatch or 0) <= replaced for each in self._undone if each.kind is not U
+        )
 
     def _lengthen(self, unit: list[Action], left: deque[Action]) -> None:
         """Add the tasks that follow, while all of them take less than `UNIT_SECONDS`.
@@ -408,6 +427,7 @@ class RunProgress:
         for _ in unit.tasks:
             tasks.left.popleft()
         tasks.units.append(unit)
+        self._newest_window = max(self._newest_window, self._window_of(unit.tasks[-1]))
         self._remaining = None
 
     def end(self, unit: Unit) -> None:
@@ -418,7 +438,7 @@ class RunProgress:
         """Put back tasks that have to be done again; others of their lists come after them."""
 
         def place(task: Action) -> tuple[int, int]:
-            window = (task.microbatch or 0) // self.spec.graph.window
+            window = self._window_of(task)
             return window, self.spec.lists(window)[self._list_of[task.shard]].index(task)
 
         for task in sorted(tasks, key=place, reverse=True):

@@ -166,9 +166,11 @@ class WorkerQueues:
         run, unit = self.runs[picked.run], units[picked.run]
         run.take(unit)
         queue.reserved = unit
-        if run.spec.stays and unit.starts_microbatch and run not in queue.staying:
-            queue.staying.append(run)
-            run.staying.add(queue.number)
+        if run.spec.stays and unit.starts_microbatch:
+            for place in self._places(queue, run):
+                if run not in place.staying:
+                    place.staying.append(run)
+                    run.staying.add(place.number)
 
     def _can_take(self, queue: DeviceQueue, run: RunProgress, unit: Unit) -> bool:
         """Return whether the unit can come to the device and end there, whatever else goes on."""
@@ -183,10 +185,31 @@ class WorkerQueues:
         nbytes, host_nbytes = shard.state + shard.activations, shard.state
         if spec.stays and (unit.starts_microbatch or run in queue.staying):
             nbytes, host_nbytes = run.share_on(queue.number).need, spec.host_state_bytes
-            if run not in queue.staying and not all(map(queue.is_ending, queue.staying)):
-                return False  # one staying microbatch at a time, so that none waits for the other
+            if unit.starts_microbatch and not self._may_stay(queue, run):
+                return False
         host = host_nbytes + self._kept_in_dram(but=run) + self.tiers.boundaries
         return host <= self.tiers.host_budget and nbytes <= queue.budget - queue.pinned(but=run)
+
+    def _may_stay(self, queue: DeviceQueue, run: RunProgress) -> bool:
+        """Return whether a microbatch, or a pipelined window, may begin to stay on its devices.
+
+        It takes all of them at once, and each must have nothing reserved for another run then, and
+        no other run that goes on staying. That is why runs never wait for one another in a circle:
+        a unit is reserved only if it fits beside all that stays by then, so it waits for a run that
+        began to stay later, and that one for a unit which was reserved still later. The last of
+        such a chain waits for nobody.
+        """
+        return all(
+            place.alive
+            and place.reserved is None
+            and all(each is run or place.is_ending(each) for each in place.staying)
+            for place in self._places(queue, run)
+            if run not in place.staying or place.is_ending(run)
+        )
+
+    def _places(self, queue: DeviceQueue, run: RunProgress) -> list[DeviceQueue]:
+        """Return the devices on which a run stays that begins to on this one."""
+        return [self.queues[k] for k in range(len(run.lists))] if run.has_places else [queue]
 
     def _kept_in_dram(self, but: RunProgress) -> int:
         """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
@@ -332,6 +355,8 @@ class WorkerState(WorkerQueues):
         for run in self.runs.values():
             places = [q.number for q in self.queues.values() if q.has_unit_of(run)]
             assert len(places) <= len(run.lists), f"run {run.spec.run} is on devices {places}"
+            staying = {q.number for q in self.queues.values() if run in q.staying}
+            assert run.status == "restarting" or run.staying == staying, f"{run.spec.run} stays"
 
     # ------------------------------------------------------------------ events
 
