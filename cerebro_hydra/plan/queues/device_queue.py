@@ -50,11 +50,12 @@ class DeviceQueue:
 
     def has_begun(self, run: RunProgress) -> bool:
         """Return whether what stays of the run has bytes beside its shards by now."""
-        first, running, number = self.reserved, self.running, run.spec.run
-        is_running = running is not None and running.run == number
-        if first is None or first.run != number:
-            return is_running or not run.begins_window_on(self.number)
-        return not first.starts_microbatch or (is_running and running.ends_microbatch)
+        number = run.spec.run
+        running = self.running if self.running and self.running.run == number else None
+        first = self.reserved if self.reserved and self.reserved.run == number else None
+        if first is None:
+            return running is not None or not run.begins_window_on(self.number)
+        return not first.starts_microbatch or (running is not None and running.ends_microbatch)
 
     def has(self, key: tuple[int, int]) -> bool:
         """Return whether the shard is in use or reserved."""

@@ -321,7 +321,9 @@ class RunProgress:
 
     def begins_window_on(self, device: int) -> bool:
         """Return whether the next task is the first of a window that other devices have begun."""
-        left = self.lists[device].left if self.has_places else ()
+        if not self.has_places:
+            return False
+        left = self.lists[device].left
         return bool(left) and self._starts(left[0])
 
     def is_ahead_of(self, unit: Unit) -> bool:
@@ -396,8 +398,12 @@ class RunProgress:
         if any(self._list_of[n.shard] != own and n in self._undone for n in needs):
             return False
         replaced = (task.microbatch or 0) - self.most_open
-        return task.kind is not F or task.shard > 0 or not any(
-            (each.microbatch or 0) <= replaced for each in self._undone if each.kind is not U
+        return (
+            task.kind is not F
+            or task.shard > 0
+            or not any(
+                (each.microbatch or 0) <= replaced for each in self._undone if each.kind is not U
+            )
         )
 
     def _lengthen(self, unit: list[Action], left: deque[Action]) -> None:

@@ -292,7 +292,7 @@ class WorkerQueues:
 
     def _close(self, run: RunProgress) -> None:
         """Take the run's units off the queues, but for the one that runs."""
-        self._take_back(run)
+        run.put_back(self._take_back(run))  # what has not begun has no bytes
         if not run.units:
             self._give_back_boundary(run)
 
@@ -499,6 +499,9 @@ class WorkerState(WorkerQueues):
                 if held.move == "spilling" or old or run.spec.stays:
                     torn.add(run.spec.run)
             self.tiers.lose(held)
+        given = [each for each in self._answers if isinstance(each, Action)]
+        void = [action for action in given if action.device == queue.number]
+        self._answers = [each for each in self._answers if each not in void]
         queue.alive, queue.running, queue.reserved = False, None, None
         queue.unanswered = deque()
         queue.staying.clear()

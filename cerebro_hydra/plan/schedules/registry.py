@@ -42,7 +42,7 @@ def check_schedule(name: object) -> None:
         return
     if isinstance(name, str) and name in SCHEDULES:
         raise ConfigurationError(
-            f"schedule is {name!r}, which can be simulated, but no agent trains by it yet; it is "
-            f"one of {list(_CARRIED_OUT)}"
+            f"schedule is {name!r}, which can be simulated, but no agent trains by it yet; leave "
+            f"schedule out, and the devices of a worker train several trials beside one another"
         )
     raise ConfigurationError(f"schedule is {name!r}; it is one of {list(_CARRIED_OUT)}")

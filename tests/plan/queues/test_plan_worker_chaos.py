@@ -45,20 +45,21 @@ def ties(draw: st.DrawFn, shards: int) -> tuple[tuple[int, ...], ...]:
 
 
 @st.composite
-def specs(draw: st.DrawFn, run: int, devices: int) -> RunSpec:
-    shards = draw(st.integers(1, 4))
+def specs(draw: st.DrawFn, run: int, devices: int, pipelined: bool) -> RunSpec:
+    shards = draw(st.integers(devices if pipelined else 1, 4))
     graph = TaskGraph(
         shards,
-        microbatches=draw(st.integers(1, 4)),
+        microbatches=draw(st.integers(1, 6 if pipelined else 4)),
         window=draw(st.integers(1, 3)),
         barrier=draw(st.booleans()),
         tied=draw(ties(shards)),
-        training=draw(st.integers(0, 3)) > 0,
+        training=pipelined or draw(st.integers(0, 3)) > 0,
     )
     if not graph.training:
         graph = replace(graph, window=1, barrier=False, tied=())
-    by_modules = draw(st.booleans())
+    by_modules = not pipelined and draw(st.booleans())
     may_pipeline = graph.training and not by_modules
+    schedules = list(SCHEDULES)[pipelined:] if may_pipeline else ["sequential"]
     scale = draw(st.sampled_from([1.0, 0.01]))  # units have one task or many
     shard = st.builds(
         ShardSpec,
@@ -78,16 +79,18 @@ def specs(draw: st.DrawFn, run: int, devices: int) -> RunSpec:
         recompute=draw(st.booleans()),
         fused=draw(st.booleans()),
         later_seconds=float(draw(st.integers(0, 10))),
-        schedule=draw(st.sampled_from(list(SCHEDULES))) if may_pipeline else "sequential",
-        devices=draw(st.integers(1, devices)),
+        schedule=draw(st.sampled_from(schedules)),
+        devices=draw(st.integers(2 if pipelined else 1, devices)),
     )
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> dict[str, object]:
-    devices = draw(st.integers(1, 4))
-    runs = [draw(specs(run, devices)) for run in range(draw(st.integers(1, 5)))]
-    slack = st.sampled_from([0, 1, 5, 20, 1000])
+def worlds(draw: st.DrawFn, pipelined: bool = False) -> dict[str, object]:
+    """Draw runs and devices; ``pipelined``: a few runs with several lists, in little memory."""
+    devices = draw(st.integers(2, 3) if pipelined else st.integers(1, 4))
+    number = draw(st.integers(1, 3 if pipelined else 5))
+    runs = [draw(specs(run, devices, pipelined and run < 2)) for run in range(number)]
+    slack = st.sampled_from([0, 1, 5] if pipelined else [0, 1, 5, 20, 1000])
     need = max(spec.device_need for spec in runs)
     host_need = max(spec.host_state_bytes + spec.host_boundary_bytes for spec in runs)
     budgets: list[int | None] = [need + draw(slack)]
@@ -182,7 +185,7 @@ def writes(task: Action, shard: ShardSpec) -> bool:
 
 
 @settings(max_examples=examples(150))
-@given(worlds())
+@given(worlds() | worlds(pipelined=True))
 def test_every_run_ends_in_order_and_within_every_budget(world) -> None:
     timeline = simulate(world, [])
     assert {timeline.outcome(spec.run) for spec in world["specs"]} == {"finished"}
@@ -192,7 +195,7 @@ def test_every_run_ends_in_order_and_within_every_budget(world) -> None:
 
 
 @settings(max_examples=examples(150))
-@given(worlds(), st.data())
+@given(worlds() | worlds(pipelined=True), st.data())
 def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
     moment = st.floats(0, 60, allow_nan=False)
     runs = world["specs"]
@@ -210,7 +213,7 @@ def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
 
 
 @settings(max_examples=examples(150))
-@given(worlds(), st.data())
+@given(worlds() | worlds(pipelined=True), st.data())
 def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
     later: list[tuple[float, WorkerEvent]] = []
     for device in range(len(world["budgets"])):

@@ -192,6 +192,7 @@ def test_a_task_waits_for_another_device_and_begins_when_that_has_done_it() -> N
 
 
 def test_users_are_told_that_no_agent_trains_by_it_yet() -> None:
-    with pytest.raises(ConfigurationError, match=r"'gpipe', which can be simulated, but no agent"):
+    told = r"'gpipe', which can be simulated, but no agent trains by it yet; leave schedule out"
+    with pytest.raises(ConfigurationError, match=told):
         check_schedule("gpipe")
     check_schedule("sequential")
