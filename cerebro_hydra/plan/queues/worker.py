@@ -22,8 +22,22 @@ Each run's schedule says which unit comes next on which device, and `TaskGraph.n
 ready. A free device takes that of the run which the backend's rule picks; while it computes, the
 next unit is reserved for it and brought to it, as far as the budget allows (double buffering). An
 action is given when everything that it needs is there, so bytes never pass a budget. Room is made
-by next use, and what a reserved unit needs comes before what another one may need later; that is
-why there is always progress. ``WorkerState`` adds the events, and has the picture.
+by next use, and what a reserved unit needs comes before what another one may need later.
+
+That is why there is always progress:
+
+- No reserved unit waits for ever: ``WorkerQueues._may_stay`` says why nobody waits in a circle.
+- If nothing is reserved or runs, some run has the device and the room for a task that is ready:
+  one that keeps shards on devices has all devices of its window, and room for all shards in DRAM;
+  if there is none, one that stays has its device, and DRAM for any one shard; if none stays, the
+  first open run has. Of a window's tasks that are left, the first in an order of all lists which
+  `TaskGraph.needs` allows is the first of its list, and ready.
+- So all that such a task can lack is its shard in DRAM. Its next use is 0, and that of a shard
+  whose list waits is at least 1 (``RunProgress.next_use``), so the second goes to disk for the
+  first. Where all that is there is ready too, that goes on instead.
+
+A device that has died is waited for by what only it may do. ``WorkerState`` adds the events, and
+has the picture.
 """
 
 from __future__ import annotations
@@ -499,9 +513,11 @@ class WorkerState(WorkerQueues):
                 if held.move == "spilling" or old or run.spec.stays:
                     torn.add(run.spec.run)
             self.tiers.lose(held)
-        given = [each for each in self._answers if isinstance(each, Action)]
-        void = [action for action in given if action.device == queue.number]
-        self._answers = [each for each in self._answers if each not in void]
+        self._answers = [  # it can't take off any more what another loss made useless just now
+            each
+            for each in self._answers
+            if not isinstance(each, Action) or each.device != queue.number
+        ]
         queue.alive, queue.running, queue.reserved = False, None, None
         queue.unanswered = deque()
         queue.staying.clear()

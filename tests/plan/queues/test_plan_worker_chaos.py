@@ -45,7 +45,7 @@ def ties(draw: st.DrawFn, shards: int) -> tuple[tuple[int, ...], ...]:
 
 
 @st.composite
-def specs(draw: st.DrawFn, run: int, devices: int, pipelined: bool) -> RunSpec:
+def specs(draw: st.DrawFn, run: int, devices: int = 1, pipelined: bool = False) -> RunSpec:
     shards = draw(st.integers(devices if pipelined else 1, 4))
     graph = TaskGraph(
         shards,
