@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -43,14 +44,16 @@ def simulate(
     host: int | None = None,
     later: Sequence[tuple[float, WorkerEvent]] = (),
     move: float = 0.0,
+    double_buffering: bool = True,
 ) -> WorkerTimeline:
     """Run to the end, and check all that any run must keep."""
     added = {event.spec.run: event.spec for _, event in later if isinstance(event, RunAdded)}
     runs = [*specs, *added.values()]
     seconds = seconds_of(runs, move)
     timeline = WorkerSimulation(
-        specs, budgets, host, oldest_first, seconds, later=later, observe=WorkerState.validate
-    ).run()
+        specs, budgets, host, oldest_first, seconds, double_buffering=double_buffering,
+        later=later, observe=WorkerState.validate,
+    ).run()  # fmt: skip
     assert {timeline.outcome(spec.run) for spec in runs} == {"finished"}
     check_changes(timeline, runs)
     check_boundaries(timeline, runs)
@@ -61,7 +64,36 @@ def test_a_window_that_stays_takes_its_devices_at_once() -> None:
     """One that took device 0 and all of DRAM waited for what stayed on device 1, for DRAM."""
     pipelined = gpipe_run(3, TaskGraph(4, 1, tied=((0, 1),)), recompute=False)
     specs = [evaluation(0, 1), evaluation(1, 2), evaluation(2, 1), pipelined, evaluation(4, 1)]
-    simulate(specs, [2, None, None], host=4)
+    simulate(specs, [2, None, None], host=4, double_buffering=False)
+
+
+def test_a_window_does_not_begin_beside_what_goes_on_staying_on_one_of_its_devices() -> None:
+    """Neither had room on device 1 for its next task, beside what the other was to have there."""
+    graph = TaskGraph(3, 1)
+    staying = RunSpec(0, graph, (SHARD,) * 3, recompute=False, fused=False)
+    later = [(1.5, RunAdded(gpipe_run(1, TaskGraph(2, 1), recompute=False)))]
+    simulate([staying], [1, 3], later=later)
+
+
+def slow_update() -> RunSpec:
+    """Return a run whose first device begins a window while the second one ends that before."""
+    shards = (SHARD, replace(SHARD, update=5.0))
+    graph = TaskGraph(2, 2)
+    return RunSpec(0, graph, shards, recompute=False, fused=False, schedule="gpipe", devices=2)
+
+
+def test_a_window_does_not_begin_where_a_unit_of_another_run_was_let_in() -> None:
+    """It kept its shard on device 1, where a task was reserved that needed all bytes."""
+    guest = RunSpec(1, TaskGraph(1, 1), (SHARD,))
+    simulate([slow_update()], [1, 1], later=[(2.5, RunAdded(guest))])
+
+
+def test_a_device_is_kept_for_a_window_that_began_elsewhere() -> None:
+    guest = evaluation(1, 1)
+    timeline = simulate([slow_update()], [None, None], later=[(5.0, RunAdded(guest))])
+    done = [str(each.action) for each in timeline.done]
+    (came,) = (text for text in done if text.startswith("t1s0F0"))
+    assert done.index("t0s1B1@1") < done.index(came)
 
 
 def test_two_windows_that_stay_on_the_same_devices_take_turns() -> None:
@@ -106,7 +138,7 @@ def test_nothing_is_taken_off_a_device_that_died_at_the_same_moment() -> None:
     spec = gpipe_run(0, TaskGraph(2, 4, 2), recompute=False)
     simulation = WorkerSimulation([spec], [None, None], None, sharp, seconds_of([spec], 0.0))
     state = simulation.state
-    while simulation.next_moment < 5.0:
+    while simulation.next_moment <= 5.0:  # device 1 has ended its window, and is idle
         simulation.step()
     assert all(state.tiers.on(device) for device in (0, 1))
     answers = state.handle([DeviceLost(0), DeviceLost(1)])

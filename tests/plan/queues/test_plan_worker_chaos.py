@@ -259,6 +259,9 @@ def test_a_run_that_lost_changes_of_an_older_microbatch_begins_anew() -> None:
     timeline, tasks = one_run_with_a_loss(spec, at=6.5)
     assert RunRestarted(0) in timeline.given
     assert tasks.count("t0s0F0@0") == 2
+    updating = RunSpec(0, TaskGraph(1, 2), (ShardSpec(1, update=1.0),))  # U1 7-8
+    timeline, _ = one_run_with_a_loss(updating, at=7.5)
+    assert RunRestarted(0) in timeline.given
 
 
 def test_what_a_task_has_beside_its_shard_counts() -> None:
