@@ -90,7 +90,7 @@ def test_a_window_does_not_begin_where_a_unit_of_another_run_was_let_in() -> Non
 
 def test_a_device_is_kept_for_a_window_that_began_elsewhere() -> None:
     guest = evaluation(1, 1)
-    timeline = simulate([slow_update()], [None, None], later=[(5.0, RunAdded(guest))])
+    timeline = simulate([slow_update()], [None, None], later=[(4.5, RunAdded(guest))])
     done = [str(each.action) for each in timeline.done]
     (came,) = (text for text in done if text.startswith("t1s0F0"))
     assert done.index("t0s1B1@1") < done.index(came)
