@@ -197,7 +197,7 @@ class Cut:
             self._step,
             need=lambda k: (self._segments[k], self._cursors[k]),
             publish=self._keep,
-            on_step=lambda step, loss, cursor: ended.append(time.process_time()),
+            on_step=lambda step, loss: ended.append(time.process_time()),
         )
         self._step += totals.steps
         return ended

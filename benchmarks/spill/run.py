@@ -25,15 +25,13 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from benchmarks.spill.trial import MemoryTrial
-from cerebro_hydra.agent.device.process import OwnDevice
-from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.hopper.protocol.resources import QUEUED_SHARE
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.queues.events import Answer, WorkerEvent
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.testing.queue_worker import QueueWorker, train
+from cerebro_hydra.testing.queue_worker import QueueWorker, in_this_process, train
 
 LAYERS, QUICK_LAYERS, WIDTH, HEADS, VOCABULARY = 24, 4, 320, 5, 1024
 BATCH, TOKENS, STEPS = 8, 32, 2
@@ -153,15 +151,10 @@ class Worker:
             [self.budget], host, sharp, double_buffering=variant.double_buffering
         )
 
-        def start(slabs: Slabs, on_answer: Any, on_gone: Any) -> OwnDevice:
-            self.device = OwnDevice(
-                trial.opener(),
-                variant.double_buffering,
-                sys.exit,
-                lambda attempt: None,
-                on_answer,
-                on_gone,
-            )
+        start_device = in_this_process(trial.opener(), double_buffering=variant.double_buffering)
+
+        def start(*given: Any) -> Any:
+            self.device: Any = start_device(*given)
             return self.device
 
         spec = trial.spec(variant.recompute)

@@ -1,9 +1,11 @@
-"""Runs one agent: dial, decode its partitions, join, carry out instructions, leave."""
+"""Runs one agent: dial, decode its partitions, join, carry out instructions, leave.
+
+Its main thread runs the trials' code if its device is one CPU, and else waits for the end.
+"""
 
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import threading
 import uuid
@@ -14,13 +16,20 @@ from typing import Any
 
 import torch
 
-from cerebro_hydra.agent.audits import QueueAudits
+from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device import watchdog
 from cerebro_hydra.agent.device.builder import TrialBuilder, decode_partitions
+from cerebro_hydra.agent.device.device import Lane
 from cerebro_hydra.agent.device.logs import forwarded
-from cerebro_hydra.agent.device.process import device_starts, gpu_starts, numeric_on_gpu
+from cerebro_hydra.agent.device.process import (
+    DeviceStart,
+    cpu_starts,
+    gpu_starts,
+    numeric_on_gpu,
+    own_start,
+)
 from cerebro_hydra.agent.device.runs import TrialRuns, open_trials
-from cerebro_hydra.agent.device.task_watch import Task, TaskWatch
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, Task, TaskWatch
 from cerebro_hydra.agent.device.visible_gpus import THE_GPU
 from cerebro_hydra.agent.memory.checkpoint import CheckpointWriter
 from cerebro_hydra.agent.memory.fetch import FetchManager
@@ -28,7 +37,6 @@ from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore, budget_of
 from cerebro_hydra.agent.memory.shard_store import ShardStore
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
-from cerebro_hydra.agent.trainer import Trainer
 from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.errors import SetupError, TransferError
 from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec, AgentStart
@@ -81,7 +89,7 @@ def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -
 
 
 class _Agent:
-    """Connects the parts of an agent; instructions come on the wire's thread, tasks run on main."""
+    """Connects the parts of an agent; instructions come on the wire's thread."""
 
     def __init__(
         self,
@@ -96,14 +104,14 @@ class _Agent:
         self._released = released
         self._folder = spec.open_folder()
         self._resources = start.resources
-        slabs = Slabs() if start.resources.asks_for_queues else None
+        slabs = Slabs() if start.resources.has_own_processes else None
         segments = SegmentStore(
             start.resources.host_memory or budget_of(0),
             start.scratch,
             BufferPool() if slabs is None else BufferPool(allocate=slabs.allocate),
         )
         self._shard_store = ShardStore(segments)
-        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._main = Lane("main")
         self._decoding = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._stopping = threading.Event()
         self._ready = threading.Event()
@@ -153,11 +161,7 @@ class _Agent:
             self._fail(error)
             raise
         self._builder = TrialBuilder(spec.document, factory, splits["train"], splits["val"])
-        self._trainer: Trainer | QueueTrainer
-        if slabs is None:
-            self._trainer = self._resident_trainer(spec.document)
-        else:
-            self._trainer = self._queue_trainer(spec, start, factory, own, slabs)
+        self._trainer = self._queue_trainer(spec, start, factory, own, slabs)
         self._checkpoints = CheckpointWriter(
             self._incarnation, self._folder, self._shard_store, self._control.send, self._report
         )
@@ -172,73 +176,38 @@ class _Agent:
         )
         self._ready.set()
 
-    def _resident_trainer(self, document: RunDocument) -> Trainer:
-        return Trainer(
-            self._incarnation,
-            self._builder,
-            self._shard_store,
-            self._fetch_manager,
-            self._report,
-            self._control.send,
-            self._begin,
-            self._limits(document)(self._end_overdue),
-            document.audit_share,
-        )
-
-    def _limits(self, document: RunDocument) -> Callable[..., TaskWatch]:
-        """Return what makes a watch, given what is told of an overdue task, and maybe a clock."""
-        seconds = document.batch_seconds, document.sub_epoch_seconds
-        return partial(TaskWatch, *seconds, self._tell_slow)
-
     def _queue_trainer(
         self,
         spec: AgentSpec,
         start: AgentStart,
         factory: Callable[..., Any],
         own: Sequence[int],
-        slabs: Slabs,
+        slabs: Slabs | None,
     ) -> QueueTrainer:
-        trials = (spec.document, spec.manifest, own, start.scratch, factory)
-        resources = start.resources
+        document, resources = spec.document, start.resources
         planner = RunPlanner.of(spec.manifest, resources)
-        own_process = resources.devices == 1 and resources.device_kind == "cpu"
-        if resources.device_kind == "cuda":
-            starts = gpu_starts(
-                start.gpus[: resources.devices],
-                partial(open_trials, *trials, device=THE_GPU),
-                slabs,
-                self._control.send,
-                limits=spec.limits,
-            )
-        else:
-            starts = device_starts(
-                resources.devices,
-                TrialRuns(self._builder, self._decoded),
-                partial(open_trials, *trials),
-                slabs,
-                self._control.send,
-                self._end_process,
-                self._begin,
-                limits=spec.limits,
-            )
+        known_seconds = BatchSeconds()
+        limits = document.batch_seconds, document.sub_epoch_seconds
         trainer = QueueTrainer(
             self._incarnation,
-            starts,
+            self._device_starts(spec, start, factory, own, slabs),
             WorkerState(
                 [resources.device_memory] * resources.devices,
                 resources.queued_memory,
                 planner.rule,
+                double_buffering=not resources.computes_in_place,
             ),
             planner,
             self._shard_store,
             self._fetch_manager,
             self._report,
             self._control.send,
-            (lambda attempt: None) if own_process else self._begin,
-            QueueAudits(spec.document.audit_share),
+            (lambda attempt: None) if slabs is None else self._begin,
+            Audits(document.audit_share),
             self._fail,
             start.scratch,
-            self._limits(spec.document),
+            partial(TaskWatch, *limits, self._tell_slow, known_seconds),
+            known_seconds,
         )
 
         def look_again() -> None:
@@ -248,13 +217,46 @@ class _Agent:
         self._shard_store.on_change = look_again
         return trainer
 
+    def _device_starts(
+        self,
+        spec: AgentSpec,
+        start: AgentStart,
+        factory: Callable[..., Any],
+        own: Sequence[int],
+        slabs: Slabs | None,
+    ) -> Sequence[DeviceStart]:
+        resources = start.resources
+        if slabs is None:
+            segments = self._shard_store.segments
+            runs = TrialRuns(self._builder, self._decoded, segments.reserved, start.scratch)
+            return [
+                own_start(
+                    runs, self._main, resources.computes_in_place, self._end_process, self._begin
+                )
+            ]
+        trials = (spec.document, spec.manifest, own, start.scratch, factory)
+        if resources.device_kind == "cuda":
+            return gpu_starts(
+                start.gpus[: resources.devices],
+                partial(open_trials, *trials, device=THE_GPU),
+                slabs,
+                self._control.send,
+                limits=spec.limits,
+            )
+        return cpu_starts(
+            resources.devices,
+            partial(open_trials, *trials),
+            slabs,
+            self._control.send,
+            limits=spec.limits,
+        )
+
     def run(self) -> None:
         """Carry out tasks until told to stop."""
         self._trainer.start()
         try:
             with forwarded(self._control.send):
-                while (task := self._tasks.get()) is not None:
-                    task()
+                self._main.run()
         finally:
             self._trainer.close()
             self._fetch_manager.close()  # the interpreter would wait for its threads
@@ -285,12 +287,8 @@ class _Agent:
         where = {"trial": task.trial, "epoch": task.epoch, "partition": task.partition}
         self._control.send({"slow": {**where, "seconds": seconds, "median": median}})
 
-    def _end_overdue(self, task: Task, why: str) -> None:
-        """Fail the trial and end the process: nothing else ends a thread that hangs."""
-        self._report(events.TaskFailed(task.attempt, self._incarnation, why))
-        self._end_process()
-
     def _end_process(self) -> None:
+        """End the process: nothing else ends a thread that hangs."""
         self._control.flush(FLUSH_SECONDS)
         watchdog.end(watchdog.TASK_OVERDUE)
 
@@ -312,7 +310,7 @@ class _Agent:
         if self._stopping.is_set():
             return
         if message["do"] == "forget":  # after the tasks of the trial that were taken back
-            self._tasks.put(partial(self._trainer.forget, message["trial"]))
+            self._trainer.forget(message["trial"])
             return
         if message["spec"] is not None:
             spec = TrialSpec.from_json(message["spec"], "the coordinator's spec of a trial")
@@ -327,7 +325,7 @@ class _Agent:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._tasks.put(None)
+        self._main.close()
         if self._ready.is_set():
             self._trainer.stop()
         watchdog.leave_soon(self._released)
@@ -336,7 +334,7 @@ class _Agent:
         match instruction:
             case StartSubEpoch() | Evaluate():
                 self._trainer.accept(instruction.attempt)
-                self._tasks.put(partial(self._trainer.perform, instruction, uri))
+                self._trainer.perform(instruction, uri)
             case FetchShards():
                 self._trainer.prefetch(instruction, uri)
             case Cancel():

@@ -13,13 +13,16 @@ back as work for the loop.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cerebro_hydra.agent.audits import QueueAudits
+from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device.messages import (
     Answer,
     Close,
@@ -28,6 +31,7 @@ from cerebro_hydra.agent.device.messages import (
     Computed,
     Done,
     Failed,
+    Forget,
     Move,
     Open,
     Opened,
@@ -35,14 +39,28 @@ from cerebro_hydra.agent.device.messages import (
     Profiled,
     Ready,
 )
-from cerebro_hydra.agent.device.process import DeviceStart, WorkerDevice, WorkerDevices
-from cerebro_hydra.agent.device.task_watch import MakeWatch, Progress, RunTime, Task
+from cerebro_hydra.agent.device.process import (
+    DEADLY,
+    MOST_DEATHS,
+    DeviceStart,
+    WorkerDevice,
+    WorkerDevices,
+)
+from cerebro_hydra.agent.device.task_watch import (
+    BatchSeconds,
+    MakeWatch,
+    Progress,
+    RunTime,
+    Task,
+    described,
+)
 from cerebro_hydra.agent.memory.fetch import FetchManager, FetchRequest
-from cerebro_hydra.agent.memory.shard_store import ShardStore
+from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
+from cerebro_hydra.agent.memory.shard_store import HeldShard, ShardHome, ShardStore
 from cerebro_hydra.agent.queued_run import HostMoves, QueuedRun
-from cerebro_hydra.agent.visits import AttemptReports, RunEnds, RunPlanner, TaskEntrance
+from cerebro_hydra.agent.visits import AttemptReports, RunPlanner, TaskEntrance
 from cerebro_hydra.agent.worker_loop import TICK_SECONDS, WorkerLoop
-from cerebro_hydra.errors import TransferError
+from cerebro_hydra.errors import ScratchFull, StepDiffers, TransferError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import FetchShards
@@ -51,6 +69,7 @@ from cerebro_hydra.plan.queues.events import (
     DeviceJoined,
     DeviceLost,
     RunAdded,
+    RunCancelled,
     RunEnded,
     RunReleased,
     RunRestarted,
@@ -61,7 +80,12 @@ from cerebro_hydra.plan.queues.log import DeviceLog
 from cerebro_hydra.plan.queues.run_progress import RunSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
+
+_REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
+
+_log = logging.getLogger(__name__)
 
 
 class QueueTrainer:
@@ -74,11 +98,12 @@ class QueueTrainer:
         planner: describes runs to the queues.
         report: takes an event for the coordinator.
         send: takes a message of progress for it.
-        begin: tells it of an attempt that comes in; a device in this process tells by itself.
-        audits: decides which sub-epochs are audited.
+        begin: tells it of an attempt that comes in, if no device of this process tells by itself.
+        audits: decides which steps are audited.
         broken: takes an error of the queues or devices themselves, which ends the agent.
         scratch: a folder on a disk of this machine.
         make_watch: makes what watches a run.
+        known_seconds: what that remembers of batches.
     """
 
     def __init__(
@@ -92,15 +117,16 @@ class QueueTrainer:
         report: Callable[[events.Event], None],
         send: Callable[[dict[str, Any]], object],
         begin: Callable[[int], object],
-        audits: QueueAudits,
+        audits: Audits,
         broken: Callable[[Exception], object],
         scratch: str,
         make_watch: MakeWatch,
+        known_seconds: BatchSeconds,
     ) -> None:
         self._incarnation = incarnation
         self._state = state
-        self._log = DeviceLog(state, lambda run: self._runs[run].task.trial)
-        self._loop = WorkerLoop(state, self._log, self._carry_out, broken, self._check_times)
+        self._activity = DeviceLog(state, lambda run: self._runs[run].task.trial)
+        self._loop = WorkerLoop(state, self._activity, self._carry_out, broken, self._check_times)
         self._planner = planner
         self._shard_store = shard_store
         self._fetch_manager = fetch_manager
@@ -109,18 +135,15 @@ class QueueTrainer:
         self._progress = Progress(send)
         self._begin = begin
         self._audits = audits
-        self._make_watch = make_watch
+        self._make_watch, self._known_seconds = make_watch, known_seconds
         self._numbers = itertools.count()
         self._runs: dict[int, QueuedRun] = {}
         self._arriving: list[Action] = []
         through = self._loop.through
         self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._no_room))
         self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
-        self._entrance = TaskEntrance(planner, self._devices, self._reports, self._enter)
-        self._ends = RunEnds(
-            incarnation, self._loop, planner, audits, self._entrance, self._reports, shard_store,
-            fetch_manager, self._report_devices, self._look,
-        )  # fmt: skip
+        self._entrance = TaskEntrance()
+        self._deaths: Counter[int] = Counter()  # of devices, by the attempt whose code they ran
 
     def start(self) -> None:
         """Start the devices and the loop."""
@@ -130,7 +153,7 @@ class QueueTrainer:
     def learn(self, spec: TrialSpec) -> None:
         """Take in what a trial is, before anything else is asked of it."""
         if self._planner.learn(spec):
-            self._loop.put(partial(self._entrance.forget, spec.trial))
+            self._loop.put(partial(self._forget_cut, spec.trial))
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
@@ -184,36 +207,56 @@ class QueueTrainer:
             return
         self._begin(task.attempt)
         self.prefetch(task, uri)
-        self._entrance.enter(task)
+        self._enter(task)
 
-    def _enter(self, task: Task, profile: TrialProfile) -> None:
-        """Hand a task to the queues."""
-        spec = self._planner.run_spec(next(self._numbers), task, profile)
-        run = self._add_run(task, profile, spec)
-        run.watched = self._audits.watches(task, profile)
-        run.announce(self._shard_store)
+    def _enter(self, task: Task) -> None:
+        """Let a task in as soon as it may enter; the first device profiles its trial before."""
+        if self._entrance.wait(task):
+            self._ask_profile(task.trial)
+        self._let_in()
 
-    def _add_run(self, task: Task, profile: TrialProfile, spec: RunSpec) -> QueuedRun:
-        trial = self._planner.trial(task.trial)
-        look = self._shard_store.follow(task.trial, task.source.visit)
-        timed = RunTime(task, self._make_watch, self._end_overdue)
-        run = QueuedRun(trial, task, profile, spec, look, timed, self._planner.has_budget)
+    def _ask_profile(self, trial: int) -> None:
+        order = Profile(self._planner.trial(trial), self._entrance.asking(trial))
+        self._devices.ask(self._devices[0], order)
+
+    def _let_in(self) -> None:
+        """Hand tasks to the queues that may enter now, unless they were taken back."""
+        while (task := self._entrance.next()) is not None:
+            if task.attempt not in self._reports:
+                self._entrance.leave(task.trial)
+                continue
+            profile = self._entrance.profiles[task.trial]
+            spec = self._planner.run_spec(next(self._numbers), task, profile)
+            run = self._add_run(task, profile, spec)
+            run.watched = self._audits.watches(task, profile)
+            run.announce(self._shard_store)
+
+    def _add_run(
+        self, task: Task, profile: TrialProfile, spec: RunSpec, audits: QueuedRun | None = None
+    ) -> QueuedRun:
+        trial, resident = self._planner.trial(task.trial), self._planner.resident
+        run = QueuedRun(
+            trial,
+            task,
+            profile,
+            replace(spec, recompute=False) if resident else spec,
+            self._shard_store.follow(task.trial, task.source.visit),
+            RunTime(task, self._make_watch, self._end_overdue),
+            limited=self._planner.has_budget,
+            recompute=spec.recompute,
+            resident=resident,
+            audits=audits,
+        )
         self._runs = {n: r for n, r in self._runs.items() if n in self._state.runs or not r.over}
         self._runs[spec.run] = run
-        self._loop.tell(RunAdded(spec))
+        self._loop.tell(RunAdded(run.spec))
         return run
-
-    def _audit(self, run: QueuedRun) -> None:
-        """Let the uncut model take the first step of a run, too."""
-        spec = self._planner.audit_spec(next(self._numbers), run.spec, run.profile)
-        run.audit = self._add_run(replace(run.task), run.profile, spec)
-        run.audit.audits, run.audit.start_step = run, run.start_step
 
     def _cancel(self, attempt: int) -> None:
         self._reports.take_back(attempt)
-        for run in self._runs.values():
+        for run in tuple(self._runs.values()):
             if run.task.attempt == attempt:
-                self._ends.early(run)
+                self._end_early(run)
 
     def _release(self, trial: int, visit: int) -> None:
         for run in self._runs.values():
@@ -222,9 +265,64 @@ class QueueTrainer:
 
     def _forget(self, trial: int) -> None:
         self._planner.forget(trial)
-        self._entrance.forget(trial)
+        self._forget_cut(trial)
         self._audits.forget(trial)
+        self._known_seconds.forget(trial)
         self._fetch_manager.forget(trial)
+
+    def _forget_cut(self, trial: int) -> None:
+        """Forget a trial's cut, with what devices have built of it."""
+        self._entrance.forget(trial)
+        self._devices.tell(Forget(trial))
+
+    # ------------------------------------------------------------------ audits
+
+    def _choose_audit(self, run: QueuedRun) -> None:
+        """Choose the step of a run that is audited: the next one, if memory has room for copies.
+
+        Else it is the first step, from the state before the run. Where devices compute in the
+        agent's memory, which has no room for that step either, it is taken in mapped files.
+        """
+        begun = time.perf_counter()
+        segments, shards = self._shard_store.segments, run.profile.shards
+        has_room = segments.has_room(sum(shard.trainable for shard in shards))
+        run.audited = run.begun_windows if has_room else 0
+        if run.audited >= run.spec.graph.windows:
+            run.audited = 0
+        run.audit_is_mapped = run.resident and not has_room
+        if run.audited:
+            each = enumerate(shards)
+            run.copies = {k: segments.allocate(shard.trainable) for k, shard in each}
+        self._audits.budget.spent += time.perf_counter() - begun
+
+    def _begin_audit(self, run: QueuedRun) -> None:
+        """Let the uncut model take a step of a run, too, once all is there that it needs."""
+        window = run.audited
+        if not run.watched or window is None or run.audit is not None:
+            return
+        if not run.step_is_over(window) or (window and len(run.given) < run.spec.graph.shards):
+            return
+        number = next(self._numbers)
+        spec = self._planner.audit_spec(number, run.spec, window, run.profile)
+        run.audit = self._add_run(replace(run.task), run.profile, spec, audits=run)
+        run.audit.mapped = run.audit_is_mapped
+        run.audit.start_step = run.start_step
+        run.audit.given, run.given = run.given, {}
+
+    def _copied(self, run: QueuedRun, shard: int, home: ShardHome) -> None:
+        """Keep a copy of a shard for an audit; it lies on disk where memory has a budget."""
+        if run.resident:
+            run.given[shard] = home
+            return
+
+        def away(error: Exception | None) -> None:
+            if error is not None and not run.over:
+                self._audits.give_up(run, str(error))
+            run.given[shard] = home
+            self._begin_audit(run)
+            self._finish_closed(run)
+
+        self._host.put_away(home, self._loop.through(away))
 
     # ------------------------------------------------------------------ what the queues decide
 
@@ -247,7 +345,7 @@ class QueueTrainer:
     def _end(self, run: QueuedRun, ended: RunEnded) -> None:
         run.boundary = None
         if ended.outcome == "refused":
-            self._ends.refused(run, ended.reason)
+            self._fail(run, "", f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
             run.closing = set(run.opened)
             for device in run.closing:
@@ -256,10 +354,10 @@ class QueueTrainer:
             run.homes.clear()  # with their files
 
     def _report_devices(self) -> None:
-        self._report(self._log.report(self._incarnation, time.monotonic()))
+        self._report(self._activity.report(self._incarnation, time.monotonic()))
 
     def _restart(self, run: QueuedRun) -> None:
-        self._ends.end_audit(run)
+        self._end_audit(run)
         run.cancel()
         run.retract(self._shard_store)
         run.begin_anew()
@@ -268,8 +366,9 @@ class QueueTrainer:
     def _compute(self, run: QueuedRun, tasks: list[Action]) -> None:
         if any(map(run.begins_last_step, tasks)):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
-        run.time.start()
-        self._devices.ask(self._devices[tasks[0].device or 0], run.unit(tasks))
+        device = self._devices[tasks[0].device or 0]
+        run.time.start(device.thread, sum(map(run.ends_batch, tasks)))
+        self._devices.ask(device, run.unit(tasks))
 
     def _move(self, run: QueuedRun, action: Action) -> None:
         assert action.device is not None
@@ -296,22 +395,35 @@ class QueueTrainer:
         waiting, self._arriving = self._arriving, []
         for action in waiting:
             run = self._runs[action.trial]
-            try:
-                held = None if run.over else run.look(action.shard)
-            except TransferError as error:
-                self._ends.fail(run, TransferError.__name__, str(error))
-                held = None
+            held = None
+            if not run.over and action.shard not in run.given:
+                try:
+                    held = self._seek(run, action.shard)
+                except TransferError as error:
+                    self._fail(run, TransferError.__name__, str(error))
             if run.over:
                 self._loop.tell(ShardArrived(action.trial, action.shard))
-            elif held is None:
+            elif held is None and action.shard not in run.given:
                 self._arriving.append(action)
             else:
                 self._host.receive(run, action, held)
 
+    def _seek(self, run: QueuedRun, shard: int) -> HeldShard | None:
+        """Return a shard of the state before a run, if it is here.
+
+        Raises:
+            TransferError: it will never come.
+        """
+        held, name = run.look(shard), (run.task.trial, run.task.source.visit)
+        if held is None and not self._shard_store.knows(*name):
+            # It was asked for, so it is here or on its way, unless that has failed.
+            raise TransferError(f"state {name[1]} of trial {name[0]} did not come")
+        return held
+
     def _moved(self, run: QueuedRun, moved: ActionDone, error: Exception | None) -> None:
         action = moved.action
         if error is not None:
-            self._ends.raised(run, error)
+            self._raised(run, error)
         if action.kind is ActionKind.RECV:
             run.begun = run.begun or time.perf_counter()
             self._loop.tell(ShardArrived(action.trial, action.shard))
@@ -320,7 +432,7 @@ class QueueTrainer:
 
     def _no_room(self, run: QueuedRun, move: Move, device: WorkerDevice, error: Exception) -> None:
         """Fail a run whose changes can't leave their device; it lets go of them, and answers."""
-        self._ends.raised(run, error)
+        self._raised(run, error)
         device.give(move)
 
     def _hear(self, device: WorkerDevice, answer: Answer) -> None:
@@ -332,21 +444,34 @@ class QueueTrainer:
                 if (number := self._devices.ready(device)) is not None:
                     self._loop.tell(DeviceJoined(number))
             case Failed(run=int(number)) if number in self._runs:
-                self._ends.fail(self._runs[number], answer.kind, answer.error, answer.lacking)
+                self._fail(self._runs[number], answer.kind, answer.error, answer.lacking)
             case Profiled() | Failed() if isinstance(asked, Profile):
-                self._entrance.hear(answer, asked.trial)
+                self._profiled(answer, asked.trial)
             case Opened(number) if number in self._runs:
                 self._runs[number].time.built()
             case Closed(number, evaluation) if number in self._runs:
                 self._runs[number].evaluation = evaluation
-                self._ends.closed(self._runs[number], device)
+                self._closed(self._runs[number], device)
             case Computed(tasks):
                 self._computed(self._runs[tasks[0].action.trial], tasks)
             case Done(action, seconds, nbytes):
                 self._loop.tell(ActionDone(action, seconds, nbytes))
                 run = self._runs[action.trial]
+                if run.mapped:
+                    run.homes[action.shard].leave_dram()  # the device has copied what it changes
                 if action.kind is ActionKind.SPILL and not run.over and action.shard in run.homes:
                     run.homes[action.shard].changed(answer.cursor, answer.has_gradients)
+
+    def _profiled(self, answer: Profiled | Failed, asked: TrialSpec) -> None:
+        """Take what the first device found out about a trial, unless it was cut finer meanwhile."""
+        if not self._planner.knows(asked.trial) or self._planner.trial(asked.trial) != asked:
+            return
+        if isinstance(answer, Failed):
+            for task in self._entrance.unprofiled(answer.trial):
+                self._reports.failed(task, answer.kind, answer.error, answer.lacking)
+        else:
+            self._entrance.profiled(answer.trial, answer.profile)
+            self._let_in()
 
     def _check_times(self) -> None:
         self._devices.age(TICK_SECONDS)
@@ -357,7 +482,7 @@ class QueueTrainer:
     def _end_overdue(self, task: Task, why: str) -> None:
         """Fail a run whose code takes too long, and end the device that runs it."""
         (run,) = (run for run in self._runs.values() if run.task is task)
-        self._ends.fail(run, "", why)
+        self._fail(run, "", why)
         for number, queue in self._state.queues.items():
             if queue.running is not None and queue.running.run == run.number:
                 self._devices[number].kill()
@@ -372,8 +497,12 @@ class QueueTrainer:
                 self._audits.note(run, done)
         if run.over:
             return
+        for done in tasks:
+            if (home := run.copied(done)) is not None:
+                self._copied(run, done.action.shard, home)
         if self._audits.is_due(run):
-            self._audit(run)
+            self._choose_audit(run)
+        self._begin_audit(run)
         losses = [number for done in tasks for number in done.losses]
         if losses and run.audits is None and self._progress.is_due():
             self._progress.send(run.progress(max(losses)))
@@ -384,10 +513,131 @@ class QueueTrainer:
         if was_up:
             self._loop.tell(DeviceLost(number))
         if isinstance(order, Open | Compute | Close) and order.run in self._runs:
-            self._ends.died(self._runs[order.run])
-        for each in self._runs.values():
+            self._died(self._runs[order.run])
+        for each in tuple(self._runs.values()):
             each.opened.discard(device)
             if device in each.closing:
-                self._ends.unclosed(each, device)
+                self._unclosed(each, device)
         if number == 0:
-            self._entrance.ask_again(order.trial if isinstance(order, Profile) else None)
+            self._ask_again(order.trial if isinstance(order, Profile) else None)
+
+    def _ask_again(self, died_of: TrialSpec | None) -> None:
+        """Ask the first device again, which was replaced.
+
+        Args:
+            died_of: the trial that it was building; one that too many devices died of fails.
+        """
+        if died_of is not None and self._entrance.died(died_of.trial):
+            self._profiled(Failed(None, died_of.trial, "", DEADLY), died_of)
+        for trial in self._entrance.profiling:
+            self._ask_profile(trial)
+
+    # ------------------------------------------------------------------ how runs end
+
+    def _end_early(self, run: QueuedRun) -> None:
+        """End a run where it stands, with its audit, and take back what it published."""
+        was_over, run.over = run.over, True
+        run.retract(self._shard_store)
+        self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
+        run.cancel()
+        self._look()
+        self._end_audit(run)
+        self._planner.end_audit(run.number)
+        if not was_over and run.audits is None:
+            self._entrance.leave(run.task.trial)
+            self._let_in()
+
+    def _end_audit(self, run: QueuedRun) -> None:
+        """End the audit of a run, if there is one."""
+        if run.audit is not None and not run.audit.over:
+            self._end_early(run.audit)
+
+    def _fail(self, run: QueuedRun, kind: str, why: str, lacking: str | None = None) -> None:
+        """End a run with an error; see `AttemptReports.failed`.
+
+        A run that lacks memory is done once more if it may need less then, and one that lacks disk
+        is done once more alone.
+        """
+        if run.over:
+            return
+        was_alone = self._entrance.is_alone(run.task.trial)
+        if run.resident:
+            self._mend(run)
+        self._end_early(run)
+        if run.audits is not None:
+            self._go_on(run.audits, self._audits.failed(run, kind, why))
+        elif lacking is not None and self._planner.can_spare(run):
+            self._enter(run.task)  # once more, from the state before it
+        elif kind == ScratchFull.__name__ and not was_alone:
+            name = trial_name(run.task.trial)
+            _log.warning("%s begins again when nothing else trains here: %s", name, why)
+            self._entrance.wait_to_be_alone(run.task)
+            self._let_in()
+        else:
+            finer = lacking is not None and self._planner.helps_finer(run)
+            self._reports.failed(run.task, kind, why, lacking, finer)
+
+    def _mend(self, run: QueuedRun) -> None:
+        """Read frozen segments anew that a run's code has written to, for other trials share them.
+
+        Its device computes in the agent's memory, and has no other run.
+        """
+        for home in run.homes.values():
+            if (damaged := home.damaged_frozen()) is not None:
+                self._fetch_manager.read_stored(*damaged)
+
+    def _raised(self, run: QueuedRun, error: Exception) -> None:
+        """End a run because of an error of this process."""
+        if isinstance(error, ScratchFull):
+            why = f"{described(run.task)}: {error}"
+        else:
+            why = "".join(traceback.format_exception(error))
+        self._fail(run, type(error).__name__, why, memory_that_ran_out(error))
+
+    def _closed(self, run: QueuedRun, device: WorkerDevice) -> None:
+        """End a run once every device has closed it, and its audit is over."""
+        run.closing.discard(device)
+        if run.closing or run.over:
+            return
+        if run.audits is not None:
+            self._end_early(run)
+            self._go_on(run.audits, self._audits.ended(run))
+        else:
+            run.closed = True
+            self._finish_closed(run)
+
+    def _died(self, run: QueuedRun) -> None:
+        """Fail a run whose code has ended too many devices."""
+        self._deaths[run.task.attempt] += 1
+        if self._deaths[run.task.attempt] >= MOST_DEATHS:
+            self._fail(run, "", DEADLY)
+
+    def _unclosed(self, run: QueuedRun, device: WorkerDevice) -> None:
+        """End a run that a device did not live to close; an evaluation is done once more."""
+        if run.over or run.spec.graph.training:
+            self._closed(run, device)
+        else:
+            self._end_early(run)
+            self._enter(run.task)
+
+    def _go_on(self, run: QueuedRun, difference: str | None) -> None:
+        """Go on with a run whose audit is over."""
+        if difference is not None:
+            self._fail(run, StepDiffers.__name__, difference)
+        else:
+            self._finish_closed(run)
+
+    def _finish_closed(self, run: QueuedRun) -> None:
+        """Report a run that its devices have closed, once nothing is left to be audited."""
+        if not run.closed or run.over or run.awaits_audit:
+            return
+        result = run.result(self._incarnation, self._fetch_manager.take_hop(run.task.trial))
+        if (fault := self._planner.fault(run.task, result)) is not None:
+            self._fail(run, "", fault)
+            return
+        run.over = True
+        if not run.resident:
+            self._report_devices()
+        self._reports.done(result)
+        self._entrance.leave(run.task.trial)
+        self._let_in()

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from cerebro_hydra.agent.device.messages import Close, Compute, Done, Move, RunOrder
+from cerebro_hydra.agent.device.messages import (
+    Close,
+    Compute,
+    Done,
+    Move,
+    RunOrder,
+    copy_of,
+)
 from cerebro_hydra.agent.device.process import WorkerDevice
 from cerebro_hydra.agent.device.task_watch import RunTime, Task
 from cerebro_hydra.agent.memory.shard_store import HeldShard, Shard, ShardHome, ShardStore, State
@@ -47,11 +54,18 @@ class QueuedRun:
         begun: when its first shard was there.
         losses: the mean loss of each microbatch and its rows.
         closed: whether every device has said so, and its audit is not over.
-        watched: whether its first step may be audited.
-        audits: the run whose first step this one takes again with the uncut model, if it does.
+        recompute: whether a backward computes its forward again.
+        resident: whether its device computes in the agent's memory, from which nothing leaves.
+        mapped: whether what it changes and makes lies in mapped files, for want of memory.
+        watched: whether one of its steps may be audited.
+        audits: the run of which this one takes a step again with the uncut model, if it does.
         audit: the run that does so with this one.
-        first_step: what the first step gave.
-        first_seconds: what devices computed for it.
+        audited: the window which that step is, once that is chosen.
+        audit_is_mapped: whether the uncut model takes it in mapped files.
+        copies: memory for the shards as they are before that step, until they are copied.
+        given: homes of shards that are not looked for, because they were copied.
+        steps: what steps gave that may be audited, by their windows.
+        first_seconds: what devices computed for the first one.
         audit_seconds: what an audit took that found no difference; 0 if there was none.
     """
 
@@ -62,6 +76,9 @@ class QueuedRun:
     look: Callable[[int], HeldShard | None]
     time: RunTime
     limited: bool = False
+    recompute: bool = False
+    resident: bool = False
+    mapped: bool = False
     state: State | None = None
     start_step: int | None = None
     homes: dict[int, ShardHome] = field(default_factory=dict)
@@ -78,7 +95,12 @@ class QueuedRun:
     watched: bool = False
     audits: QueuedRun | None = None
     audit: QueuedRun | None = None
-    first_step: StepResult = field(default_factory=StepResult)
+    audited: int | None = None
+    audit_is_mapped: bool = False
+    copies: dict[int, Bytes] = field(default_factory=dict)
+    given: dict[int, ShardHome] = field(default_factory=dict)
+    steps: dict[int, StepResult] = field(default_factory=dict)
+    begun_windows: int = 0
     first_seconds: float = 0.0
     audit_seconds: float = 0.0
 
@@ -106,8 +128,11 @@ class QueuedRun:
         self.losses.clear()
         self.digests.clear()
         self.nbytes.clear()
-        self.audit = None
-        self.first_step = StepResult()
+        self.audit = self.audited = None
+        self.copies.clear()
+        self.given.clear()
+        self.steps.clear()
+        self.begun_windows = 0
         self.first_seconds = self.audit_seconds = 0.0
 
     def order(self, cursor: Mapping[str, Any] | None) -> RunOrder:
@@ -119,16 +144,31 @@ class QueuedRun:
             self.trial,
             self.task,
             self.start_step,
-            self.spec.recompute,
+            self.recompute,
             self.watched,
-            self.audits is not None,
+            None if self.audits is None else self.audits.audited,
             self.spec.task_bytes if self.limited else None,
             not self.spec.stays,
+            self.resident,
+            self.mapped,
         )
 
     def unit(self, tasks: Sequence[Action]) -> Compute:
         """Return the order to do a unit."""
-        return Compute(tuple(tasks)) if self.boundary is None else self.boundary.order(tasks)
+        graph = self.spec.graph
+        order = Compute(tuple(tasks)) if self.boundary is None else self.boundary.order(tasks)
+        self.begun_windows = max(
+            self.begun_windows, 1 + max(task.microbatch or 0 for task in tasks) // graph.window
+        )
+        if self.watched or self.audits is not None:
+            ends = (graph.window_of(n * graph.window)[-1] for n in {0, self.audited or 0})
+            order = replace(order, watched=tuple(ends))
+        if self.audited:
+            first = self.audited * graph.window
+            copied = [t.shard for t in tasks if (t.kind, t.microbatch) == (ActionKind.F, first)]
+            if slabs := {copy_of(k): self.copies[k] for k in copied}:
+                order = replace(order, slabs={**order.slabs, **slabs}, copied=first)
+        return order
 
     def cancel(self) -> None:
         """Let every device end the run where it stands."""
@@ -136,7 +176,7 @@ class QueuedRun:
             device.give(Close(self.number, cancelled=True))
 
     def saved_sizes(self, shard: int) -> dict[str, int]:
-        """Return the bytes of slabs that a shard's changes are written back to, by name."""
+        """Return the bytes of slabs that have a shard's changes, by name."""
         sizes = {
             "trainable": self.profile.shards[shard].trainable,
             "gradients": self.gradients(shard),
@@ -144,8 +184,8 @@ class QueuedRun:
         return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
     def gradients(self, shard: int) -> int:
-        """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
-        return self.profile.kept_gradients(shard, self.spec.graph)
+        """Return the bytes of a shard's gradients if they leave the device, else 0."""
+        return 0 if self.resident else self.profile.kept_gradients(shard, self.spec.graph)
 
     def published(self, number: int, shard: Shard) -> None:
         """Note what was published of a shard."""
@@ -164,18 +204,33 @@ class QueuedRun:
         self.losses |= done.losses
         if done.record is not None and self.boundary is not None:
             self.boundary.note(done.record)
-        first = self.spec.graph.window_of(0)
-        if done.action.kind.computes and done.action.microbatch in first:
+        graph, number = self.spec.graph, done.action.microbatch or 0
+        if number in graph.window_of(0):
             self.first_seconds += done.seconds
-            if done.digests is not None:
-                self.first_step.shards[done.action.shard] = done.digests
-            if all(microbatch in self.losses for microbatch in first):
-                self.first_step.loss = self.window_loss(0)
+        if done.digests is not None:
+            step = self.steps.setdefault(number // graph.window, StepResult())
+            step.shards[done.action.shard] = done.digests
+            if len(step.shards) == graph.shards:
+                step.loss = self.window_loss(number)
+
+    def copied(self, done: Done) -> ShardHome | None:
+        """Return the home of a shard that was copied before a task, if it was."""
+        k = done.action.shard
+        if done.action.kind is not ActionKind.F or done.cursor is None or k not in self.copies:
+            return None
+        return ShardHome.of_copy(self.homes[k], self.copies.pop(k), done.cursor)
 
     @property
-    def first_step_is_over(self) -> bool:
-        """Return whether everything is known of the first step."""
-        return len(self.first_step.shards) == self.spec.graph.shards
+    def awaits_audit(self) -> bool:
+        """Return whether a step was chosen to be audited, and that is not over."""
+        if not self.watched or self.audited is None:
+            return False
+        return self.audit is None or not self.audit.over
+
+    def step_is_over(self, window: int) -> bool:
+        """Return whether everything is known of a step that may be audited."""
+        step = self.steps.get(window)
+        return step is not None and len(step.shards) == self.spec.graph.shards
 
     def ends_batch(self, task: Action) -> bool:
         """Return whether a batch has been through all shards with a task."""
@@ -268,19 +323,43 @@ class HostMoves:
 
     def close(self) -> None:
         """End after what is being done."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
 
-    def receive(self, run: QueuedRun, action: Action, held: HeldShard) -> None:
-        """Make a shard of the state before one of a run, and room for its microbatches."""
+    def receive(self, run: QueuedRun, action: Action, held: HeldShard | None) -> None:
+        """Make a shard of the state before one of a run, and room for its microbatches.
+
+        Args:
+            held: the shard; None if it is given to the run.
+        """
 
         def work() -> None:
             segments = self._shard_store.segments
-            run.homes[action.shard] = ShardHome(held, segments, self._scratch)
+            if held is None:
+                home = run.given.pop(action.shard)
+                home.to_dram()
+            else:
+                home = ShardHome(held, segments, self._scratch)
+            if run.resident and run.spec.graph.training and not run.mapped:
+                home.own_trainable()
+            run.homes[action.shard] = home
             if action.shard == 0 and not run.spec.stays:
                 slab = segments.allocate(run.spec.host_boundary_bytes)
                 run.boundary = RunBoundary(slab, run.spec.graph.shards)
 
         self._submit(run, action, work)
+
+    def put_away(self, home: ShardHome, then: Callable[[Exception | None], object]) -> None:
+        """Move a shard to disk, and tell from any thread that it is there, or why it is not."""
+
+        def work() -> None:
+            failure = None
+            try:
+                home.to_disk()
+            except Exception as error:
+                failure = error
+            then(failure)
+
+        self._threads.submit(work)
 
     def move(self, run: QueuedRun, action: Action) -> None:
         """Carry out SEND, or a move between DRAM and disk."""

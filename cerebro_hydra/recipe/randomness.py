@@ -7,6 +7,7 @@ fast path of attention.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import warnings
 from collections import Counter
@@ -66,6 +67,18 @@ class RandomKey:
         seed = seed_of(self.trial_seed, self.step, self.microbatch, unit)
         for generator in generators(self.device):
             generator.manual_seed(seed)
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Let the generators of torch, Python and NumPy go on as if the body had drawn nothing."""
+    ours, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(numpys)
 
 
 def generators(device: torch.device) -> tuple[torch.Generator, ...]:

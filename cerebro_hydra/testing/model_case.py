@@ -20,9 +20,10 @@ from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe, recipe_of
 from cerebro_hydra.shards.admission.admit import admit
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
-from cerebro_hydra.shards.engine.differences import same_bits
+from cerebro_hydra.shards.engine.differences import first_difference, same_bits
 from cerebro_hydra.shards.engine.engine import Mode
-from cerebro_hydra.shards.engine.uncut import PlainStep
+from cerebro_hydra.shards.engine.layout import on_host
+from cerebro_hydra.shards.engine.uncut import uncut_training
 from cerebro_hydra.shards.export.program import save_exported
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.addresses import OddAddresses, move_state
@@ -222,20 +223,21 @@ class ModelCase(ABC):
         """Train a step also with a model that was just built, from a copy of the state."""
         numbers = range(trial.cut_model.num_shards)
         segments, cursors = zip(*map(trial.need, numbers), strict=True)
-        step = PlainStep(
-            self.make(1),
-            trial.admission.layout,
-            segments,
-            cursors[0],
-            [Batch(*copy_example((b.features, b.labels)), b.rows) for b in window],
-            TRIAL_SEED,
-            STEPS_PER_EPOCH,
-            trial.step,
-        )
-        trial.train([window])
-        after = [trial.need(number)[0] for number in numbers]
-        assert step.difference(trial.losses[-1], after) is None
-        step.close()
+        copies = [
+            on_host({name: each.copy() for name, each in shard.items()}) for shard in segments
+        ]
+        batches = [Batch(*copy_example((b.features, b.labels)), b.rows) for b in window]
+        layout = trial.admission.layout
+        with uncut_training(
+            self.make(1), layout, copies, cursors[0], TRIAL_SEED, STEPS_PER_EPOCH, trial.step
+        ) as uncut:
+            losses = uncut.step(batches)
+            trained = uncut.trainer.tensors()
+            trial.train([window])
+            mean = sum(loss * b.rows for loss, b in zip(losses, window, strict=True))
+            assert trial.losses[-1] == mean / sum(b.rows for b in window)
+            after = [trial.need(number)[0] for number in numbers]
+            assert first_difference(layout, after, trained) is None
 
     def _run_on_agents(self, store: LocalStore, arrays: Any, factory: Any) -> str:
         result: Any = GridSearch(

@@ -9,6 +9,7 @@ that a core that is busy with something else delays it little.
 from __future__ import annotations
 
 import queue
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra.agent.audits import QueueAudits
-from cerebro_hydra.agent.device.device import DeviceMemory
+from cerebro_hydra.agent.audits import Audits
+from cerebro_hydra.agent.device.device import DeviceMemory, Lane, RunOpener
 from cerebro_hydra.agent.device.messages import Done, RunOrder
-from cerebro_hydra.agent.device.process import OnAnswer, OnGone, WorkerDevice
-from cerebro_hydra.agent.device.task_watch import Task, TaskWatch
+from cerebro_hydra.agent.device.process import OnAnswer, OnGone, OwnDevice, WorkerDevice
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, Task, TaskWatch
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
@@ -35,6 +36,7 @@ from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, St
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
+from cerebro_hydra.shards.engine.differences import TensorDigests
 from cerebro_hydra.shards.engine.layout import Bytes, HostSegments, Segments
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -56,6 +58,32 @@ def evaluate(attempt: int, trial: int, visit: int) -> Evaluate:
     return Evaluate(attempt, trial, EPOCH, visit, PARTITION, WORKER, ME, StateSource(visit, ME))
 
 
+def in_this_process(
+    opener: RunOpener,
+    in_place: bool = False,
+    double_buffering: bool = True,
+    end_process: Callable[[], object] = sys.exit,
+) -> StartDevice:
+    """Return what starts a device in this process, which computes on a thread of its own."""
+
+    def start(slabs: Slabs, on_answer: OnAnswer, on_gone: OnGone) -> OwnDevice:
+        computing = Lane("device-computes")
+        computing.start()
+        memory, buffers = DeviceMemory(in_place=in_place), double_buffering and not in_place
+        return OwnDevice(
+            opener,
+            computing,
+            memory,
+            buffers,
+            end_process,
+            lambda attempt: None,
+            on_answer,
+            on_gone,
+        )
+
+    return start
+
+
 class QueueWorker:
     """Trains in the queues of one worker.
 
@@ -65,6 +93,7 @@ class QueueWorker:
         smallest: the bytes of the smallest device; None if that has no limit.
         rows: of the partition, training and validation alike.
         spec_of: describes a trial by its number, as ``TrialSpec`` does.
+        resident: whether the one device computes in this memory itself.
         poison: overwrite memory that is given back.
         memory: the bytes of DRAM for states, beyond which they are spilled.
         batch_seconds: after which a batch is ended.
@@ -79,6 +108,7 @@ class QueueWorker:
         rows: int,
         spec_of: Callable[[int], Any],
         *,
+        resident: bool = False,
         poison: bool = False,
         memory: int = 4 << 30,
         batch_seconds: float | None = None,
@@ -92,7 +122,11 @@ class QueueWorker:
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.worked: list[events.DevicesWorked] = []
         self.state = state
-        self.planner = RunPlanner(lambda split, partition: rows, smallest, len(state.queues))
+        self.planner = RunPlanner(
+            lambda split, partition: rows, smallest, len(state.queues), resident=resident
+        )
+        known_seconds = BatchSeconds()
+        self.audits = Audits(audit_share)
         nobody: Any = None
         self.trainer = QueueTrainer(
             ME,
@@ -104,10 +138,11 @@ class QueueWorker:
             self.reported.put,
             lambda record: None,
             lambda attempt: None,
-            QueueAudits(audit_share),
+            self.audits,
             self.reported.put,
             self._scratch.name,
-            partial(TaskWatch, batch_seconds, None, print),
+            partial(TaskWatch, batch_seconds, None, print, known_seconds),
+            known_seconds,
         )
         self.store.on_change = self.trainer.look_again
         self.trainer.start()
@@ -206,10 +241,15 @@ class DelayRun:
     def __init__(self, order: RunOrder, forward: float, trials: DelayTrials) -> None:
         training = isinstance(order.task, StartSubEpoch)
         self.stays = training and not order.recompute
+        self.resident = order.resident
         self._seconds = {ActionKind.F: forward, ActionKind.B: trials.backward * forward}
         self._rows = trials.rows
         self._slots: dict[int, Segments] = {}
         self._steps: dict[int, int] = {}
+
+    def moved(self, slots: Segments) -> Segments:
+        """Return the slots."""
+        return slots
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Take a shard."""
@@ -221,7 +261,7 @@ class DelayRun:
         del self._slots[shard]
         return {"step": self._steps[shard]}, False
 
-    def perform(self, task: Action) -> Done:
+    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
         """Wait as long as the task takes."""
         _wait_until(time.perf_counter() + self._seconds.get(task.kind, 0.0))
         if task.kind is ActionKind.U:
@@ -230,6 +270,14 @@ class DelayRun:
         if task.kind is not ActionKind.B or task.shard or task.microbatch is None:
             return Done(task)
         return Done(task, losses={task.microbatch: (0.0, self._rows)})
+
+    def cursor(self, shard: int) -> Mapping[str, Any]:
+        """Return the cursor of a shard."""
+        return {"step": self._steps[shard]}
+
+    def digests(self, shard: int) -> TensorDigests:
+        """Return nothing: these trials are not audited."""
+        return {}
 
     def close(self) -> Evaluation:
         """End the run."""

@@ -34,7 +34,7 @@ from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.recipe import BatchTensors, Columns, Evaluation, Recipe, Window
 from cerebro_hydra.shards.admission.admit import AdmittedCut
 from cerebro_hydra.shards.cut.model import CutModel
-from cerebro_hydra.shards.engine.engine import Engine, Mode, TrainTotals
+from cerebro_hydra.shards.engine.engine import Engine, Mode
 from cerebro_hydra.shards.engine.layout import (
     EXISTS,
     HostSegments,
@@ -44,6 +44,7 @@ from cerebro_hydra.shards.engine.layout import (
     memory_of,
     read_tensors,
 )
+from cerebro_hydra.shards.engine.shard_run import TrainTotals
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec
@@ -190,7 +191,7 @@ class CutTrial:
             self.step,
             self.need,
             self.publish,
-            lambda _, loss, cursor: self.losses.append(loss),
+            lambda _, loss: self.losses.append(loss),
         )
         self.step += totals.steps
         return totals

@@ -20,6 +20,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
+from cerebro_hydra.shards.engine.differences import TensorDigests
 from cerebro_hydra.shards.engine.layout import Bytes, HostSegments, Segments
 from cerebro_hydra.storage.digest import digest
 from tests.agent.standins import SECONDS
@@ -43,6 +44,7 @@ class ByteTrials:
         hungry: the trials for which there is none in any backward.
         stale: the code reads the first slots that a shard lay in.
         wrong: the trials whose updates are wrong unless they are uncut.
+        wrong_from: the step from which on they are.
         unauditable: the trials that can't be built a second time.
     """
 
@@ -57,6 +59,7 @@ class ByteTrials:
     hungry: frozenset[int] = frozenset()
     stale: bool = False
     wrong: frozenset[int] = frozenset()
+    wrong_from: int = 0
     unauditable: frozenset[int] = frozenset()
 
     def __call__(self) -> ByteTrials:
@@ -77,7 +80,7 @@ class ByteTrials:
         return TrialProfile(tuple(shards), (), False)
 
     def open(self, order: RunOrder) -> ByteRun:
-        if order.audits and order.task.trial in self.unauditable:
+        if order.audits is not None and order.task.trial in self.unauditable:
             raise OSError("the hub is gone")
         self.die(order.task.trial, "opened")
         return ByteRun(self, order)
@@ -104,6 +107,9 @@ class ByteRun:
     total: float = 0.0
     rows: int = 0
 
+    def moved(self, slots: Segments) -> Segments:
+        return slots
+
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         arrays = self.shards[shard] = {name: slot.numpy() for name, slot in slots.items()}
         self.first.setdefault(shard, arrays)
@@ -123,17 +129,28 @@ class ByteRun:
             slots["gradients"][0] = gradients is not None
         return self.cursors.pop(shard), gradients is not None
 
-    def perform(self, task: Action) -> Done:
+    @property
+    def resident(self) -> bool:
+        return self.order.resident
+
+    def cursor(self, shard: int) -> Mapping[str, Any]:
+        return dict(self.cursors[shard])
+
+    def digests(self, shard: int) -> TensorDigests:
+        return {"param:bytes": digest(self.shards[shard]["trainable"])}
+
+    def perform(self, task: Action, then: Any = None) -> Done:
         time.sleep(self.trials.seconds)
         self._die()
         slots = self.shards[task.shard]
         trainable = slots["trainable"]
         assert task.microbatch is not None
+        number = task.microbatch + (self.order.audits or 0) * self.trials.window
         last = task.shard == len(self.trials.sizes) - 1
         match task.kind:
             case ActionKind.F:
                 read = self.first[task.shard] if self.trials.stale else slots
-                loss = loss_of(read, task.microbatch)
+                loss = loss_of(read, number)
                 if last and isinstance(self.order.task, StartSubEpoch):
                     return Done(task, losses={task.microbatch: (loss, ROWS)})
                 if last:
@@ -147,19 +164,18 @@ class ByteRun:
                 trial, kept = self.order.task.trial, not self.order.recompute
                 if trial in self.trials.hungry or (kept and trial in self.trials.greedy):
                     raise MemoryError("there is no room")
-                gradient = gradient_of(trainable, task.microbatch)
+                gradient = gradient_of(trainable, number)
                 before = self.gradients.get(task.shard)
                 self.gradients[task.shard] = gradient if before is None else before * 3 + gradient
             case ActionKind.U:
-                step = self.order.start_step + task.microbatch // self.trials.window
+                step = self.order.first_step + task.microbatch // self.trials.window
                 assert self.cursors[task.shard]["step"] == step
                 trainable += self.gradients.pop(task.shard)
                 self.cursors[task.shard]["step"] += 1
                 order, trial = self.order, self.order.task.trial
-                if trial in self.trials.wrong and not (order.audits or order.task.uncut):
+                plain = order.audits is not None or order.task.uncut
+                if trial in self.trials.wrong and not plain and step >= self.trials.wrong_from:
                     trainable[-1] ^= 1
-                if (order.watched or order.audits) and task.microbatch < self.trials.window:
-                    return Done(task, digests={"param:bytes": digest(trainable)})
         return Done(task)
 
     def close(self) -> Evaluation | None:

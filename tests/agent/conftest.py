@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 @pytest.fixture
-def agent(trained: RunFolder, tmp_path: Path) -> Agent:
+def agent(trained: RunFolder, tmp_path: Path) -> Iterator[Agent]:
     made = Agent(trained, tmp_path, share=0.01)
     made.budget.trained = 1e6  # it has trained for long: audits are allowed
-    return made
+    yield made
+    made.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,24 @@ import numpy as np
 import torch
 from torch import nn
 
+from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device.builder import TrialBuilder
-from cerebro_hydra.agent.device.task_watch import TaskWatch
+from cerebro_hydra.agent.device.device import Lane
+from cerebro_hydra.agent.device.process import own_start
+from cerebro_hydra.agent.device.runs import TrialRuns
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import ShardStore
-from cerebro_hydra.agent.trainer import Trainer
+from cerebro_hydra.agent.queue_trainer import QueueTrainer
+from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.prepared import find_prepared
-from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
+from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_folder import read_document
@@ -76,18 +85,68 @@ class Agent:
             for info in manifest.partitions
         }
         self.built: list[Recipe] = []
-        self.builder = TrialBuilder(document, self._factory, parts, {})
+        self.builder = TrialBuilder(document, self._factory, parts, parts)
         self.builder.add(trained.read_trial(0, document.run_id))
         self.memory = SegmentStore(1 << 30, str(path), BufferPool(poison=True))
         self.shards = ShardStore(self.memory)
         self.reported: list[Any] = []
-        fetches = FetchManager("me", self.shards, self.folder, None, lambda trial, visit: None)
-        self.watch = TaskWatch(None, None, print, print)
-        self.trainer = Trainer(
-            "me", self.builder, self.shards, fetches, self.reported.append,
-            lambda message: None, lambda attempt: None, self.watch, share,
-        )  # fmt: skip
-        self.budget = self.trainer._auditor.budget
+        self.fetches = FetchManager("me", self.shards, self.folder, None, lambda trial, visit: None)
+        self.audits = Audits(share)
+        self.budget = self.audits.budget
+        self.known_seconds = BatchSeconds()
+        self.lane = Lane("main")
+        rows = {(info.split, info.index): info.rows for info in manifest.partitions}
+        planner = RunPlanner(lambda split, at: rows["train", at], None, 1, resident=True)
+        self.state = WorkerState([None], None, planner.rule, double_buffering=False)
+        self.runs = TrialRuns(self.builder, lambda partitions: {}, self.memory.reserved, str(path))
+        self.trainer = QueueTrainer(
+            "me",
+            [own_start(self.runs, self.lane, True, lambda: None, lambda attempt: None)],
+            self.state,
+            planner,
+            self.shards,
+            self.fetches,
+            self._report,
+            lambda message: None,
+            lambda attempt: None,
+            self.audits,
+            self._report,
+            str(path),
+            partial(TaskWatch, None, None, print, self.known_seconds),
+            self.known_seconds,
+        )
+        self.shards.on_change = self.trainer.look_again
+        self.trainer.start()
+        self.trainer.learn(trained.read_trial(0, document.run_id))
+
+    def _report(self, event: Any) -> None:
+        if isinstance(event, events.SubEpochEnding):
+            return
+        self.reported.append(event)
+        self.lane.put(lambda: None)
+
+    def _perform(self, task: Any) -> Any:
+        """Carry out a task on this thread, and return the event that it ends with."""
+        before = len(self.reported)
+        self.trainer.accept(task.attempt)
+        self.trainer.perform(task, None)
+        while len(self.reported) == before:
+            self.lane.step()
+        if isinstance(self.reported[-1], Exception):
+            raise self.reported[-1]
+        return self.reported[-1]
+
+    def settle(self) -> None:
+        """Do on this thread whatever the agent was told to do."""
+        done = threading.Event()
+        self.trainer._loop.put(lambda: self.lane.put(done.set))
+        while not done.is_set():
+            self.lane.step()
+
+    def close(self) -> None:
+        """End the agent."""
+        self.trainer.close()
+        self.fetches.close()
 
     def _factory(self, params: Any) -> Recipe:
         self.built.append(self._make())
@@ -97,10 +156,12 @@ class Agent:
         """Train a sub-epoch and return the event that it ends with."""
         place = self.order[visit - 1] if partition is None else partition
         source = StateSource(visit - 1, None if visit == 1 else "me")
-        self.trainer.perform(
-            StartSubEpoch(visit, 0, visit, 0, place, 0, "me", source, {}, uncut), None
-        )
-        return self.reported[-1]
+        return self._perform(StartSubEpoch(visit, 0, visit, 0, place, 0, "me", source, {}, uncut))
+
+    def evaluate(self, visit: int, uncut: bool = False) -> Any:
+        """Evaluate a state on the rows of partition 0, and return what that gave."""
+        source = StateSource(visit, None if visit == 0 else "me")
+        return self._perform(Evaluate(100 + visit, 0, 0, visit, 0, 0, "me", source, uncut))
 
     @property
     def order(self) -> list[int]:

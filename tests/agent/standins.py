@@ -6,14 +6,17 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from cerebro_hydra.agent.device.messages import Done, RunOrder
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardStore
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
+from cerebro_hydra.shards.engine.layout import Segments
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 
@@ -69,38 +72,56 @@ class Peer:
             self.left.set()
 
 
-class StandInBuilder:
-    """One trial of one shard, whose engine publishes one step later; hooks run where named."""
+class StandInTrials:
+    """Opens runs of one trial of one shard, whose step adds one; hooks run where they are named."""
 
     def __init__(self, **hooks: Callable[[], object]) -> None:
         self._hooks = hooks
 
-    def _hook(self, name: str) -> None:
+    def hook(self, name: str) -> None:
+        """Do what a test wants done here."""
         self._hooks.get(name, lambda: None)()
 
-    def num_shards(self, trial: int) -> int:
-        return 1
+    def profile(self, trial: Any) -> TrialProfile:
+        self.hook("build")
+        return TrialProfile((ShardBytes(8, 8, 0, False),), (), False)
 
-    def get(self, trial: int) -> Any:
-        self._hook("build")
-        layout = SimpleNamespace(step_bytes=lambda first: 0)
-        spec = SimpleNamespace(steps=(1, 1), accumulate=1)
-        return SimpleNamespace(num_shards=1, layout=layout, engine=self, spec=spec)
+    def forget(self, trial: int) -> None:
+        """Keep nothing of a trial."""
 
-    def windows(self, trial: int, epoch: int, partition: int) -> Iterator[list[Any]]:
-        yield []
+    def open(self, order: RunOrder) -> StandInRun:
+        return StandInRun(self)
 
-    def rows(self, partition: int) -> int:
-        return 5
 
-    def train(
-        self, windows: Any, step: int, need: Any, publish: Any, on_step: Any, epoch_metrics: Any
-    ) -> Any:
-        self.epoch_metrics = epoch_metrics
-        segments, _ = need(0)
-        list(windows)
-        self._hook("train")
-        segments["trainable"][:] += 1
-        publish(0, segments, {"step": step + 1})
-        self._hook("published")
-        return SimpleNamespace(rows=5, loss_sum=1.0)
+class StandInRun:
+    """Adds one to a shard in its update."""
+
+    stays = resident = True
+
+    def __init__(self, trials: StandInTrials) -> None:
+        self._trials = trials
+        self._slots: dict[int, Segments] = {}
+
+    def moved(self, slots: Segments) -> Segments:
+        return slots
+
+    def load(self, shard: int, slots: Segments, cursor: Any) -> None:
+        self._slots[shard] = slots
+
+    def unload(self, shard: int) -> tuple[Any, bool]:
+        return {"step": 2}, False
+
+    def perform(self, task: Action, then: Any = None) -> Done:
+        if task.kind is ActionKind.F:
+            self._trials.hook("train")
+        if task.kind is ActionKind.U:
+            self._slots[task.shard]["trainable"].add_(1)
+        losses = {task.microbatch or 0: (0.2, 5)} if task.kind is ActionKind.B else {}
+        return Done(task, losses=losses)
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def cancel(self) -> None:
+        self._slots.clear()
+        self._trials.hook("told")

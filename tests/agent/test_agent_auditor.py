@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.agent import audits
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.plan.messages.instructions import Evaluate, StateSource
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.engine import sub_epoch
 from cerebro_hydra.storage import RunFolder
@@ -34,16 +32,16 @@ def test_an_audit_changes_no_bit(agent: Agent) -> None:
 
 def test_an_audit_leaves_all_random_numbers_as_they_are(agent: Agent) -> None:
     drawn: list[Any] = []
+    agent.train()
     for share in (0.01, 0.0):
         agent.budget.share = share
         torch.manual_seed(5)
-        agent.builder.get(0)
         random.seed(7)
         np.random.seed(7)
-        agent.train()
+        agent.train(2)
         drawn.append((random.random(), np.random.rand(), torch.rand(())))
     assert drawn[0] == drawn[1]
-    assert len(agent.built) == 2
+    assert len(agent.built) == 3
 
 
 def test_a_trial_trained_uncut_has_the_same_bits_and_is_audited(agent: Agent) -> None:
@@ -97,13 +95,11 @@ def test_a_break_in_the_last_step_is_caught_after_it_was_published(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = ROWS // BATCH - 1
-    is_due = audits.SubEpochAudit._is_due
-
-    def late(self: Any, seconds: float) -> bool:
-        self.asked = getattr(self, "asked", 0) + 1
-        return self.asked == last and is_due(self, seconds)
-
-    monkeypatch.setattr(audits.SubEpochAudit, "_is_due", late)
+    is_due = agent.audits.is_due
+    monkeypatch.setattr(
+        agent.audits, "is_due", lambda run: run.begun_windows == last and is_due(run)
+    )
+    monkeypatch.setattr("cerebro_hydra.plan.queues.run_progress.UNIT_SECONDS", 0.0)
     monkeypatch.setattr(sub_epoch.SubEpoch, "update", broken_from(last, lambda p: p[0].mul_(1.5)))
     failed = agent.train()
     assert isinstance(failed, events.AuditFailed)
@@ -118,17 +114,6 @@ def test_audits_wait_until_training_has_taken_long_enough(agent: Agent) -> None:
     assert len(agent.built) == 1
 
 
-def test_where_memory_is_short_a_line_says_that_nothing_is_audited(
-    agent: Agent, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent.memory, "has_room", lambda nbytes: False)
-    for visit in (1, 2):
-        assert agent.train(visit).digests == agent.known(visit)
-    (line,) = [r.getMessage() for r in caplog.records if r.name == audits.__name__]
-    assert "no longer audited on worker 0" in line and "memory budget" in line
-    assert len(agent.built) == 2, "it is not tried again"
-
-
 def test_the_copy_of_an_audit_counts_against_the_memory_budget(tmp_path: Path) -> None:
     pool = BufferPool()
     store = SegmentStore(100, str(tmp_path), pool)
@@ -141,7 +126,7 @@ def test_the_copy_of_an_audit_counts_against_the_memory_budget(tmp_path: Path) -
 def test_a_factory_that_fails_the_second_time_ends_no_trial(
     agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent.builder.get(0)
+    agent.evaluate(0)
 
     def fails(params: Any) -> Recipe:
         raise OSError("the hub is gone")
@@ -178,11 +163,7 @@ def test_no_memory_stays_after_an_audit(agent: Agent) -> None:
 
 
 def test_evaluation_of_an_uncut_trial_is_that_of_its_shards(agent: Agent) -> None:
-    agent.builder._validation = agent.builder._training
     agent.train(1)
-    for uncut in (False, True):
-        task = Evaluate(9, 0, 0, 1, 0, 0, "me", StateSource(1, "me"), uncut)
-        agent.trainer.perform(task, None)
-    shards, whole = agent.reported[-2:]
+    shards, whole = agent.evaluate(1), agent.evaluate(1, uncut=True)
     assert isinstance(whole, events.EvaluationDone), whole
     assert (whole.sums, whole.states) == (shards.sums, shards.states)

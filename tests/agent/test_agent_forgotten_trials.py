@@ -33,7 +33,8 @@ def test_a_trial_that_is_built_anew_has_the_same_bits(agent: Agent, specs: Any) 
     for visit in (1, 2):
         assert agent.train(visit).digests == agent.known(visit)
         agent.trainer.forget(0)
-        agent.builder.add(specs)
+        agent.settle()
+        agent.trainer.learn(specs)
     assert len(agent.built) == 4, "the factory builds the trial and a model to audit, twice"
 
 
@@ -54,20 +55,27 @@ def test_trials_that_were_not_used_for_long_are_built_anew(
 
 def test_nothing_is_left_of_a_trial_that_is_over(agent: Agent) -> None:
     assert agent.train(1).audit_seconds > 0
+    agent.trainer.drop(0, 1)
     agent.trainer.forget(0)
-    auditor, fetches = agent.trainer._auditor, agent.trainer._fetch_manager
+    agent.settle()
     assert not agent.builder._specs and not agent.builder.keeps(0)
-    assert not auditor.recipes and not auditor._seconds
-    assert not fetches._hops and not agent.watch._seconds
+    assert not agent.runs._spares and not agent.audits._seconds and not agent.audits._spares
+    assert not agent.fetches._hops and not agent.known_seconds._seconds
+    assert not agent.state.runs
 
 
 def test_attempts_that_were_taken_back_are_forgotten_when_they_are_done() -> None:
-    bench = Bench(train=lambda: bench.trainer.cancel(TASK.attempt))
-    bench.perform()
-    bench.trainer.cancel(TASK.attempt)
-    bench.trainer.cancel(TASK.attempt + 1)
-    assert not bench.shard_store.knows(0, VISIT)
-    assert not bench.trainer._cancelled and not bench.trainer._open
+    bench = Bench(train=lambda: bench.trainer.cancel(TASK.attempt), told=lambda: bench.lane.close())
+    try:
+        bench.perform()
+        bench.trainer.cancel(TASK.attempt)
+        bench.trainer.cancel(TASK.attempt + 1)
+        bench.settle()
+        assert bench.reported == []
+        assert not bench.shard_store.knows(0, VISIT)
+        assert not bench.state.runs
+    finally:
+        bench.trainer.close()
 
 
 def test_frozen_segments_stay_for_the_next_trials_and_not_for_ever() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.agent.device.task_watch import TaskWatch
+from cerebro_hydra.agent.audits import Audits
+from cerebro_hydra.agent.device.device import Lane
+from cerebro_hydra.agent.device.messages import Done, RunOrder
+from cerebro_hydra.agent.device.process import own_start
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch
 from cerebro_hydra.agent.memory.checkpoint import write_segments
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import BUDGET_STATES, SegmentStore
 from cerebro_hydra.agent.memory.shard_store import ShardStore
-from cerebro_hydra.agent.trainer import Trainer
+from cerebro_hydra.agent.queue_trainer import QueueTrainer
+from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.instructions import (
     Checkpoint,
@@ -31,7 +39,9 @@ from cerebro_hydra.plan.messages.instructions import (
     StartSubEpoch,
 )
 from cerebro_hydra.plan.policy.policy import Scheduler
+from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.simulate.run import ClosedSearch
+from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -56,49 +66,74 @@ class CountingPool(BufferPool):
         return buffer
 
 
-class Builder:
-    """Every trial is one shard, which each sub-epoch raises by one, with Adam's gradients."""
+class Trials:
+    """Opens runs of one shard, which each sub-epoch raises by one, by Adam's gradients."""
 
     def __init__(self, nbytes: int, pool: CountingPool) -> None:
-        self._gradients = 2 * (nbytes // 3)
-        self._pool = pool
-        layout = SimpleNamespace(step_bytes=lambda first: self._gradients)
-        spec = SimpleNamespace(steps=(1,) * PARTITIONS, accumulate=1)
-        self._runtime = SimpleNamespace(num_shards=1, layout=layout, engine=self, spec=spec)
+        self.gradients = 2 * (nbytes // 3)
+        self.nbytes = nbytes
+        self.pool = pool
+        self.reserved: Any = None
 
-    def num_shards(self, trial: int) -> int:
-        return 1
+    def profile(self, trial: Any) -> TrialProfile:
+        return TrialProfile((ShardBytes(FROZEN.nbytes, self.nbytes, 0, False),), (), False)
 
-    def get(self, trial: int) -> Any:
-        return self._runtime
+    def forget(self, trial: int) -> None:
+        """Keep nothing of a trial."""
 
-    def windows(self, trial: int, epoch: int, partition: int) -> Any:
-        return iter([[]])
+    def open(self, order: RunOrder) -> Run:
+        return Run(self, order)
 
-    def rows(self, partition: int) -> int:
-        return 5
 
-    def validation(self, trial: int, partition: int) -> Any:
-        return iter([[]])
+class Run:
+    """Trains or evaluates in the agent's memory, and counts its gradients beside it."""
 
-    def train(
-        self, windows: Any, step: int, need: Any, publish: Any, on_step: Any, epoch_metrics: Any
-    ) -> Any:
-        segments, _ = need(0)
-        self._pool.beside += self._gradients
-        self._pool.most = max(self._pool.most, self._pool.nbytes + self._pool.beside)
-        list(windows)
-        assert (segments["trainable"] == step).all(), "another trial's bytes, or poison"
-        segments["trainable"] += 1
-        self._pool.beside -= self._gradients
-        publish(0, segments, {"step": step + 1})
-        return SimpleNamespace(rows=5, loss_sum=1.0)
+    stays = resident = True
 
-    def evaluate(self, batches: Any, need: Any) -> Any:
-        segments, cursor = need(0)
-        list(batches)
-        assert (segments["trainable"] == cursor["step"]).all()
+    def __init__(self, trials: Trials, order: RunOrder) -> None:
+        self._trials, self._order = trials, order
+        self._stack = ExitStack()
+        self._slots: Any = None
+        if isinstance(order.task, StartSubEpoch):
+            self._stack.enter_context(trials.reserved(trials.gradients))
+
+    def moved(self, slots: Any) -> Any:
+        return slots
+
+    def load(self, shard: int, slots: Any, cursor: Any) -> None:
+        self._slots, self._step = slots, cursor["step"]
+
+    def unload(self, shard: int) -> tuple[Any, bool]:
+        return {"step": self._step}, False
+
+    def perform(self, task: Action, then: Any = None) -> Done:
+        assert (self._slots["trainable"] == self._step).all(), "another trial's bytes, or poison"
+        pool, gradients = self._trials.pool, self._trials.gradients
+        match task.kind:
+            case ActionKind.B:
+                pool.beside += gradients
+                pool.most = max(pool.most, pool.nbytes + pool.beside)
+                return Done(task, losses={0: (0.2, 5)})
+            case ActionKind.U:
+                self._slots["trainable"].add_(1)
+                self._step += 1
+                pool.beside -= gradients
+        return Done(task)
+
+    def close(self) -> Any:
+        self.cancel()
         return SimpleNamespace(sums={"loss": (1.0, 5)}, states={})
+
+    def cancel(self) -> None:
+        self._stack.close()
+        self._slots = None
+
+
+def spec_of(trial: int) -> Any:
+    """Describe a trial as far as queues ask."""
+    return SimpleNamespace(
+        trial=trial, shards=[None], batch_size=5, accumulate=1, recompute=None, schedule="sharp"
+    )
 
 
 class Agent:
@@ -117,17 +152,49 @@ class Agent:
             cluster.client,
             lambda trial, visit: report(events.StateReceived(trial, visit, name)),
         )
-        builder: Any = Builder(cluster.nbytes, self.pool)
-        self.trainer = Trainer(
+        self.lane = Lane("main")
+        self.ended: list[events.Event] = []
+        trials: Any = Trials(cluster.nbytes, self.pool)
+        trials.reserved = self.store.segments.reserved
+        planner = RunPlanner(lambda split, partition: 5, None, resident=True)
+        known_seconds = BatchSeconds()
+
+        def reported(event: Any) -> None:
+            report(event)
+            self.ended.append(event)
+            self.lane.put(lambda: None)
+
+        self.trainer = QueueTrainer(
             name,
-            builder,
+            [own_start(trials, self.lane, True, os.abort, lambda attempt: None)],
+            WorkerState([None], None, planner.rule, double_buffering=False),
+            planner,
             self.store,
             self.fetch_manager,
-            report,
+            reported,
             lambda record: None,
             lambda attempt: None,
-            TaskWatch(None, None, print, print),
+            Audits(0.0),
+            reported,
+            str(scratch),
+            partial(TaskWatch, None, None, print, known_seconds),
+            known_seconds,
         )
+        self.store.on_change = self.trainer.look_again
+        self.trainer.start()
+
+    def perform(self, task: Any) -> None:
+        """Carry out a task on this thread."""
+        self.trainer.learn(spec_of(task.trial))
+        self.trainer.accept(task.attempt)
+        self.trainer.perform(task, task.source.incarnation)
+        while not any(
+            getattr(event, "attempt", None) == task.attempt
+            for event in self.ended
+            if not isinstance(event, events.SubEpochEnding)
+        ):
+            self.lane.step()
+        self.ended.clear()
 
     def fetch(
         self, request: ShardRequest, held: Any, allocate: Callable[[int], Any]
@@ -194,7 +261,7 @@ class Cluster:
             for agent in self.agents.values():
                 if agent.tasks:
                     task = agent.tasks.pop(0)
-                    agent.trainer.perform(task, task.source.incarnation)
+                    agent.perform(task)
 
     def _obey(self, instruction: Any) -> None:
         agent: Any = self.agents.get(getattr(instruction, "incarnation", ""))
@@ -202,9 +269,10 @@ class Cluster:
             case StartSubEpoch() | Evaluate():
                 agent.tasks.append(instruction)
             case FetchShards():
+                agent.trainer.learn(spec_of(instruction.trial))
                 agent.trainer.prefetch(instruction, instruction.source.incarnation)
             case Drop():
-                agent.fetch_manager.drop(instruction.trial, instruction.visit)
+                agent.trainer.drop(instruction.trial, instruction.visit)
             case Checkpoint():
                 name = instruction.trial, instruction.visit
                 self.folder.write_state(*name, write_segments(self.folder, agent.store, *name))
@@ -223,6 +291,7 @@ def peaks(path: Path, budget_states: float, trials: int = 4, workers: int = 2) -
     cluster = Cluster(path, trials, STATE, int(budget_states * STATE), workers)
     cluster.run()
     for agent in cluster.agents.values():
+        agent.trainer.close()
         agent.fetch_manager.close()
     for trial, result in cluster.results.items():
         assert (result.status, result.visit) == ("finished", PARTITIONS * EPOCHS)

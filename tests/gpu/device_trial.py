@@ -14,10 +14,9 @@ from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
 from cerebro_hydra.shards.cut.values import absent_value
-from cerebro_hydra.shards.engine.engine import TrainTotals
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import GradientLayout, Segments
-from cerebro_hydra.shards.engine.shard_run import ShardRun
+from cerebro_hydra.shards.engine.shard_run import ShardRun, TrainTotals
 from tests.shards import plain
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial
 

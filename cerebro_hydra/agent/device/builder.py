@@ -26,10 +26,8 @@ from cerebro_hydra.shards.cut.model import CutModel, CutModelCache, Recent
 from cerebro_hydra.shards.cut.sample import Sample
 from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.values import absent_value
-from cerebro_hydra.shards.engine.engine import Engine
 from cerebro_hydra.shards.engine.layout import TrialLayout
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
-from cerebro_hydra.shards.engine.uncut import UncutEngine
 from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -53,8 +51,6 @@ class TrialRuntime:
     recipe: Recipe
     layout: TrialLayout
     cut_model: CutModel
-    engine: Engine
-    uncut: UncutEngine
     build_seconds: float
     """What the user's factory took."""
 
@@ -77,12 +73,10 @@ class TrialRuntime:
         build_seconds: float,
         device: torch.device,
     ) -> TrialRuntime:
-        """Make the engines of a recipe, free its weights, and bring the rest of it to a device."""
-        of_engine = (cut_model, layout, recipe, spec.seed, spec.steps_per_epoch)
-        engine, uncut = Engine(*of_engine), UncutEngine(*of_engine)
+        """Free the weights of a recipe, and bring the rest of it to a device."""
         _free_weights(recipe)
         recipe.to(device)
-        return cls(spec, recipe, layout, cut_model, engine, uncut, build_seconds)
+        return cls(spec, recipe, layout, cut_model, build_seconds)
 
 
 class TrialBuilder:
@@ -184,17 +178,20 @@ class TrialBuilder:
         _free_weights(other)
         return other.to(self._device)
 
-    def windows(self, trial: int, epoch: int, partition: int) -> Iterator[Sequence[Batch]]:
-        """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
+    def windows(
+        self, trial: int, epoch: int, partition: int, first: int = 0
+    ) -> Iterator[Sequence[Batch]]:
+        """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step.
+
+        Args:
+            first: the window that comes first.
+        """
         spec = self._specs[trial]
         part = self._training[partition]
         order = row_order(part.rows, self._document.seed, epoch, partition)
+        order = order[first * spec.accumulate * spec.batch_size :]
         stream = self._batches(part, spec.batch_size, order)
         return windows(stream, spec.accumulate)
-
-    def rows(self, partition: int) -> int:
-        """Return how many training rows a partition has."""
-        return self._training[partition].rows
 
     def validation(self, trial: int, partition: int) -> Iterator[Batch]:
         """Yield the validation rows of a partition, in stored order."""

@@ -6,9 +6,11 @@
              ├── LOAD ─────► promoting thread ──┼──► answers
              └── SPILL ────► demoting thread ───┘
 
-Its orders come from the agent, either in the agent's own process or through a pipe.
+Its orders come from the agent, either in the agent's own process or through a pipe. Without double
+buffering one thread does everything; that of an agent's own device is the agent's main thread.
 
-Its memory is slots that shards are copied into, and back from.
+Its memory is slots that shards are copied into, and back from. A device without a budget in the
+agent's own process computes in the agent's memory itself.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
-from cerebro_hydra.agent.device.logs import current_trial
+from cerebro_hydra.agent.device.logs import attribute_to
 from cerebro_hydra.agent.device.messages import (
     Answer,
     Close,
@@ -42,17 +44,20 @@ from cerebro_hydra.agent.device.messages import (
     Profile,
     Profiled,
     RunOrder,
+    copy_of,
 )
 from cerebro_hydra.agent.device.runtime import DeviceRuntime, HostRuntime
 from cerebro_hydra.agent.device.task_watch import Task
 from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.memory.pool import POISON
-from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.errors import Cancelled, StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
-from cerebro_hydra.shards.engine.layout import Bytes, Segments, memory_of
+from cerebro_hydra.shards.engine.differences import TensorDigests
+from cerebro_hydra.shards.engine.layout import Bytes, Segments, in_place, memory_of, on_host
 from cerebro_hydra.shards.engine.pass_record import PassRecord
+from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.storage.run_document import TrialSpec
 
 Key = tuple[int, int]  # run and shard
@@ -66,6 +71,73 @@ _ASSERTION = "device-side assert"  # where torch gives no code
 _log = logging.getLogger(__name__)
 
 
+class Lane:
+    """Does one thing after the other, on a thread of its own or on the one that calls `run`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._items: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.thread: int | None = None
+
+    def start(self) -> None:
+        """Begin on a thread of its own."""
+        threading.Thread(target=self.run, name=self._name, daemon=True).start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Let something be done; called from any thread."""
+        self._items.put(work)
+
+    def close(self) -> None:
+        """End after what was put before."""
+        self._items.put(None)
+
+    def run(self) -> None:
+        """Do what is put, until it is closed."""
+        self.thread = threading.get_ident()
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Do the next thing, once it is there; return whether there was one before the end."""
+        if (work := self._items.get()) is None:
+            return False
+        work()  # its slabs are given back before the next order comes
+        return True
+
+
+class _Given:
+    """Notes what was done of a unit."""
+
+    def __init__(self, unit: Compute) -> None:
+        self.unit = unit
+        self.dones: list[Done] = []
+        self.cursor: Cursor | None = None  # of the shard that was copied before the present task
+        self._left = deque(unit.tasks)
+        self._begun = time.perf_counter()
+
+    def take(self) -> Action | None:
+        """Return the next task, None after the last one."""
+        return self._left.popleft() if self._left else None
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether no task comes after the one that was taken."""
+        return not self._left
+
+    def end(self, done: Done) -> None:
+        """Note what a task gave."""
+        now = time.perf_counter()
+        if self.cursor is not None:
+            done, self.cursor = replace(done, cursor=self.cursor), None
+        self.dones.append(replace(done, seconds=now - self._begun))
+        self._begun = now
+
+    def answer(self) -> Computed:
+        """Return what all tasks gave; those that were not done gave nothing."""
+        rest = self.unit.tasks[len(self.dones) :]
+        return Computed((*self.dones, *map(Done, rest)))
+
+
 class Device:
     """Carries out the orders for one device. `give` is thread-safe and returns at once.
 
@@ -76,6 +148,7 @@ class Device:
         opener: builds trials and opens runs of them.
         memory: has the device's slots.
         answer: takes what is to be told, from any thread.
+        computing: where it computes; who makes it starts it.
         double_buffering: whether shards are moved beside the computing.
         begin: is told of the attempt whose trial's code runs next, if it is another one.
         end: ends the process, whose device is lost.
@@ -86,6 +159,7 @@ class Device:
         opener: RunOpener,
         memory: DeviceMemory,
         answer: Callable[[Answer], object],
+        computing: Lane,
         *,
         double_buffering: bool = True,
         begin: Callable[[int], object] | None = None,
@@ -101,14 +175,18 @@ class Device:
         self._over: set[int] = set()  # runs that failed or were closed
         self._slots: dict[Key, Segments] = {}
         self._unbound: dict[Key, tuple[Cursor | None, bool]] = {}  # what unloading gave
-        self._computing = _Lane("device-computes")
-        self._promoting = self._demoting = self._computing
+        self._given: _Given | None = None  # the unit under way
+        self._inside: int | None = None  # the run in whose call the computing thread is
+        self._coming: Compute | None = None  # the next unit of that run
+        self._outside: list[Callable[[], object]] = []  # what is done after the call
+        self._computing = computing
+        self._promoting = self._demoting = computing
         if double_buffering:
-            self._promoting, self._demoting = _Lane("device-promotes"), _Lane("device-demotes")
+            self._promoting, self._demoting = Lane("device-promotes"), Lane("device-demotes")
 
     def start(self) -> None:
-        """Begin to work."""
-        for lane in self._lanes:
+        """Begin to move shards, if that is done beside the computing."""
+        for lane in self._lanes - {self._computing}:
             lane.start()
 
     def close(self) -> None:
@@ -117,22 +195,22 @@ class Device:
             lane.close()
 
     @property
-    def _lanes(self) -> set[_Lane]:
+    def _lanes(self) -> set[Lane]:
         return {self._computing, self._promoting, self._demoting}
 
     def give(self, order: Order) -> None:
         """Take an order; those of one thread are carried out one after the other."""
         match order:
             case Profile():
-                self._computing.put(partial(self._profile, order))
+                self._put_outside(partial(self._profile, order))
             case Forget():
-                self._computing.put(partial(self._opener.forget, order.trial))
+                self._put_outside(partial(self._opener.forget, order.trial))
             case Open():
                 self._over.discard(order.order.run)
-                self._computing.put(partial(self._open, order.order))
+                self._put_outside(partial(self._open, order.order))
             case Close():
                 self._over.add(order.run)
-                self._computing.put(partial(self._close, order))
+                self._put_outside(partial(self._close, order))
             case Compute():
                 self._computing.put(partial(self._compute, order))
             case Move():
@@ -145,34 +223,43 @@ class Device:
                     lane.put(freed.set)
                     self._promoting.put(freed.wait)  # the LOAD after it takes its place
 
+    def _put_outside(self, work: Callable[[], object]) -> None:
+        """Let the computing thread do something, outside of every call of a run."""
+
+        def later() -> None:
+            if self._inside is None:
+                work()
+            else:
+                self._outside.append(work)
+
+        self._computing.put(later)
+
     # ------------------------------------------------------------------ runs
 
-    @contextmanager
-    def _code_of(self, trial: int, attempt: int) -> Iterator[None]:
-        """Let the body run code of a trial, because an attempt asks for it."""
+    def _run_code_of(self, trial: int, attempt: int) -> None:
+        """Note that code of a trial runs from now on, because an attempt asks for it."""
         if self._begin is not None and attempt != self._begun:
             self._begun = attempt
             self._begin(attempt)
-        with current_trial(trial):
-            yield
+        attribute_to(trial)
 
     def _profile(self, order: Profile) -> None:
         trial = order.trial.trial
-        with self._code_of(trial, order.attempt):
-            try:
-                profile = self._opener.profile(order.trial)
-            except (Exception, SystemExit) as error:
-                self._fail(None, trial, error)
-            else:
-                self._answer(Profiled(trial, profile))
+        self._run_code_of(trial, order.attempt)
+        try:
+            profile = self._opener.profile(order.trial)
+        except (Exception, SystemExit) as error:
+            self._fail(None, trial, error)
+        else:
+            self._answer(Profiled(trial, profile))
 
     def _open(self, order: RunOrder) -> None:
         self._tasks[order.run] = order.task
-        with self._code_of(order.task.trial, order.task.attempt):
-            try:
-                self._runs[order.run] = self._opener.open(order)
-            except (Exception, SystemExit) as error:
-                self._fail(order.run, order.task.trial, error)
+        self._run_code_of(order.task.trial, order.task.attempt)
+        try:
+            self._runs[order.run] = self._opener.open(order)
+        except (Exception, SystemExit) as error:
+            self._fail(order.run, order.task.trial, error)
         self._answer(Opened(order.run))
 
     def _close(self, order: Close) -> None:
@@ -180,12 +267,14 @@ class Device:
         if order.cancelled:
             if run is not None:
                 run.cancel()
+            attribute_to(None)
             return
         evaluation = None
         try:
             evaluation = None if run is None else run.close()
         except (Exception, SystemExit) as error:
             self._fail(order.run, self._tasks[order.run].trial, error)
+        attribute_to(None)
         self._answer(Closed(order.run, evaluation))
 
     def _fail(self, number: int | None, trial: int, error: BaseException) -> None:
@@ -204,9 +293,9 @@ class Device:
             story = str(error)
         if number is not None:
             self._over.add(number)
-            self._computing.put(partial(self._close, Close(number, cancelled=True)))
+            self._put_outside(partial(self._close, Close(number, cancelled=True)))
         lacking = memory_that_ran_out(error)
-        self._computing.put(partial(self._collect, lacking is not None))
+        self._put_outside(partial(self._collect, lacking is not None))
         self._answer(Failed(number, trial, type(error).__name__, story, lacking))
         if lost:
             self._end()
@@ -217,35 +306,67 @@ class Device:
         What is ordered after a failure finds it gone.
         """
         gc.collect()  # frames can refer to the trial's memory in a circle
+        trim_heap(LEAST_TRIMMED)
         if lacking:
             self._memory.runtime.release()
 
     # ------------------------------------------------------------------ actions
 
     def _compute(self, unit: Compute) -> None:
-        dones = []
-        for task in unit.tasks:
-            begun, done = time.perf_counter(), Done(task)
-            if task.trial not in self._over:
-                asked = self._tasks[task.trial]
-                try:
-                    with self._code_of(asked.trial, asked.attempt):
-                        done = self._perform(task, unit)
-                except (Exception, SystemExit) as error:
-                    self._fail(task.trial, asked.trial, error)
-            dones.append(replace(done, seconds=time.perf_counter() - begun))
-        self._answer(Computed(tuple(dones)))
+        if self._inside is not None:
+            assert unit.run == self._inside, "a resident run has the device to itself"
+            self._coming = unit
+            return
+        self._given = _Given(unit)
+        asked = self._tasks[unit.run]
+        self._run_code_of(asked.trial, asked.attempt)
+        try:
+            while unit.run not in self._over and (task := self._next_task()) is not None:
+                done = self._perform(task)
+                self._end_task(done)
+        except Cancelled:
+            pass  # its last words were heard before
+        except (Exception, SystemExit) as error:
+            self._fail(unit.run, asked.trial, error)
+        finally:
+            self._inside = None
+        self._answer_unit()
+        outside, self._outside = self._outside, []
+        for work in outside:
+            work()
 
-    def _perform(self, task: Action, unit: Compute) -> Done:
-        key, run = (task.trial, task.shard), self._runs[task.trial]
-        first, last, unbound = task is unit.tasks[0], task is unit.tasks[-1], None
+    def _next_task(self) -> Action | None:
+        """Return the next task of the unit under way."""
+        return None if self._given is None else self._given.take()
+
+    def _bind(self, task: Action) -> None:
+        """Let the run of a task have its shard, and copy the shard if that is wanted before."""
+        assert self._given is not None
+        key, run, unit = (task.trial, task.shard), self._runs[task.trial], self._given.unit
+        if key in self._unbound:
+            cursor, _ = self._unbound.pop(key)
+            run.load(task.shard, self._slots[key], cursor)
+        if task.kind is ActionKind.F and task.microbatch == unit.copied:
+            copy = {"trainable": unit.slabs[copy_of(task.shard)]}
+            self._memory.demote(self._slots[key], copy)
+            self._given.cursor = run.cursor(task.shard)
+
+    def _perform(self, task: Action) -> Done:
+        """Do a task; a resident run goes on with those that come after it in a microbatch."""
+        assert self._given is not None
+        unit, run = self._given.unit, self._runs[task.trial]
+        first, last, unbound = task is unit.tasks[0], self._given.is_last, None
         try:
             if first and unit.record is not None:
                 cast(MovingDeviceRun, run).take_up(task, unit.slabs["boundary"], unit.record)
-            if key in self._unbound:
-                cursor, _ = self._unbound.pop(key)
-                run.load(task.shard, self._slots[key], cursor)
-            done = run.perform(task)
+            self._bind(task)
+            if run.resident:
+                self._inside = task.trial
+                done = run.perform(task, self._then)
+                self._inside = None
+            else:
+                done = run.perform(task)
+            done = self._digested(done)
             if last and not run.stays:
                 unbound = run.unload(task.shard)
             if last and unit.record is not None:
@@ -253,8 +374,50 @@ class Device:
         finally:  # whoever takes these slots next need not ask who uses them
             self._memory.finish()
         if unbound is not None:
-            self._unbound[key] = unbound
+            self._unbound[task.trial, task.shard] = unbound
         return done
+
+    def _then(self, done: Done) -> Action:
+        """End a task in the middle of a resident run's call, and return the next one.
+
+        Raises:
+            Cancelled: there is none, because the run or the device is over.
+        """
+        run = done.action.trial
+        self._end_task(self._digested(done))
+        task = None if run in self._over else self._next_task()
+        if task is None:
+            self._answer_unit()
+            while self._coming is None and run not in self._over:
+                if not self._computing.step():
+                    self._computing.close()  # whoever runs the lane has to hear it, too
+                    break
+            coming, self._coming = self._coming, None
+            if coming is None or run in self._over:
+                raise Cancelled(f"a run was cancelled after {done.action}")
+            self._given = _Given(coming)
+            task = coming.tasks[0]
+            self._given.take()
+        self._bind(task)
+        return task
+
+    def _digested(self, done: Done) -> Done:
+        """Return what a task gave, with the digests of its shard if that was updated to be told."""
+        task = done.action
+        watched = () if self._given is None else self._given.unit.watched
+        if task.kind is not ActionKind.U or task.microbatch not in watched:
+            return done
+        return replace(done, digests=self._runs[task.trial].digests(task.shard))
+
+    def _end_task(self, done: Done) -> None:
+        """Note what a task gave, unless its unit was answered because the run is over."""
+        if self._given is not None:
+            self._given.end(done)
+
+    def _answer_unit(self) -> None:
+        if self._given is not None:
+            self._answer(self._given.answer())
+        self._given = None
 
     def _move(self, order: Move) -> None:
         """Move a shard; one that a run stays bound to is let go of by the computing thread."""
@@ -264,7 +427,10 @@ class Device:
             if action.trial in self._over:
                 self._give_up(key)
             elif action.kind is ActionKind.LOAD:
-                self._slots[key] = self._memory.promote(order.slabs, order.gradients)
+                slots = self._memory.promote(order.slabs, order.gradients)
+                if self._promoting is self._computing and action.trial in self._runs:
+                    slots = self._runs[action.trial].moved(slots)
+                self._slots[key] = slots
                 self._unbound[key] = order.cursor, False
             else:
                 if key not in self._unbound:
@@ -285,7 +451,7 @@ class Device:
             moved = sum(slab.nbytes for slab in order.slabs.values())
             self._answer(replace(done, seconds=time.perf_counter() - begun, nbytes=moved))
 
-    def _lane_of(self, move: Action) -> _Lane:
+    def _lane_of(self, move: Action) -> Lane:
         """Return the lane of a move; DROP gives a place up that the LOAD after it may take."""
         return self._demoting if move.kind is ActionKind.SPILL else self._promoting
 
@@ -299,28 +465,6 @@ def _is_assertion(error: BaseException) -> bool:
     return getattr(error, "error_code", None) == CUDA_ASSERT or _ASSERTION in str(error)
 
 
-class _Lane:
-    """Does one thing after the other on a thread of its own, once it is started."""
-
-    def __init__(self, name: str) -> None:
-        self._items: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def put(self, work: Callable[[], object]) -> None:
-        self._items.put(work)
-
-    def close(self) -> None:
-        self._items.put(None)
-
-    def _run(self) -> None:
-        while (work := self._items.get()) is not None:
-            work()
-            del work  # its slabs are given back before the next order comes
-
-
 class DeviceMemory:
     """Lends slots, each of which holds a segment. Thread-safe.
 
@@ -330,10 +474,17 @@ class DeviceMemory:
     Args:
         poison: overwrite a slot that is given up, so that a test sees whoever still reads it.
         runtime: has the device's bytes and streams; None is a CPU device.
+        in_place: slots are the slabs themselves, which are memory of this process.
     """
 
-    def __init__(self, poison: bool = False, runtime: DeviceRuntime | None = None) -> None:
-        self._poison = poison
+    def __init__(
+        self,
+        poison: bool = False,
+        runtime: DeviceRuntime | None = None,
+        in_place: bool = False,
+    ) -> None:
+        self._poison = poison and not in_place
+        self._in_place = in_place
         self.runtime = HostRuntime(poison) if runtime is None else runtime
         self._lock = threading.Lock()
         self._used = 0
@@ -346,6 +497,8 @@ class DeviceMemory:
 
     def promote(self, slabs: Mapping[str, Bytes], gradients: int) -> Segments:
         """Return slots with the content of slabs, and one of zeros for gradients if it is named."""
+        if self._in_place:
+            return on_host(in_place(dict(slabs)))
         sizes = {name: slab.nbytes for name, slab in slabs.items()}
         if gradients:
             sizes.setdefault("gradients", gradients)
@@ -361,15 +514,18 @@ class DeviceMemory:
         return slots
 
     def demote(self, slots: Segments, slabs: Mapping[str, Bytes]) -> None:
-        """Copy slots into the slabs of their names."""
+        """Copy slots into the slabs of their names, unless they are these slabs."""
         stream = self.runtime.demoting
         for name in slots.keys() & slabs.keys():
-            stream.copy(memory_of(slabs[name]), slots[name])
+            slab = memory_of(slabs[name])
+            if slab.data_ptr() != slots[name].data_ptr():
+                stream.copy(slab, slots[name])
         stream.wait()
 
     def give_up(self, slots: Segments) -> None:
         """Note that nobody may read the slots any more."""
-        self._count(-_nbytes(slots))
+        if not self._in_place:
+            self._count(-_nbytes(slots))
         if self._poison:
             for slot in slots.values():
                 self.runtime.demoting.fill(slot, POISON)
@@ -394,9 +550,18 @@ class DeviceRun(Protocol):
 
     Attributes:
         stays: whether shards are bound to their slots for longer than a unit.
+        resident: whether they stay to its end, and one call makes all tasks of a microbatch.
     """
 
     stays: bool
+    resident: bool
+
+    def moved(self, slots: Segments) -> Segments:
+        """Return slots with the same content where the run wants them, before it takes them.
+
+        A device that moves shards beside its computing has the only place for them, and asks not.
+        """
+        ...
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Take a shard, which lies in the slots; "gradients" is one of them if it has some."""
@@ -406,8 +571,20 @@ class DeviceRun(Protocol):
         """Let go of a shard; return its cursor, and whether it has gradients in their slot."""
         ...
 
-    def perform(self, task: Action) -> Done:
-        """Do F, B or U of a shard, and return what is told of it."""
+    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
+        """Do F, B or U of a shard, and return what is told of it.
+
+        Args:
+            then: is told of a task, and returns the next one; a resident run may do so and go on.
+        """
+        ...
+
+    def cursor(self, shard: int) -> Mapping[str, Any] | None:
+        """Return the cursor of a shard that is loaded."""
+        ...
+
+    def digests(self, shard: int) -> TensorDigests:
+        """Return the digests of a loaded shard's tensors."""
         ...
 
     def close(self) -> Evaluation | None:

@@ -22,20 +22,16 @@ LONGEST_LINE = 1 << 16
 
 Send = Callable[[dict[str, Any]], object]
 
-_trial: int | None = None  # one task at a time: the main thread's trial is the process's
+_trial: int | None = None  # one at a time: that of the thread which computes is the process's
 
 
-@contextmanager
-def current_trial(trial: int | None) -> Iterator[None]:
-    """Attribute whatever the body prints and logs to a trial."""
+def attribute_to(trial: int | None) -> None:
+    """Attribute whatever this process prints and logs from now on to a trial, or to none."""
     global _trial
-    _trial = trial
-    try:
-        yield
-    finally:
+    if trial != _trial:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        _trial = None
+        _trial = trial
 
 
 def _message(stream: str, line: str) -> dict[str, Any]:

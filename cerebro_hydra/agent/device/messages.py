@@ -28,10 +28,12 @@ class RunOrder:
         task: what the coordinator asked for.
         start_step: the optimizer steps that the trial has done before.
         recompute: whether a backward computes its forward again.
-        watched: whether the first step may be audited.
-        audits: whether the uncut model takes the first step alone, to audit another run.
+        watched: whether one of its steps may be audited.
+        audits: the window that the uncut model takes alone, to audit another run.
         task_bytes: what tasks of each shard may have beside their shards; None for any amount.
         moves: whether microbatches go from device to device between two units.
+        resident: whether shards stay once they are there, until the run is over.
+        mapped: whether what the run changes and makes lies in mapped files, for want of memory.
     """
 
     run: int
@@ -40,9 +42,16 @@ class RunOrder:
     start_step: int
     recompute: bool
     watched: bool = False
-    audits: bool = False
+    audits: int | None = None
     task_bytes: tuple[int, ...] | None = None
     moves: bool = False
+    resident: bool = False
+    mapped: bool = False
+
+    @property
+    def first_step(self) -> int:
+        """Return the optimizer steps that the trial has done before the run's first one."""
+        return self.start_step + (self.audits or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +86,29 @@ class Compute:
     """The device is to do the tasks of a unit, one after the other.
 
     Args:
-        slabs: host memory by the name "boundary", in which the unit finds its microbatch and leaves
-            it; none where microbatches stay on one device.
-        record: says what lies there.
+        slabs: host memory by names. In "boundary" the unit finds its microbatch and leaves it; none
+            where microbatches stay on one device. To `copy_of(k)` shard k is copied as it is before
+            the first step that is watched.
+        record: says what lies in "boundary".
+        watched: the microbatches that end the steps after which shards' digests are told.
+        copied: the microbatch before whose F shards are copied.
     """
 
     tasks: tuple[Action, ...]
     slabs: Mapping[str, Bytes] = field(default_factory=dict)
     record: PassRecord | None = None
+    watched: tuple[int, ...] = ()
+    copied: int | None = None
 
     @property
     def run(self) -> int:
         """Return the number of the tasks' run."""
         return self.tasks[0].trial
+
+
+def copy_of(shard: int) -> str:
+    """Return the name of the slab that a shard is copied to."""
+    return f"copy of {shard}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +171,10 @@ class Done:
     Args:
         seconds: what it took, without the wait for its turn.
         nbytes: the bytes that were moved.
-        cursor: of a shard that was written back.
+        cursor: of a shard that was written back, or copied.
         has_gradients: whether its gradients were written back too.
         losses: the mean loss and the rows of microbatches that have ended, by their numbers.
-        digests: those of a shard's tensors, after an update that may be audited.
+        digests: those of a shard's tensors, after an update that is watched.
         record: says what a unit has left of its microbatch in the memory that it was given.
     """
 

@@ -1,7 +1,7 @@
 """Starts the devices of an agent, and keeps them up wherever they run.
 
-The agent is the device itself if one CPU is the only one. Else each has a process of its own, so
-that a crash in it ends no other device.
+The agent is the device itself if one CPU is the only one; then the trials' code runs on the agent's
+main thread. Else each has a process of its own, so that a crash in it ends no other device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from cerebro_hydra.agent.device import watchdog
-from cerebro_hydra.agent.device.device import Device, DeviceMemory, RunOpener
+from cerebro_hydra.agent.device.device import Device, DeviceMemory, Lane, RunOpener
 from cerebro_hydra.agent.device.logs import forwarded
 from cerebro_hydra.agent.device.messages import (
     Alive,
@@ -121,6 +121,8 @@ class DeviceProcess:
         on_answer: takes what the device tells, from a thread of this object.
         on_gone: is called once when the process is dead, after its last answer.
     """
+
+    thread = None
 
     def __init__(
         self,
@@ -237,13 +239,16 @@ def run_device(connection: Any, settings: DeviceSettings) -> None:
             _log.exception("a device can't be started")
             raise
         slabs = MappedSlabs(memory.runtime.mapped)
+        computing = Lane("device-computes")
         device = Device(
             opener,
             memory,
             tell,
+            computing,
             double_buffering=settings.double_buffering,
             end=partial(os._exit, _LOST),
         )
+        computing.start()
         device.start()
         tell(Ready())
         _repeat(settings.limits.heartbeat_interval, lambda: tell(Alive()))
@@ -281,29 +286,45 @@ def _repeat(seconds: float, work: Callable[[], object]) -> None:
 
 
 class OwnDevice:
-    """Is a device in the agent's own process."""
+    """Is a device in the agent's own process.
+
+    Args:
+        computing: where it computes; whoever runs it runs the trials' code.
+        memory: has its slots.
+        begin: is told of each attempt before code of its trial runs.
+        end_process: ends this process once all is sent that was reported.
+    """
 
     limits = None
 
     def __init__(
         self,
         opener: RunOpener,
+        computing: Lane,
+        memory: DeviceMemory,
         double_buffering: bool,
         end_process: Callable[[], object],
         begin: Callable[[int], object],
         on_answer: Callable[[WorkerDevice, Answer], object],
         on_gone: Callable[[WorkerDevice], object],  # with the agent
     ) -> None:
-        self.memory = DeviceMemory()
+        self.memory = memory
+        self._computing = computing
         self._device = Device(
             opener,
-            self.memory,
+            memory,
             lambda answer: on_answer(self, answer),
+            computing,
             double_buffering=double_buffering,
             begin=begin,
         )
         self._device.start()
         self._end_process = end_process
+
+    @property
+    def thread(self) -> int | None:
+        """Return the thread that computes."""
+        return self._computing.thread
 
     def give(self, order: Order) -> None:
         """Take an order and return at once."""
@@ -318,30 +339,37 @@ class OwnDevice:
         self._device.close()
 
 
-def device_starts(
-    devices: int,
+def own_start(
     opener: RunOpener,
+    computing: Lane,
+    in_place: bool,
+    end_process: Callable[[], object],
+    begin: Callable[[int], object],
+) -> DeviceStart:
+    """Return what starts a CPU device in this process; see `OwnDevice`.
+
+    Args:
+        in_place: it computes in the agent's memory, and nothing has to be brought to it.
+    """
+    memory = DeviceMemory(in_place=in_place)
+    return partial(OwnDevice, opener, computing, memory, not in_place, end_process, begin)
+
+
+def cpu_starts(
+    devices: int,
     make_opener: Callable[[], RunOpener],
     slabs: Slabs,
     on_said: Callable[[Mapping[str, Any]], object],
-    end_process: Callable[[], object],
-    begin: Callable[[int], object],
-    double_buffering: bool = True,
     limits: LossLimits = DEFAULT_LIMITS,
 ) -> Sequence[DeviceStart]:
-    """Return what starts each CPU device.
+    """Return what starts each CPU device in a process of its own.
 
     Args:
-        opener: opens runs in this process.
-        make_opener: makes what opens them in another process.
-        on_said: takes what code in another process prints and logs.
-        end_process: ends this process once all is sent that was reported.
-        begin: is told of each attempt before code of its trial runs in this process.
-        limits: for how long another process may be silent.
+        make_opener: makes what opens runs there.
+        on_said: takes what code there prints and logs.
+        limits: for how long such a process may be silent.
     """
-    if devices == 1:
-        return [partial(OwnDevice, opener, double_buffering, end_process, begin)]
-    settings = DeviceSettings(fork_server(), make_opener, double_buffering, limits=limits)
+    settings = DeviceSettings(fork_server(), make_opener, limits=limits)
     return [partial(DeviceProcess, settings, slabs, on_said)] * devices
 
 
@@ -406,6 +434,11 @@ class WorkerDevice(Protocol):
     @property
     def limits(self) -> LossLimits | None:
         """Return for how long its process may be silent; None if that is this one."""
+        ...
+
+    @property
+    def thread(self) -> int | None:
+        """Return the thread of this process that computes; None if that is another process."""
         ...
 
     def give(self, order: Order) -> None:

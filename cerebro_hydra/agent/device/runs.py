@@ -5,25 +5,31 @@ A trial is trained uncut on a device that has all of its shards at once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from cerebro_hydra.agent.device.builder import Partitions, TrialBuilder, decode_partitions
-from cerebro_hydra.agent.device.device import DeviceRun, MovingDeviceRun
+from cerebro_hydra.agent.device.device import DeviceRun
 from cerebro_hydra.agent.device.messages import Done, RunOrder
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import Evaluate
 from cerebro_hydra.recipe import Evaluation, Recipe, Window
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.recipe.randomness import compute_as, compute_deterministically
+from cerebro_hydra.recipe.randomness import (
+    compute_as,
+    compute_deterministically,
+    random_numbers_kept,
+)
 from cerebro_hydra.shards.admission.profile import TaskProfile, TrialProfile
-from cerebro_hydra.shards.engine.differences import tensor_digests
+from cerebro_hydra.shards.engine.differences import TensorDigests, tensor_digests
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import (
     Bytes,
@@ -35,9 +41,17 @@ from cerebro_hydra.shards.engine.layout import (
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit
 from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.shards.engine.shard_run import MovingRun, ShardRun
-from cerebro_hydra.shards.engine.uncut import uncut_training
+from cerebro_hydra.shards.engine.uncut import UncutTraining, uncut_training
+from cerebro_hydra.shards.heap import kept_heap, trim_heap
+from cerebro_hydra.shards.mapped_memory import MappedMemory
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+
+STATES_OF_A_MAPPED_STEP = 2
+"""States of its largest shard that an audit in mapped files has in memory at once."""
+
+TRIM_SECONDS = 0.5
+"""Seconds between two times at which a run gives gaps in the heap back."""
 
 
 def open_trials(
@@ -64,13 +78,21 @@ class TrialRuns:
 
     Args:
         decoded: decodes the partitions that a lost worker had, when the first task on them comes.
+        reserved: leaves bytes of the agent's memory to a run that computes in it.
+        scratch: a folder on a disk of this machine.
     """
 
     def __init__(
-        self, builder: TrialBuilder, decoded: Callable[[Sequence[int]], Mapping[str, Partitions]]
+        self,
+        builder: TrialBuilder,
+        decoded: Callable[[Sequence[int]], Mapping[str, Partitions]],
+        reserved: Callable[[int], AbstractContextManager[object]] = nullcontext,
+        scratch: str | None = None,
     ) -> None:
         self._builder = builder
         self._decoded = decoded
+        self._reserved = reserved
+        self._scratch = scratch
         self._spares: dict[int, Recipe | Exception] = {}  # for the next audit of each trial
 
     def profile(self, trial: TrialSpec) -> TrialProfile:
@@ -93,13 +115,14 @@ class TrialRuns:
         if not self._builder.has(task.partition):
             splits = self._decoded([task.partition])
             self._builder.add_partitions(splits["train"], splits["val"])
-        if order.watched or order.audits:
+        audits = order.audits is not None
+        if order.watched or audits:
             self._build_spare(task.trial)
         runtime = self._builder.get(task.trial)
         recipe, cut_model, layout = runtime.recipe, runtime.cut_model, runtime.layout
-        if order.audits:
+        if audits:
             recipe = self._take_spare(task.trial)
-        if order.audits or task.uncut:
+        if audits or task.uncut:
             cut_model = cut_model.eager(recipe.model)
         seed, steps = runtime.spec.seed, runtime.spec.steps_per_epoch
         cut = (cut_model, layout, recipe, seed)
@@ -110,23 +133,23 @@ class TrialRuns:
                 limit = MemoryLimit(tasks["batch"], order.task_bytes)  # else batches are alike
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)
-            return EvaluationRun(ShardEvaluation(*cut, batches, shared, limit))
-        windows = self._builder.windows(task.trial, task.epoch, task.partition)
-        metrics = task.metrics or None
-        if order.audits:
-            windows = islice(windows, 1)
-        run: DeviceRun
-        if (order.audits or task.uncut) and not order.recompute:
-            run = PlainRun(recipe, layout, seed, steps, order.start_step, windows, metrics)
-        else:
-            kind = MovingRun if order.moves else ShardRun
-            sub_epoch = kind(
-                *cut, steps, order.recompute, order.start_step, windows, metrics, shared, limit
+            return EvaluationRun(
+                ShardEvaluation(*cut, batches, shared, limit, order.resident), order.resident
             )
-            run = TrainingRun(sub_epoch, layout, order.recompute)
-        if order.watched or order.audits:
-            return WatchedRun(run, layout, recipe.accumulate)
-        return run
+        windows = self._builder.windows(task.trial, task.epoch, task.partition, order.audits or 0)
+        first = order.first_step
+        metrics = task.metrics if first == order.start_step and task.metrics else None
+        if audits:
+            windows = islice(windows, 1)
+        memory = _Memory(layout, order, self._reserved, self._scratch)
+        if (audits or task.uncut) and not order.recompute:
+            return PlainRun(recipe, layout, seed, steps, first, windows, metrics, memory)
+        kind = MovingRun if order.moves else ShardRun
+        sub_epoch = kind(
+            *cut, steps, order.recompute, first, windows, metrics, shared, limit,
+            resident=order.resident,
+        )  # fmt: skip
+        return TrainingRun(sub_epoch, layout, not order.recompute or order.resident, memory)
 
     def _build_spare(self, trial: int) -> None:
         """Build a second recipe of a trial for an audit, while no run uses its model.
@@ -135,7 +158,8 @@ class TrialRuns:
         """
         if trial not in self._spares:
             try:
-                self._spares[trial] = self._builder.another_recipe(trial)
+                with random_numbers_kept():
+                    self._spares[trial] = self._builder.another_recipe(trial)
             except Exception as error:
                 self._spares[trial] = error
             kept = filter(self._builder.keeps, self._spares)
@@ -148,35 +172,122 @@ class TrialRuns:
         return spare
 
 
+class _Memory:
+    """Has the slots of a run's shards, and takes care of the heap where they are the agent's.
+
+    What an audit computes leaves all random numbers as they are.
+    """
+
+    def __init__(
+        self,
+        layout: TrialLayout,
+        order: RunOrder,
+        reserved: Callable[[int], AbstractContextManager[object]],
+        scratch: str | None,
+    ) -> None:
+        self.resident = order.resident
+        self._layout = layout
+        self._audits = order.audits is not None
+        self._slots: dict[int, Segments] = {}
+        self._stack = ExitStack()
+        self._beside = layout.step_bytes(first=order.first_step == 0)
+        self._trims = time.monotonic() + TRIM_SECONDS
+        self._mapped: MappedMemory | None = None
+        if order.mapped:
+            assert scratch is not None
+            largest = max(shard.nbytes for shard in layout.shards)
+            self._mapped = MappedMemory(scratch, STATES_OF_A_MAPPED_STEP * largest)
+        elif self.resident:
+            self._stack.enter_context(reserved(self._beside))
+            self._stack.enter_context(kept_heap())
+
+    def __getitem__(self, shard: int) -> Segments:
+        """Return the slots of a shard."""
+        return self._slots[shard]
+
+    def moved(self, slots: Segments) -> Segments:
+        """Return slots whose trainable segment is a copy in a mapped file, if that is wanted."""
+        if self._mapped is None:
+            return slots
+        with self._mapped:
+            return {**slots, "trainable": slots["trainable"].clone()}
+
+    def load(self, shard: int, slots: Segments) -> None:
+        """Take a shard."""
+        self._slots[shard] = slots
+
+    def unload(self, shard: int) -> Segments:
+        """Let go of a shard, and return its slots."""
+        return self._slots.pop(shard)
+
+    def digests(self, shard: int) -> TensorDigests:
+        """Return the digests of a shard's tensors."""
+        return tensor_digests(self._layout.shards[shard], self._slots[shard]["trainable"])
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let the body do tasks; now and then the heap is trimmed after it."""
+        kept = random_numbers_kept() if self._audits else nullcontext()
+        with kept, self._mapped or nullcontext():
+            yield
+        if self.resident and time.monotonic() > self._trims:
+            trim_heap(self._beside)
+            self._trims = time.monotonic() + TRIM_SECONDS
+
+    def close(self) -> None:
+        """Let go of all shards."""
+        self._slots.clear()
+        self._stack.close()
+
+
 class TrainingRun:
     """Trains a trial on a device."""
 
-    def __init__(self, run: ShardRun, layout: TrialLayout, recompute: bool) -> None:
-        self.stays = not recompute
+    def __init__(self, run: ShardRun, layout: TrialLayout, stays: bool, memory: _Memory) -> None:
+        self.stays = stays
+        self.resident = memory.resident
         self._marks = [len(GradientLayout.of(shard).entries) for shard in layout.shards]
         self._run = run
-        self._gradients: dict[int, Any] = {}  # the slots of the shards that have one
+        self._memory = memory
+
+    def moved(self, slots: Segments) -> Segments:
+        """Return slots with the same content where the run wants them."""
+        return self._memory.moved(slots)
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Bind a shard to its slots."""
-        self._gradients[shard] = slots.get("gradients")
+        self._memory.load(shard, slots)
         given = None if cursor is None else dict(cursor)
-        self._run.load(shard, slots, given, self._gradients[shard])
+        self._run.load(shard, slots, given, slots.get("gradients"))
 
     def unload(self, shard: int) -> tuple[Mapping[str, Any], bool]:
         """Leave a shard's slots as the run has changed them."""
         self._run.unload(shard)
-        slot = self._gradients.pop(shard)
+        slot = self._memory.unload(shard).get("gradients")
         has_gradients = slot is not None and bool(slot[: self._marks[shard]].any())
         return self._run.cursor(shard), has_gradients
 
-    def perform(self, task: Action) -> Done:
+    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
         """Do a task; the loss counts once the microbatch has ended."""
-        self._run.perform(task)
-        number = task.microbatch or 0
-        if task.kind is ActionKind.B and task.shard == 0:
-            return Done(task, losses={number: self._run.losses[number]})
-        return Done(task)
+
+        def following(ended: Action) -> Action:
+            assert then is not None
+            return then(Done(ended))
+
+        with self._memory.computing():
+            last = self._run.perform(task, then=following)
+        number = last.microbatch or 0
+        if last.kind is ActionKind.B and last.shard == 0:
+            return Done(last, losses={number: self._run.losses[number]})
+        return Done(last)
+
+    def cursor(self, shard: int) -> Mapping[str, Any]:
+        """Return the cursor of a shard."""
+        return self._run.cursor(shard)
+
+    def digests(self, shard: int) -> TensorDigests:
+        """Return the digests of a shard's tensors."""
+        return self._memory.digests(shard)
 
     def take_up(self, task: Action, slab: Bytes, record: PassRecord) -> None:
         """Begin a unit of a microbatch that moves."""
@@ -190,66 +301,27 @@ class TrainingRun:
 
     def close(self) -> None:
         """End the run after its last task."""
-        self._run.close()
+        try:
+            self._run.close()
+        finally:
+            self._memory.close()
 
     def cancel(self) -> None:
         """End the run where it stands."""
         self._run.cancel()
-
-
-class WatchedRun:
-    """Tells the digests of each shard after the first step of another run, for an audit."""
-
-    def __init__(self, run: DeviceRun, layout: TrialLayout, accumulate: int) -> None:
-        self.stays = run.stays
-        self._run = run
-        self._layout = layout
-        self._accumulate = accumulate
-        self._slots: dict[int, Segments] = {}
-
-    def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
-        """Take a shard."""
-        self._slots[shard] = slots
-        self._run.load(shard, slots, cursor)
-
-    def unload(self, shard: int) -> tuple[Mapping[str, Any] | None, bool]:
-        """Let go of a shard."""
-        del self._slots[shard]
-        return self._run.unload(shard)
-
-    def perform(self, task: Action) -> Done:
-        """Do a task, and look at what the first step has made of its shard."""
-        done, k = self._run.perform(task), task.shard
-        if task.kind is not ActionKind.U or (task.microbatch or 0) >= self._accumulate:
-            return done
-        digests = tensor_digests(self._layout.shards[k], self._slots[k]["trainable"])
-        return replace(done, digests=digests)
-
-    def take_up(self, task: Action, slab: Bytes, record: PassRecord) -> None:
-        """Begin a unit of a microbatch that moves."""
-        cast(MovingDeviceRun, self._run).take_up(task, slab, record)
-
-    def put_down(self) -> PassRecord:
-        """End such a unit."""
-        return cast(MovingDeviceRun, self._run).put_down()
-
-    def close(self) -> Evaluation | None:
-        """End the run after its last task."""
-        return self._run.close()
-
-    def cancel(self) -> None:
-        """End the run where it stands."""
-        self._slots.clear()
-        self._run.cancel()
+        self._memory.close()
 
 
 class EvaluationRun:
     """Evaluates a trial on a device."""
 
-    stays = False
-
-    def __init__(self, run: ShardEvaluation) -> None:
+    def __init__(self, run: ShardEvaluation, resident: bool) -> None:
+        self.stays = self.resident = resident
         self._run = run
+
+    def moved(self, slots: Segments) -> Segments:
+        """Return the slots, for an evaluation copies nothing."""
+        return slots
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Bind a shard to its slots."""
@@ -260,10 +332,21 @@ class EvaluationRun:
         self._run.unload(shard)
         return None, False
 
-    def perform(self, task: Action) -> Done:
+    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
         """Do F of a shard."""
-        self._run.perform(task)
-        return Done(task)
+
+        def following(ended: Action) -> Action:
+            assert then is not None
+            return then(Done(ended))
+
+        return Done(self._run.perform(task, following))
+
+    def cursor(self, shard: int) -> None:
+        """Return None: an evaluation changes nothing."""
+
+    def digests(self, shard: int) -> TensorDigests:
+        """Return nothing: an evaluation has no updates."""
+        return {}
 
     def close(self) -> Evaluation:
         """End the evaluation, and return what it gave."""
@@ -287,6 +370,7 @@ class PlainRun:
     """
 
     stays = True
+    resident = False
 
     def __init__(
         self,
@@ -297,6 +381,7 @@ class PlainRun:
         start_step: int,
         windows: Iterator[Window],
         epoch_metrics: Mapping[str, float] | None,
+        memory: _Memory,
     ) -> None:
         self._recipe = recipe
         self._layout = layout
@@ -306,20 +391,27 @@ class PlainRun:
         self._windows = enumerate(windows)
         self._at: tuple[int, Window] = (-1, ())
         self._epoch_metrics = epoch_metrics
-        self._slots: dict[int, Segments] = {}
+        self._memory = memory
         self._cursors: dict[int, dict[str, Any] | None] = {}
+        self._training: UncutTraining | None = None  # while all shards are there
+        self._stack = ExitStack()
+
+    def moved(self, slots: Segments) -> Segments:
+        """Return slots with the same content where the run wants them."""
+        return self._memory.moved(slots)
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Take a shard, which lies in the slots."""
-        self._slots[shard] = slots
+        self._memory.load(shard, slots)
         self._cursors[shard] = None if cursor is None else dict(cursor)
 
     def unload(self, shard: int) -> tuple[Mapping[str, Any] | None, bool]:
         """Let go of a shard."""
-        del self._slots[shard]
+        self._end_training()
+        self._memory.unload(shard)
         return self._cursors[shard], False
 
-    def perform(self, task: Action) -> Done:
+    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
         """Take a step if the task is the first backward of its last microbatch."""
         number = task.microbatch or 0
         place, window = divmod(number, self._recipe.accumulate)[::-1]
@@ -328,7 +420,8 @@ class PlainRun:
         last_of_all = place == len(self._at[1]) - 1 and task.shard == len(self._layout.shards) - 1
         if task.kind is not ActionKind.B or not last_of_all:
             return Done(task)
-        losses = self._step(self._start_step + window, self._at[1])
+        with self._memory.computing():
+            losses = self._step(self._start_step + window, self._at[1])
         first = number - place
         of_batches = zip(losses, self._at[1], strict=True)
         return Done(
@@ -337,21 +430,46 @@ class PlainRun:
 
     def _step(self, step: int, window: Window) -> list[float]:
         numbers = range(len(self._layout.shards))
-        metrics = self._epoch_metrics if step == self._start_step else None
         torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
-        with uncut_training(
-            self._recipe, self._layout, [self._slots[k] for k in numbers], self._cursors[0],
-            self._trial_seed, self._steps_per_epoch, step, metrics,
-        ) as training:  # fmt: skip
-            losses = training.step(window)
-            training.check_unwritten()
-            cursor = training.cursor()
-        self._cursors = dict.fromkeys(numbers, cursor)
+        if self._training is None:
+            cursor, *others = (self._cursors[k] for k in numbers)
+            if any(other != cursor for other in others):
+                raise ValueError(f"shards of one state have different cursors: {cursor}, {others}")
+            metrics = self._epoch_metrics if step == self._start_step else None
+            self._training = self._stack.enter_context(
+                uncut_training(
+                    self._recipe, self._layout, [self._memory[k] for k in numbers], cursor,
+                    self._trial_seed, self._steps_per_epoch, step, metrics,
+                )
+            )  # fmt: skip
+        losses = self._training.step(window)
+        self._cursors = dict.fromkeys(numbers, self._training.cursor())
         return losses
 
+    def _end_training(self) -> None:
+        """Give the model its own tensors back."""
+        training, self._training = self._training, None
+        with self._stack:
+            if training is not None:
+                training.check_unwritten()
+
+    def cursor(self, shard: int) -> Mapping[str, Any] | None:
+        """Return the cursor of a shard."""
+        return self._cursors[shard]
+
+    def digests(self, shard: int) -> TensorDigests:
+        """Return the digests of a shard's tensors."""
+        return self._memory.digests(shard)
+
     def close(self) -> None:
-        """End the run; nothing is left to be done."""
+        """End the run."""
+        try:
+            self._end_training()
+        finally:
+            self._memory.close()
 
     def cancel(self) -> None:
         """End the run where it stands."""
-        self._slots.clear()
+        self._training = None
+        self._stack.close()
+        self._memory.close()

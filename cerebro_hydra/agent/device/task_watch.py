@@ -1,4 +1,4 @@
-"""Times tasks, on an agent's main thread and in the queues, and tells how far they are.
+"""Times the tasks of a worker, and tells how far they are.
 
 It says when a task exceeds a limit or seems to hang. A wait for shards, devices or neighbours is no
 time of a run.
@@ -7,12 +7,10 @@ time of a run.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -28,7 +26,6 @@ LEAST_SLOW_SECONDS = 5.0
 FIRST_BATCH_SECONDS = 60.0
 """Seconds after which a batch is told of while its trial has no batch to compare with."""
 
-_POLL_SECONDS = 0.25
 _REMEMBERED = 200  # batches per trial that the median is taken of
 
 Task = StartSubEpoch | Evaluate
@@ -36,29 +33,50 @@ Task = StartSubEpoch | Evaluate
 
 @dataclass(slots=True)
 class _Timed:
-    """Records the task that is timed; its moments leave out the wait for shards."""
+    """Records the task that is timed; its moments are those of its own clock."""
 
     task: Task
-    thread: int | None  # None if it is none of this process
     begun: float | None = None  # with its first batch, when its model is built
     batch_begun: float = 0.0
-    batches: int = 1  # that are timed together, because they make one optimizer step
-    waiting_since: float | None = None
+    batches: int = 1  # that are timed together, because a device does them without a word
+    thread: int | None = None  # that computes; None if it is none of this process
     told: bool = False
 
 
-class TaskWatch:
-    """Watches one task at a time from a thread of its own; it sees nothing while Python is locked.
+class BatchSeconds:
+    """Remembers how long the batches of trials took; one thread uses it."""
 
-    The wait for shards counts as time of no task and of no batch.
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, type], deque[float]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED)
+        )
+
+    def note(self, task: Task, seconds: float) -> None:
+        """Note how long a batch took."""
+        self._seconds[task.trial, type(task)].append(seconds)
+
+    def median(self, task: Task) -> float | None:
+        """Return the median of the trial's latest batches of this kind, if there were any."""
+        known = self._seconds.get((task.trial, type(task)))
+        return median(known) if known else None
+
+    def forget(self, trial: int) -> None:
+        """Forget a trial that is over."""
+        for kind in (StartSubEpoch, Evaluate):
+            self._seconds.pop((trial, kind), None)
+
+
+class TaskWatch:
+    """Watches one task; it sees nothing while Python is locked. One thread uses it.
 
     Args:
         batch_seconds: how long one batch may take, or None.
         sub_epoch_seconds: how long a sub-epoch or an evaluation of a partition may take from its
             first batch on, or None.
         on_slow: told once per task, with the seconds of a batch so far and the median, if any.
+        known: remembers the batches of all tasks.
         on_overdue: told the task that exceeds a limit, and why, in words.
-        clock: seconds from any start.
+        clock: seconds from any start, without waits.
     """
 
     def __init__(
@@ -66,111 +84,62 @@ class TaskWatch:
         batch_seconds: float | None,
         sub_epoch_seconds: float | None,
         on_slow: Callable[[Task, float, float | None], object],
+        known: BatchSeconds,
         on_overdue: Callable[[Task, str], object],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._batch_seconds = batch_seconds
         self._sub_epoch_seconds = sub_epoch_seconds
         self._on_slow = on_slow
+        self._known = known
         self._on_overdue = on_overdue
         self._clock = clock
-        self._lock = threading.Lock()
         self._timed: _Timed | None = None
-        self._seconds: dict[tuple[int, type], deque[float]] = defaultdict(
-            lambda: deque(maxlen=_REMEMBERED)
-        )
-        self._closed = threading.Event()
 
-    def start(self) -> None:
-        """Begin to watch."""
-        threading.Thread(target=self._run, name="task-watch", daemon=True).start()
+    def begin(self, task: Task) -> None:
+        """Time a task, until another one begins."""
+        self._timed = _Timed(task)
 
-    def close(self) -> None:
-        """End the thread."""
-        self._closed.set()
+    def run_on(self, thread: int | None, batches: int) -> None:
+        """Note how many batches are timed together, and which thread of this process computes."""
+        if self._timed is not None:
+            self._timed.thread, self._timed.batches = thread, max(1, batches)
 
-    def forget(self, trial: int) -> None:
-        """Forget how long the batches of a trial took that is over."""
-        with self._lock:
-            for kind in (StartSubEpoch, Evaluate):
-                self._seconds.pop((trial, kind), None)
-
-    def begin(self, task: Task, thread: int | None = None) -> None:
-        """Time a task, on a thread of this process or elsewhere, until another one begins."""
-        with self._lock:
-            self._timed = _Timed(task, thread)
-
-    @contextmanager
-    def task(self, task: Task) -> Iterator[None]:
-        """Time the body, which is a task on the calling thread."""
-        self.begin(task, threading.get_ident())
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._timed = None
-
-    def batch(self, batches: int = 1) -> None:
-        """Note that the next batch begins, or so many of them that make one step."""
-        with self._lock:
-            timed, now = self._timed, self._clock()
-            if timed is None:
-                return
-            if timed.begun is None:
-                timed.begun = now
-            else:
-                seconds = (now - timed.batch_begun) / timed.batches
-                self._seconds[timed.task.trial, type(timed.task)].append(seconds)
-            timed.batch_begun, timed.batches = now, batches
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Leave the time of the body out: it waits for shards."""
-        timed = self._timed
-        if timed is not None:
-            timed.waiting_since = self._clock()
-        try:
-            yield
-        finally:
-            with self._lock:
-                if timed is not None and timed.waiting_since is not None:
-                    waited = self._clock() - timed.waiting_since
-                    timed.waiting_since = None
-                    timed.batch_begun += waited
-                    if timed.begun is not None:
-                        timed.begun += waited
+    def batch(self) -> None:
+        """Note that the next batch begins, after those that were timed together."""
+        timed, now = self._timed, self._clock()
+        if timed is None:
+            return
+        if timed.begun is None:
+            timed.begun = now
+        else:
+            self._known.note(timed.task, (now - timed.batch_begun) / timed.batches)
+        timed.batch_begun = now
 
     def check(self) -> None:
         """Tell of what is slow or overdue now."""
-        with self._lock:
-            timed = self._timed
-            if timed is None or timed.begun is None:
-                return
-            now = self._clock() if timed.waiting_since is None else timed.waiting_since
-            batch, task = (now - timed.batch_begun) / timed.batches, now - timed.begun
-            if self._batch_seconds is not None and batch > self._batch_seconds:
-                why = f"a batch took {batch:.1f} s, longer than batch_seconds="
-                why += f"{self._batch_seconds:g}"
-            elif self._sub_epoch_seconds is not None and task > self._sub_epoch_seconds:
-                why = f"it took {task:.1f} s, longer than sub_epoch_seconds="
-                why += f"{self._sub_epoch_seconds:g}"
-            else:
-                self._tell_slow(timed, batch)
-                return
-            self._timed = None
-            self._on_overdue(timed.task, f"{why}, {_where(timed)}")
+        timed = self._timed
+        if timed is None or timed.begun is None:
+            return
+        now, usual = self._clock(), self._known.median(timed.task)
+        # One of them may have taken so long, if the others took what batches usually take.
+        others = (timed.batches - 1) * (usual or 0.0)
+        batch, task = now - timed.batch_begun - others, now - timed.begun
+        if self._batch_seconds is not None and batch > self._batch_seconds:
+            why = f"a batch took {batch:.1f} s, longer than batch_seconds="
+            why += f"{self._batch_seconds:g}"
+        elif self._sub_epoch_seconds is not None and task > self._sub_epoch_seconds:
+            why = f"it took {task:.1f} s, longer than sub_epoch_seconds="
+            why += f"{self._sub_epoch_seconds:g}"
+        else:
+            self._tell_slow(timed, batch, usual)
+            return
+        self._timed = None
+        self._on_overdue(timed.task, f"{why}, {_where(timed)}")
 
-    def _run(self) -> None:
-        limits = (self._batch_seconds, self._sub_epoch_seconds)
-        poll = min([_POLL_SECONDS, *(limit / 4 for limit in limits if limit is not None)])
-        while not self._closed.wait(poll):
-            self.check()
-
-    def _tell_slow(self, timed: _Timed, seconds: float) -> None:
+    def _tell_slow(self, timed: _Timed, seconds: float, usual: float | None) -> None:
         if timed.told or seconds < LEAST_SLOW_SECONDS:
             return
-        known = self._seconds[timed.task.trial, type(timed.task)]
-        usual = median(known) if known else None
         if seconds >= (FIRST_BATCH_SECONDS if usual is None else SLOW_FACTOR * usual):
             timed.told = True
             self._on_slow(timed.task, seconds, usual)
@@ -236,12 +205,17 @@ class RunTime:
         if self._since is not None:
             self._since = time.monotonic()
 
-    def start(self) -> None:
-        """Note that a device computes for the run."""
+    def start(self, thread: int | None, batches: int) -> None:
+        """Note that a device does a unit which ends so many batches.
+
+        Args:
+            thread: that computes, if it is one of this process.
+        """
+        self._watch.run_on(thread, batches)
         self._since = time.monotonic()
 
     def stop(self, ends_batch: bool) -> None:
-        """Note that it has ended a task, and with it maybe a batch."""
+        """Note that it has done the unit, and with it maybe batches."""
         self._seconds, self._since = self._clock(), None
         if ends_batch:
             self._watch.batch()

@@ -5,6 +5,7 @@ While its worker trains it, the home of a shard is slabs in DRAM, or a file on s
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -244,6 +245,31 @@ class ShardHome:
         self._own: dict[str, Bytes] = {}
         self._files: dict[str, ScratchFile] = {}
         self._sizes: dict[str, int] = {}
+
+    @classmethod
+    def of_copy(cls, home: ShardHome, trainable: Bytes, cursor: Mapping[str, Any]) -> ShardHome:
+        """Return the home of a shard that was copied from another one's device."""
+        copied = copy.copy(home)
+        copied.cursor = cursor
+        copied._stored, copied._own = {}, {"trainable": trainable}
+        copied._files, copied._sizes = {}, {}
+        return copied
+
+    def own_trainable(self) -> None:
+        """Have the trainable segment in a slab of its own, in which it may be changed."""
+        if "trainable" not in self._own:
+            before = self._stored.pop("trainable")
+            slab = self._segments.allocate(before.nbytes)
+            slab[:] = before
+            self._own["trainable"] = slab
+
+    def damaged_frozen(self) -> tuple[str, Bytes] | None:
+        """Return the digest and bytes of the frozen segment if somebody has written to them."""
+        name = self._names["frozen"]
+        frozen = self._segments.get(name)
+        if frozen is None or content_digest(frozen) == name:
+            return None
+        return name, frozen
 
     @property
     def slabs(self) -> Mapping[str, Bytes]:

@@ -182,6 +182,17 @@ class WorkerResources:
         return several or self.device_kind == "cuda" or budgets != (None, None)
 
     @property
+    def has_own_processes(self) -> bool:
+        """Return whether each device has a process of its own, beside the agent's."""
+        return self.devices > 1 or self.device_kind == "cuda"
+
+    @property
+    def computes_in_place(self) -> bool:
+        """Return whether there is one device, which computes in the agent's own memory."""
+        budgets = self.device_memory, self.host_memory
+        return not self.has_own_processes and budgets == (None, None)
+
+    @property
     def most_residents(self) -> int:
         """Return how many sub-epochs a worker holds at once: one more than it has devices."""
         if self.residents is not None:

@@ -195,6 +195,11 @@ class TrialCourse:
         if failures < MOST_FAILED_TRANSFERS:
             return told
         self._tables.log(index, f"{place} is no source of state {visit} any more")
+        # Tasks that wait for the same transfer would hand its source on to those that follow.
+        for each in trial.attempts:
+            here = (each.incarnation, each.source) == (attempt.incarnation, attempt.source)
+            if each.status == "fetching" and here:
+                told += self._attempts.abandon(each)
         places = self._tables.holders.where(index, visit)
         if STORE not in places or any(trial.is_source(visit, each) for each in places):
             return told

@@ -289,6 +289,8 @@ class Room:
 
     def demote(self, queue: DeviceQueue) -> list[Action]:
         """Write back what a device has changed and does not use next, if not all runs fit there."""
+        if math.isinf(queue.budget):
+            return []
         changed = [held for held in self._evictable(queue) if held.dirty]
         if not changed:
             return []

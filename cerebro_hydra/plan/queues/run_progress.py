@@ -82,8 +82,9 @@ class RunSpec:
         by_modules: a microbatch stays on one device, which also holds its boundary values, as it
             must where the model is cut by modules. Else any device may take its next unit, and
             the boundary values are in DRAM from unit to unit.
-        recompute: a backward computes its forward again. Otherwise a microbatch stays on one
-            device, with all shards and activations.
+        recompute: shards may leave the device between the tasks of a microbatch, so that a backward
+            computes its forward again. Otherwise a microbatch stays on one device, with all shards
+            and activations; an evaluation, too, on a device that no shard has to leave.
         fused: forward and backward of the last shard are one unit, with its activations kept.
         later_seconds: the work of the trial after this run, by which it is preferred.
         schedule: a name of `SCHEDULES`, which says what is done in which order.
@@ -133,8 +134,8 @@ class RunSpec:
 
     @property
     def keeps_all(self) -> bool:
-        """Return whether shards and activations stay on their device until their backward."""
-        return not self.recompute and self.graph.training
+        """Return whether shards and activations stay on a device with a microbatch or window."""
+        return not self.recompute
 
     @property
     def state_bytes(self) -> int:

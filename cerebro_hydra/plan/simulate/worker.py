@@ -170,7 +170,7 @@ class WorkerSimulation:
 
     def _before(self, event: WorkerEvent) -> None:
         if isinstance(event, RunAdded):
-            if event.spec.keeps_all:
+            if event.spec.keeps_all and event.spec.graph.training:
                 self._keeping.add(event.spec.run)
             for number, shard in enumerate(event.spec.shards):
                 self._state_bytes[event.spec.run, number] = shard.state

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from cerebro_hydra.shards.engine.bound_model import (
 )
 from cerebro_hydra.shards.engine.graph_tasks import GraphPredictor
 from cerebro_hydra.shards.engine.layout import Segments, TrialLayout
-from cerebro_hydra.shards.engine.microbatch import MemoryLimit, MicrobatchMaker, Reach
+from cerebro_hydra.shards.engine.microbatch import MemoryLimit, MicrobatchMaker, Reach, Then
 from cerebro_hydra.shards.engine.module_tasks import ModulePredictor, PausedRun
 from cerebro_hydra.shards.engine.state import ShardState
 
@@ -37,7 +37,7 @@ class ShardEvaluation:
 
     Args:
         batches: the validation rows of a partition.
-        shared, limit: see `ShardRun`.
+        shared, limit, resident: see `ShardRun`.
     """
 
     def __init__(
@@ -49,9 +49,11 @@ class ShardEvaluation:
         batches: Iterable[BatchTensors],
         shared: Collection[str] = (),
         limit: MemoryLimit | None = None,
+        resident: bool = False,
     ) -> None:
         maker = MicrobatchMaker(cut_model, recipe, trial_seed)
-        shared = cut_model.shared.union(shared)
+        shared = () if resident else cut_model.shared.union(shared)
+        self._resident = resident
         self._shards = EvaluatedShards(cut_model, layout, recipe, maker, shared, limit)
         self._batches = enumerate(batches)
         self._paused = PausedRun(recipe.device)
@@ -72,21 +74,23 @@ class ShardEvaluation:
         Raises:
             ConfigurationError: the forward keeps a view of a parameter.
         """
-        self._shards.release(k, needed=self._next is not None and self._next[1] > k)
+        if not self._resident:
+            self._shards.release(k, needed=self._next is not None and self._next[1] > k)
 
-    def perform(self, task: Action) -> None:
-        """Do F of a shard that is loaded.
+    def perform(self, task: Action, then: Then | None = None) -> Action:
+        """Do F of a shard that is loaded; see `ShardRun`.
 
         Raises:
             ValueError: the task can't come now, or its shard is not loaded.
             NonFiniteLoss: the loss is NaN or infinite.
         """
-        k, number = task.shard, task.microbatch
-        if task.kind is not ActionKind.F or number is None or k not in self._shards:
-            raise ValueError(f"{task} can't be done; load its shard before")
+        k, number = task.shard, self._check(task)
         if k == 0:
             while self._number < number:
                 self._number, batch = next(self._batches)
+            if self._resident:
+                assert then is not None, "a resident run needs to know where its tasks come from"
+                return self._in_one_call(batch, task, then)
             self._shards.begin_batch()
             self._next = self._paused.begin(partial(self._shards.run, batch))
         if self._next != ("F", k) or number != self._number:
@@ -94,6 +98,27 @@ class ShardEvaluation:
         self._next = self._paused.advance()
         if self._next is None:
             self._shards.end_batch()
+        return task
+
+    def _check(self, task: Action) -> int:
+        if task.kind is not ActionKind.F or task.microbatch is None:
+            raise ValueError(f"{task} is no task of an evaluation")
+        if task.shard not in self._shards:
+            raise ValueError(f"{task} can't be done; load its shard before")
+        return task.microbatch
+
+    def _in_one_call(self, batch: BatchTensors, task: Action, then: Then) -> Action:
+        """Do F of all shards, from the first one on."""
+        begun = False
+
+        def reach(kind: Literal["F", "B"], k: int) -> None:
+            nonlocal task, begun
+            task, begun = then(task) if begun else task, True
+            if (task.shard, self._check(task)) != (k, self._number):
+                raise ValueError(f"{task} can't come before {kind} of shard {k}")
+
+        self._shards.run(batch, reach)
+        return task
 
     @property
     def result(self) -> Evaluation:

@@ -19,12 +19,16 @@ from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.human_units import bytes_text
+from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.recipe import RandomKey, Recipe, Window
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
 
 Reach = Callable[[Literal["F", "B"], int], object]
 """Is called before F or B of a shard begins, and may block until it may."""
+
+Then = Callable[[Action], Action]
+"""Is told of a task that was done, and returns the one after it, once that can be done."""
 
 
 @dataclass

@@ -33,6 +33,10 @@ from cerebro_hydra.shards.engine.bound_model import BoundModel
 from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach
 
 
+def _unasked(kind: Literal["F", "B"], shard: int) -> None:
+    """Allow F and B while no microbatch runs."""
+
+
 class ModuleTasks:
     """Runs microbatches of one trial whose model is cut by modules.
 
@@ -55,7 +59,7 @@ class ModuleTasks:
         self._modules = dict(recipe.model.named_modules())
         self._recompute = recompute
         self._batch: Microbatch
-        self._reach: Reach
+        self._reach: Reach = _unasked
         self._unit = ""
         self._forward_at = self._backward_at = 0
 
@@ -63,6 +67,7 @@ class ModuleTasks:
     def attached(self) -> Iterator[ModuleTasks]:
         """Install hooks on the model for a while."""
         with ExitStack() as stack:
+            stack.callback(setattr, self, "_reach", _unasked)  # it refers to what drives the tasks
             stack.enter_context(unit_hooks(self._recipe.model, self._entered))
             stack.enter_context(boundary_hooks(self._modules, self._shard_of, self._cross))
             if self._recompute:
@@ -196,7 +201,7 @@ class ModulePredictor:
         self._recipe = recipe
         self._shard_of = cut_model.shard_of_unit
         self._last = cut_model.num_shards - 1
-        self._reach: Reach
+        self._reach: Reach = _unasked
         self._at = -1
 
     @contextmanager

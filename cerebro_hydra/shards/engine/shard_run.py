@@ -5,11 +5,12 @@ In a moving run, of a graph cut, microbatches go from device to device between t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +19,15 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import RandomKey, Recipe, Window
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
-from cerebro_hydra.shards.engine.engine import TrainTotals, with_last
 from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, Segments, TrialLayout
-from cerebro_hydra.shards.engine.microbatch import MemoryLimit, Microbatch, MicrobatchMaker, Reach
+from cerebro_hydra.shards.engine.microbatch import (
+    MemoryLimit,
+    Microbatch,
+    MicrobatchMaker,
+    Reach,
+    Then,
+)
 from cerebro_hydra.shards.engine.module_tasks import PausedRun
 from cerebro_hydra.shards.engine.pass_record import (
     Key,
@@ -33,6 +39,22 @@ from cerebro_hydra.shards.engine.pass_record import (
 from cerebro_hydra.shards.engine.sub_epoch import Cursor, Norms, SubEpoch
 
 
+@dataclass(frozen=True)
+class TrainTotals:
+    """Holds a sub-epoch's totals: its loss summed over rows, its rows, and its optimizer steps."""
+
+    loss_sum: float
+    rows: int
+    steps: int
+
+
+def with_last(windows: Iterable[Window]) -> Iterator[tuple[Window, bool]]:
+    """Yield each window and whether it is the last, looking ahead by one."""
+    end = object()
+    for window, following in itertools.pairwise(itertools.chain(windows, [end])):
+        yield window, following is end  # type: ignore[misc]
+
+
 class ShardRun:
     """Trains one trial over a sub-epoch in the process of a device, one shard task at a time.
 
@@ -40,6 +62,9 @@ class ShardRun:
     `plan/schedules/graph.py` allows; F and B of the last shard have no `unload` between them. Runs
     of other trials may take tasks in between. Until it is closed the run has the recipe's model to
     itself.
+
+    A resident run has every shard from its first task to the end, and the device to itself during
+    a microbatch: one call makes all of its tasks on the thread that asks for the first of them.
 
     Attributes:
         losses: the mean loss and the rows of each microbatch that was run here, by its number.
@@ -53,6 +78,7 @@ class ShardRun:
         shared: parameters that are read while another shard than theirs runs, if the cut model does
             not know of it.
         limit: bounds what tasks hold of the device beside their shards; None does not.
+        resident: whether shards stay once they are there, until the run is closed.
     """
 
     def __init__(
@@ -68,6 +94,7 @@ class ShardRun:
         epoch_metrics: Mapping[str, float] | None = None,
         shared: Collection[str] = (),
         limit: MemoryLimit | None = None,
+        resident: bool = False,
     ) -> None:
         self.losses: dict[int, tuple[float, int]] = {}
         self._cut_model, self._recipe, self._trial_seed = cut_model, recipe, trial_seed
@@ -77,11 +104,12 @@ class ShardRun:
         self._windows = enumerate(with_last(windows))
         self._at: tuple[int, tuple[Window, bool]] | None = None
         self._maker = MicrobatchMaker(cut_model, recipe, trial_seed)
-        held = HeldTensors(cut_model.shared.union(shared))
+        self._resident = resident
+        held = None if resident else HeldTensors(cut_model.shared.union(shared))
         self._sub_epoch = SubEpoch(
             cut_model, layout, recipe, steps_per_epoch, start_step, epoch_metrics, held
         )
-        self._limit, self._copies = limit, held.copies
+        self._limit, self._copies = limit, {} if held is None else held.copies
         self._paused = PausedRun(recipe.device)
         self._stack = ExitStack()
         self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
@@ -97,7 +125,12 @@ class ShardRun:
         for _, (loss, of_microbatch) in sorted(self.losses.items()):
             loss_sum += loss * of_microbatch
             rows += of_microbatch
-        return TrainTotals(loss_sum, rows, -(-len(self.losses) // self._accumulate))
+        return TrainTotals(loss_sum, rows, len({n // self._accumulate for n in self.losses}))
+
+    def mean_loss(self, first: int, microbatches: int) -> float:
+        """Return the mean loss over the rows of these microbatches, which were run here."""
+        found = [self.losses[number] for number in range(first, first + microbatches)]
+        return sum(loss * rows for loss, rows in found) / sum(rows for _, rows in found)
 
     # ------------------------------------------------------------------ memory
 
@@ -131,6 +164,8 @@ class ShardRun:
             ConfigurationError: the forward keeps a view of a parameter, or wrote to a tensor to
                 which it did not write in the trial's first steps.
         """
+        if self._resident:
+            return None  # it is not touched any more, and let go of when the run is closed
         needed = self._will_return_to(k)
         if needed and not self._recompute:
             raise ValueError(f"shard {k} is unloaded before its backward, without recomputation")
@@ -148,31 +183,63 @@ class ShardRun:
 
     # ------------------------------------------------------------------ tasks
 
-    def perform(self, task: Action, norms: Mapping[int, Norms] | None = None) -> None:
-        """Do F, B or U of a shard that is loaded.
+    def perform(
+        self, task: Action, norms: Mapping[int, Norms] | None = None, then: Then | None = None
+    ) -> Action:
+        """Do F, B or U of a shard that is loaded; return the task that was done last.
 
         Args:
             norms: for U where gradients are clipped by their norm, what `unload` has returned for
                 shards whose last backward was done in the process of another device.
+            then: gives a resident run the tasks that follow in a microbatch.
 
         Raises:
             ValueError: the task can't come now, or its shard is not loaded.
             NonFiniteLoss: the loss is NaN or infinite.
             UnfitShape: the batch has a shape that the cut model can't take.
         """
-        k, number = task.shard, task.microbatch
-        if number is None or k not in self._sub_epoch:
-            raise ValueError(f"{task} can't be done; load its shard before")
-        window = number // self._accumulate
-        self._go_to_step(self._start_step + window)
-        self._sub_epoch.check_step(k)
+        number = self._check(task)
         if task.kind is ActionKind.U:
             self._sub_epoch.add_norms(norms or {})
-            self._paused.call(partial(self._sub_epoch.update, k))
-            if self._at is not None and self._at[0] == window and self._at[1][1]:
-                self._updated_last.add(k)
-            return
-        self._pass_through(task, number)
+            self._paused.call(partial(self._update, task, number))
+        elif self._resident:
+            assert then is not None, "a resident run needs to know where its tasks come from"
+            return self._in_one_call(task, number, then)
+        else:
+            self._pass_through(task, number)
+        return task
+
+    def _check(self, task: Action) -> int:
+        """Return the microbatch of a task that can come now as far as its shard is concerned."""
+        if task.microbatch is None or task.shard not in self._sub_epoch:
+            raise ValueError(f"{task} can't be done; load its shard before")
+        self._go_to_step(self._start_step + task.microbatch // self._accumulate)
+        self._sub_epoch.check_step(task.shard)
+        return task.microbatch
+
+    def _update(self, task: Action, number: int) -> None:
+        self._sub_epoch.update(task.shard)
+        if self._at is not None and self._at[0] == number // self._accumulate and self._at[1][1]:
+            self._updated_last.add(task.shard)
+
+    def _in_one_call(self, task: Action, number: int, then: Then) -> Action:
+        """Do all tasks of a microbatch, from its first one on, and the updates between them."""
+        batch, rows = self._made(number)
+        begun = False
+
+        def reach(kind: Literal["F", "B"], k: int) -> None:
+            nonlocal task, begun
+            if begun:
+                task = then(task)
+                while task.kind is ActionKind.U:
+                    self._update(task, self._check(task))
+                    task = then(task)
+            begun = True
+            if (task.kind, task.shard, self._check(task)) != (kind, k, number):
+                raise ValueError(f"{task} can't come before {kind} of shard {k}")
+
+        self._run(batch, number, rows, reach)
+        return task
 
     def _pass_through(self, task: Action, number: int) -> None:
         """Do F or B of a microbatch."""
@@ -293,13 +360,15 @@ class MovingRun(ShardRun):
             self._norms[k] = norms
         return norms
 
-    def perform(self, task: Action, norms: Mapping[int, Norms] | None = None) -> None:
+    def perform(
+        self, task: Action, norms: Mapping[int, Norms] | None = None, then: Then | None = None
+    ) -> Action:
         """Do a task of the unit; see `ShardRun`."""
         k, clips = task.shard, self._recipe.clip_grad_norm is not None
         if clips and task.kind is ActionKind.U and k not in self._norms:
             self._norms[k] = self._sub_epoch.norms_of(k)  # the unit has its last backward
-        super().perform(task, self._norms)
         self._last = task.kind
+        return super().perform(task, self._norms)
 
     def cancel(self) -> None:
         """End the run where it stands; what is loaded may be torn."""

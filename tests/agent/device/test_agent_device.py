@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.agent.device.device import Device, DeviceMemory
+from cerebro_hydra.agent.device.device import Device, DeviceMemory, Lane
 from cerebro_hydra.agent.device.messages import (
     Close,
     Compute,
@@ -29,6 +29,13 @@ from cerebro_hydra.shards.engine.layout import Bytes, Segments
 from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_runs import ByteTrials
 from tests.agent.standins import SECONDS
+
+
+def started() -> Lane:
+    """Return a thread on which a device may compute."""
+    lane = Lane("device-computes")
+    lane.start()
+    return lane
 
 
 class PatientMemory(DeviceMemory):
@@ -51,7 +58,7 @@ class PatientMemory(DeviceMemory):
 def test_a_shard_is_brought_while_another_one_is_written_back() -> None:
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     trials = ByteTrials((8, 8))
-    device = Device(trials, PatientMemory(), answers.put)
+    device = Device(trials, PatientMemory(), answers.put, started())
     device.start()
     spec: Any = None
     device.give(Open(RunOrder(0, spec, train(0, 0, 1), 0, recompute=True)))
@@ -106,7 +113,7 @@ class WaitingTrials(ByteTrials):
             run.perform = self._wait
         return run
 
-    def _wait(self, task: Action) -> Done:
+    def _wait(self, task: Action, then: Any = None) -> Done:
         self._memory.brought.clear()
         self._memory.computing.set()
         self._memory.brought.wait(0.3)
@@ -119,7 +126,7 @@ def test_no_shard_is_brought_before_the_one_whose_place_it_takes_is_given_up(
 ) -> None:
     answers, memory = queue.SimpleQueue[Any](), CountingMemory()
     trials = WaitingTrials(memory)
-    device = Device(trials, memory, answers.put)
+    device = Device(trials, memory, answers.put, started())
     device.start()
     spec: Any = None
     loads = [Action(run, 0, ActionKind.LOAD, device=0) for run in range(3)]
@@ -152,7 +159,7 @@ def wait_for(answers: queue.SimpleQueue[Any], action: Action) -> None:
 
 def test_it_names_the_attempt_whose_code_runs_not_the_one_that_came_last() -> None:
     trials, begun, answers = ByteTrials((64,)), [], queue.SimpleQueue[Any]()
-    device = Device(trials, DeviceMemory(), answers.put, begin=begun.append)
+    device = Device(trials, DeviceMemory(), answers.put, started(), begin=begun.append)
     device.start()
     spec: Any = SimpleNamespace(trial=0)
     device.give(Profile(spec, attempt=10))

@@ -18,6 +18,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.shards.engine.layout import Segments
 from cerebro_hydra.testing.queue_worker import train
 from tests.agent.device.late_runtime import LateRuntime
+from tests.agent.device.test_agent_device import started
 from tests.agent.standins import SECONDS
 
 NBYTES = 64
@@ -27,9 +28,12 @@ class BegunRun:
     """Begins to add one to a shard in each task, and ten when it lets go of it; F may fail."""
 
     def __init__(self, runtime: LateRuntime, stays: bool, error: Exception | None) -> None:
-        self.stays = stays
+        self.stays, self.resident = stays, False
         self._runtime, self._error = runtime, error
         self._slots: dict[int, Tensor] = {}
+
+    def moved(self, slots: Segments) -> Segments:
+        return slots
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         self._slots[shard] = slots["trainable"]
@@ -65,7 +69,7 @@ class Bench:
         self.open = lambda order: BegunRun(self.runtime, stays, error if order.run == 0 else None)
         memory = DeviceMemory(runtime=self.runtime)
         end = partial(self.answers.put, "ended")
-        self.device = Device(opener, memory, self.answers.put, end=end)
+        self.device = Device(opener, memory, self.answers.put, started(), end=end)
         self.device.start()
         for run in range(2):
             self.begin(run)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from functools import partial
 from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.device.task_watch import TaskWatch
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, RunTime, TaskWatch
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
 
 SOURCE = StateSource(0, None)
@@ -20,21 +23,24 @@ class Bench:
         self.now = 0.0
         self.slow: list[tuple[Any, float, float | None]] = []
         self.overdue: list[tuple[Any, str]] = []
+        self.known = BatchSeconds()
         self.watch = TaskWatch(
             batch,
             sub_epoch,
             lambda *told: self.slow.append(told),
+            self.known,
             lambda *told: self.overdue.append(told),
-            clock=lambda: self.now,
+            lambda: self.now,
         )
 
-    def batches(self, *seconds: float, together: int = 1) -> None:
+    def batches(self, *seconds: float) -> None:
         """Train so many batches, and begin the next one."""
-        self.watch.batch(together)
+        self.watch.run_on(threading.get_ident(), 1)
+        self.watch.batch()
         for each in seconds:
             self.now += each
             self.watch.check()
-            self.watch.batch(together)
+            self.watch.batch()
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
@@ -43,49 +49,51 @@ class Bench:
 
 def test_a_batch_of_twenty_times_the_median_is_told_of_once_per_task() -> None:
     bench = Bench()
-    with bench.watch.task(TRAIN):
-        bench.batches(1.0, 1.0, 9.0)
-        bench.passes(19.9)
-        assert bench.slow == []
-        bench.passes(0.1)
-        bench.passes(100.0)
+    bench.watch.begin(TRAIN)
+    bench.batches(1.0, 1.0, 9.0)
+    bench.passes(19.9)
+    assert bench.slow == []
+    bench.passes(0.1)
+    bench.passes(100.0)
     assert bench.slow == [(TRAIN, 20.0, 1.0)]
-    with bench.watch.task(TRAIN):
-        bench.batches()
-        bench.passes(1000.0)
+    bench.watch.begin(TRAIN)
+    bench.batches()
+    bench.passes(1000.0)
     assert len(bench.slow) == 2 and bench.overdue == []
 
 
 def test_batches_that_take_next_to_nothing_are_not_told_of_for_less_than_seconds() -> None:
     bench = Bench()
-    with bench.watch.task(TRAIN):
-        bench.batches(0.001, 0.001)
-        bench.passes(4.9)
-        assert bench.slow == []
-        bench.passes(0.1)
+    bench.watch.begin(TRAIN)
+    bench.batches(0.001, 0.001)
+    bench.passes(4.9)
+    assert bench.slow == []
+    bench.passes(0.1)
     assert bench.slow == [(TRAIN, 5.0, 0.001)]
 
 
 def test_a_first_batch_is_told_of_after_a_minute_and_each_trial_and_kind_has_its_median() -> None:
     bench = Bench()
-    with bench.watch.task(TRAIN):
-        bench.batches(1.0)
+    bench.watch.begin(TRAIN)
+    bench.batches(1.0)
     for task in (OTHER, EVALUATE):
-        with bench.watch.task(task):
-            bench.batches()
-            bench.passes(59.0)
-            bench.passes(1.0)
+        bench.watch.begin(task)
+        bench.batches()
+        bench.passes(59.0)
+        bench.passes(1.0)
     assert bench.slow == [(OTHER, 60.0, None), (EVALUATE, 60.0, None)]
 
 
-def test_batches_that_make_one_step_share_its_seconds() -> None:
+def test_of_batches_that_are_timed_together_one_may_take_the_limit() -> None:
     bench = Bench(batch=2.0)
-    with bench.watch.task(TRAIN):
-        bench.batches(7.0, together=4)
-        bench.passes(8.0)
-        assert bench.overdue == []
-        bench.passes(0.1)
-    assert len(bench.overdue) == 1
+    bench.watch.begin(TRAIN)
+    bench.batches(1.0, 1.0, 1.0)
+    bench.watch.run_on(None, 4)
+    bench.passes(4.9)
+    assert bench.overdue == []
+    bench.passes(0.2)
+    ((_, why),) = bench.overdue
+    assert why.startswith("a batch took 2.1 s")
 
 
 @pytest.mark.parametrize(
@@ -99,34 +107,40 @@ def test_what_exceeds_a_limit_is_told_once_with_the_stack_of_its_thread(
     limits: dict[str, float], said: str
 ) -> None:
     bench = Bench(**limits)
-    with bench.watch.task(TRAIN):
-        bench.passes(100.0)  # its model is built
-        bench.batches(2.0)
-        assert bench.overdue == []
-        bench.passes(4.0)
-        bench.passes(4.0)
+    bench.watch.begin(TRAIN)
+    bench.passes(100.0)  # its model is built
+    bench.batches(2.0)
+    assert bench.overdue == []
+    bench.passes(4.0)
+    bench.passes(4.0)
     ((task, why),) = bench.overdue
     assert task is TRAIN and why.startswith(said)
     assert "on partition 1 (worker 2)" in why and "test_what_exceeds_a_limit" in why
 
 
-def test_the_wait_for_shards_counts_for_nothing() -> None:
+def test_the_time_between_units_and_that_of_building_count_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = Bench(batch=3.0, sub_epoch=5.0)
-    with bench.watch.task(TRAIN):
-        bench.batches(1.0)
-        with bench.watch.waiting():
-            bench.passes(1000.0)
-        bench.passes(2.0)
-        assert bench.overdue == bench.slow == []
-        bench.passes(1.5)
-    assert len(bench.overdue) == 1
+    monkeypatch.setattr(time, "monotonic", lambda: bench.now)
+    limits = 3.0, 5.0, lambda *told: bench.slow.append(told), bench.known
+    run = RunTime(TRAIN, partial(TaskWatch, *limits), lambda *told: bench.overdue.append(told))
 
+    def passes(seconds: float) -> None:
+        bench.now += seconds
+        run.check()
 
-def test_between_tasks_nothing_is_late() -> None:
-    bench = Bench(batch=1.0, sub_epoch=1.0)
-    with bench.watch.task(TRAIN):
-        bench.batches()
-    bench.passes(100.0)
-    with bench.watch.waiting():
-        bench.passes(100.0)
-    assert bench.overdue == bench.slow == []
+    passes(1000.0)
+    run.build()
+    run.start(None, 1)
+    passes(1000.0)
+    run.built()
+    passes(1.0)
+    run.stop(ends_batch=True)
+    passes(1000.0)
+    run.start(None, 1)
+    passes(2.0)
+    assert (run.seconds, bench.overdue, bench.slow) == (3.0, [], [])
+    passes(1.5)
+    ((task, why),) = bench.overdue
+    assert task is TRAIN and why.startswith("a batch took 3.5 s")

@@ -51,6 +51,7 @@ def test_frozen_weights_that_a_trial_wrote_to_are_read_anew(tmp_path: Path) -> N
     agent = LateWriter(trained, tmp_path, share=0.0)
     Frozen.admitted = True
     failed = agent.train()
+    agent.close()
     assert isinstance(failed, events.TaskFailed)
     assert "wrote to frozen parameter '0.weight'" in failed.error
     for number in range(2):

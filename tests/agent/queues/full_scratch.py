@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cerebro_hydra.agent.device.process import OwnDevice
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.testing.queue_worker import QueueWorker, train
+from cerebro_hydra.testing.queue_worker import QueueWorker, in_this_process, train
 from tests.agent.byte_runs import ByteTrials
 from tests.agent.queues.queue_bench import CheckedState, spec_of
 from tests.agent.queues.test_agent_queue_trainer import assert_trained
@@ -35,7 +34,7 @@ class Worker(QueueWorker):
         tempfile.tempdir = folder
         state = sum(SIZES[:2]) * 3 // 2
         super().__init__(
-            lambda slabs, *ears: OwnDevice(trials, True, os.abort, lambda attempt: None, *ears),
+            in_this_process(trials, end_process=os.abort),
             CheckedState([state, state], 3 * state // 2),
             state,
             40,

@@ -18,12 +18,12 @@ WIDTH, BLOCKS = 32, 6
 CUTS = [str(4 + 2 * block) for block in range(BLOCKS)]
 
 
-def many_shards(cut: str, frozen: bool = False, **options: Any) -> Recipe:
+def many_shards(cut: str, frozen: bool = False, width: int = WIDTH, **options: Any) -> Recipe:
     torch.manual_seed(3)
-    blocks = [m for _ in range(BLOCKS) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    blocks = [m for _ in range(BLOCKS) for m in (nn.Linear(width, width), nn.Tanh())]
     model = nn.Sequential(
-        nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3), *blocks,
-        nn.Linear(WIDTH, 3),
+        nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), *blocks,
+        nn.Linear(width, 3),
     )  # fmt: skip
     model[6].requires_grad_(not frozen)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -37,8 +37,10 @@ ALL: dict[str, Any] = {"accumulate": 5, "clip_grad_norm": 0.1, "ema": 0.9, "froz
 
 
 @functools.cache
-def trained_many(cut: str, everything: bool = False) -> tuple[RunFolder, Callable[[], Recipe]]:
+def trained_many(
+    cut: str, everything: bool = False, width: int = WIDTH
+) -> tuple[RunFolder, Callable[[], Recipe]]:
     """Return the run of such a trial that was trained without an agent, and its factory."""
-    factory = functools.partial(many_shards, cut, **(ALL if everything else {}))
-    store = LocalStore(f"{_folder.name}/{cut}-{everything}")
+    factory = functools.partial(many_shards, cut, width=width, **(ALL if everything else {}))
+    store = LocalStore(f"{_folder.name}/{cut}-{everything}-{width}")
     return train_without_agent(store, factory), factory

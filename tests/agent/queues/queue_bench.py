@@ -74,7 +74,7 @@ class CheckedState(WorkerState):
             match event:
                 case RunAdded():
                     self.added.append(event.spec)
-                    if event.spec.keeps_all:
+                    if event.spec.keeps_all and event.spec.graph.training:
                         self._keeping.add(event.spec.run)
                     for number, shard in enumerate(event.spec.shards):
                         self._bytes[event.spec.run, number] = shard.state

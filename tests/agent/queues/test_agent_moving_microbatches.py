@@ -96,7 +96,7 @@ def trained(copies: Copies, kill: bool = False, audits: bool = False) -> None:
     options = {"rows": ROWS, "audit_share": audited, "double_buffering": False}
     with bench(copies.opener, shards, budgets, **options) as made:
         made.state._rule = longest_waiting
-        made.trainer._audits.budget.trained = 1e6
+        made.audits.budget.trained = 1e6
         copies.begin(made)
         if kill:
             made.state.wait_for_tasks(100)

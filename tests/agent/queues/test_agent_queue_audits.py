@@ -1,4 +1,4 @@
-"""The queues of a worker audit first steps: real devices and queues, with trials that are bytes."""
+"""The queues of a worker audit steps: real devices and queues, with trials that are bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from cerebro_hydra.plan.messages import events
 from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_runs import ByteTrials
 from tests.agent.queues.queue_bench import QueueBench, bench
-from tests.agent.queues.test_agent_queue_trainer import SIZES, assert_trained, begin
+from tests.agent.queues.test_agent_queue_trainer import (
+    MICROBATCHES,
+    SIZES,
+    assert_trained,
+    begin,
+)
 
 audited = partial(bench, audit_share=0.01)
 
 
 def long_trained(made: QueueBench) -> None:
     """Let audits be allowed."""
-    made.trainer._audits.budget.trained = 1e6
+    made.audits.budget.trained = 1e6
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -47,16 +52,28 @@ def test_a_device_that_dies_meanwhile_changes_no_byte() -> None:
             assert_trained(made, trials, result.attempt, result, trials.initial(result.attempt))
 
 
-def test_a_trial_that_trains_otherwise_is_told_and_trained_uncut() -> None:
-    trials = ByteTrials(SIZES, wrong=frozenset({1}))
-    with audited(trials, len(SIZES), [4500, 4500]) as made:
+def at_step(made: QueueBench, step: int) -> None:
+    """Let no other step of a run be audited, unless it is the first one that can be."""
+    is_due = made.audits.is_due
+    made.audits.is_due = lambda run: run.begun_windows == step and is_due(run)
+
+
+@pytest.mark.parametrize("step", [1, 5, MICROBATCHES - 1])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_trial_that_trains_otherwise_from_a_step_on_is_told_and_trained_uncut(
+    step: int, recompute: bool
+) -> None:
+    trials = ByteTrials(SIZES, seconds=0.02, wrong=frozenset({1}), wrong_from=step)
+    budgets = [4500, 4500] if recompute else [None]
+    with audited(trials, len(SIZES), budgets, recompute=recompute) as made:
         long_trained(made)
+        at_step(made, step)
         begin(made, trials, 2)
         results = {result.attempt: result for result in (made.result(), made.result())}
         assert_trained(made, trials, 0, results[0], trials.initial(0))
         assert isinstance(results[1], events.AuditFailed)
         assert results[1].difference == (
-            "at step 0, in epoch 1 on partition 0 (worker 0): parameter 'bytes'"
+            f"at step {step}, in epoch 1 on partition 0 (worker 0): parameter 'bytes'"
         )
         assert not made.store.knows(1, 1), "nothing of the sub-epoch is published"
         made.perform(train(2, 1, 1, uncut=True))
@@ -80,7 +97,7 @@ def test_audits_wait_until_training_has_taken_long_enough() -> None:
     with audited(trials, len(SIZES)) as made:
         begin(made, trials, 1)
         assert made.result().audit_seconds == 0.0
-        assert made.trainer._audits.budget.trained > 0.0
+        assert made.audits.budget.trained > 0.0
 
 
 def test_a_trial_that_cannot_be_built_again_is_told_once_and_trained(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.audits import QueueAudits
-from cerebro_hydra.agent.device.process import device_starts
+from cerebro_hydra.agent.audits import Audits
+from cerebro_hydra.agent.device.device import Lane
+from cerebro_hydra.agent.device.process import own_start
 from cerebro_hydra.agent.device.runs import TrialRuns
-from cerebro_hydra.agent.device.task_watch import TaskWatch
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch
+from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
 from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.plan.messages import events
@@ -42,26 +45,31 @@ class Worker:
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.begun: list[int] = []
         nothing: Any = None
-        audits = QueueAudits(0.01)
+        store = self.agent.shards
+        fetches = FetchManager("me", store, trained, nothing, lambda trial, visit: None)
+        self.agent.close()
+        audits = Audits(0.01)
         audits.budget.trained = 1e6
+        computing = Lane("device-computes")
+        computing.start()
+        runs = TrialRuns(self.agent.builder, nothing)
+        known_seconds = BatchSeconds()
         self.trainer = QueueTrainer(
             "me",
-            device_starts(
-                1, TrialRuns(self.agent.builder, nothing), nothing, nothing, print,
-                lambda: None, self.begun.append,
-            ),
+            [own_start(runs, computing, False, lambda: None, self.begun.append)],
             CheckedState([budget], 2 * budget),
             RunPlanner(lambda split, partition: ROWS, budget),
             self.agent.shards,
-            self.agent.trainer._fetch_manager,
+            fetches,
             self.reported.put,
             lambda message: None,
             lambda attempt: None,
             audits,
             self.reported.put,
             str(path),
-            partial(TaskWatch, None, None, print),
-        )  # fmt: skip
+            partial(TaskWatch, None, None, print, known_seconds),
+            known_seconds,
+        )
         self.agent.shards.on_change = self.trainer.look_again
         self.trainer.learn(runtime.spec)
         self.trainer.start()
@@ -125,7 +133,7 @@ def test_a_wrong_graph_is_found_by_shard_and_the_modules_train_on(
     monkeypatch.setattr(graph_tasks.GraphTasks, "forward", wrong)
     failed = made.train(1)
     assert isinstance(failed, events.AuditFailed), failed
-    assert failed.difference.startswith("at step 0, in epoch 1 on partition ")
+    assert re.match(r"at step \d, in epoch 1 on partition ", failed.difference)
     assert made.train(1, uncut=True).digests == made.agent.known(1)
 
 

@@ -30,5 +30,5 @@ def test_a_worker_chooses_as_its_backend_says_whatever_trials_come(
 def test_an_audit_comes_first_because_a_run_waits_for_it(pick: str) -> None:
     planner = RunPlanner(lambda split, partition: 1, None, pick=pick)
     profile = TrialProfile((ShardBytes(0, 4, 4, False),), (), False)
-    planner.audit_spec(AUDIT.run, profile.training(OLDEST.run, 1, 1, True), profile)
+    planner.audit_spec(AUDIT.run, profile.training(OLDEST.run, 1, 1, True), 0, profile)
     assert planner.rule([LONGEST, OLDEST, AUDIT]) == AUDIT

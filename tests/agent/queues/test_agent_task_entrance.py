@@ -6,10 +6,9 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from cerebro_hydra.agent.device.process import OwnDevice
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
-from cerebro_hydra.testing.queue_worker import QueueWorker, train
+from cerebro_hydra.testing.queue_worker import QueueWorker, in_this_process, train
 from tests.agent.byte_runs import ByteTrials
 from tests.agent.queues.queue_bench import CheckedState
 from tests.agent.standins import SECONDS
@@ -34,16 +33,12 @@ class CutTrials(ByteTrials):
 def test_what_a_device_says_of_a_cut_that_a_trial_has_no_more_is_not_taken() -> None:
     trials, shards = CutTrials(SIZES), [1]
 
-    def start(slabs: Any, on_answer: Any, on_gone: Any) -> OwnDevice:
-        nobody: Any = None
-        return OwnDevice(trials, True, nobody, lambda attempt: None, on_answer, on_gone)
-
     def spec(trial: int) -> Any:
         return SimpleNamespace(
             trial=trial, shards=[None] * shards[0], batch_size=4, accumulate=1, recompute=None,
         )  # fmt: skip
 
-    worker = QueueWorker(start, CheckedState([None], None), None, 40, spec)
+    worker = QueueWorker(in_this_process(trials), CheckedState([None], None), None, 40, spec)
     try:
         worker.perform(train(0, 0, 1))
         assert trials.asked.wait(SECONDS)

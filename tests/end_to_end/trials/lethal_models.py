@@ -40,12 +40,18 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "is slow": lambda: time.sleep(8),
     "fills memory": lambda: torch.empty(1 << 50, dtype=torch.uint8),
     "fills numpy's memory": lambda: np.empty(1 << 45, dtype=np.uint8),
+    "handles a signal": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),  # on main alone
     "none": lambda: None,
 }
 
+GREEDY = ("fills memory", "fills numpy's memory")
+
 
 def lethal(params: dict[str, Any]) -> Recipe:
-    """A small net with dropout; on agents, its loss does what `fault` says in the third batch."""
+    """A small net with dropout; on agents, its loss does what `fault` says in the third batch.
+
+    One that fills memory does so in later batches, too, because the sub-epoch is done once more.
+    """
     recipe = feed_forward({"lr": 0.01, "dropout": 0.2})
     plain, seen = recipe.loss, 0
 
@@ -53,7 +59,8 @@ def lethal(params: dict[str, Any]) -> Recipe:
         nonlocal seen
         on_agent = os.getpid() != params["driver"]
         seen += on_agent
-        if seen == params.get("batch", 3) and params["fault"] != "none":
+        late = seen - params.get("batch", 3)
+        if params["fault"] != "none" and (late == 0 or (late > 0 and params["fault"] in GREEDY)):
             print(LAST_WORDS)
             time.sleep(params.get("pause", 0.0))
             FAULTS[params["fault"]]()

@@ -80,6 +80,13 @@ def test_a_trial_that_exits_fails_alone(
     assert "3 agents in a row were lost" in (Path(result.run_path) / "report.html").read_text()
 
 
+def test_a_trial_that_installs_a_signal_handler_trains(tmp_path: Path, undisturbed: Any) -> None:
+    result = run(tmp_path, ["none", "handles a signal", "none"])
+    assert [t.status for t in result.trials] == ["finished"] * 3, result.trials[1].error
+    for trial in range(3):
+        assert_equal_bits(result, undisturbed, trial)
+
+
 class Starts:
     """Counts the agents that were started, by worker."""
 

@@ -249,6 +249,24 @@ def test_an_agent_from_which_nobody_can_fetch_writes_its_state_to_the_store() ->
     assert (start.incarnation, start.source) == ("b", ins.StateSource(1, None))
 
 
+def test_tasks_that_wait_for_one_transfer_do_not_hand_its_source_on_for_ever() -> None:
+    run = Driver(joins=False, partitions=3, order="seeded", seed=in_order(0, 2, 1))
+    run(ev.WorkerJoined(0, "a", (1,), 1, 3))
+    run(ev.WorkerJoined(1, "b", (0, 2), 1, 3))
+    for worker in ("b", "b", "a"):
+        run.train(run.running[worker], worker)
+    run(ev.Checkpointed(0, 3, "a"))
+    for _ in range(6):
+        fetching = [e for e in run.state.trials[0].attempts if e.incarnation == "b"]
+        if all(each.source == StateSource(3, None) for each in fetching):
+            break
+        assert len(fetching) == 2, "both evaluate what a has"
+        run(ev.TransferFailed(fetching[0].number, "b", "reset"))
+    else:
+        raise AssertionError("b asks a again and again, though the store has the state")
+    assert len(fetching) == 2
+
+
 def test_after_a_failed_transfer_the_store_is_the_source_if_it_has_the_state() -> None:
     run = Driver(partitions=2, evaluate=False, order="seeded", seed=in_order(0, 1))
     run(ev.TrialPaused(0))

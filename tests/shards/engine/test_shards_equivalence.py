@@ -107,14 +107,14 @@ def test_accumulation_weighs_by_rows_and_flushes_an_uneven_window(mode, clip):
     assert_equal_to_plain(make, sub_epochs, mode)
 
 
-def resnet_recipe(shards):
+def resnet_recipe(shards, accumulate=1):
     def make() -> Recipe:
         torch.manual_seed(4)
         model = zoo.LongSkips()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         return Recipe(
             model, optimizer, nn.CrossEntropyLoss(), shards=shards, clip_grad_norm=1.0,
-            lr_scheduler=lambda o: lrs.StepLR(o, 2), metrics=["accuracy"],
+            lr_scheduler=lambda o: lrs.StepLR(o, 2), metrics=["accuracy"], accumulate=accumulate,
         )  # fmt: skip
 
     return make
@@ -133,7 +133,7 @@ def test_batch_norm_and_long_skips(shards, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_batch_norm_moves_once_per_microbatch_when_accumulating(mode):
     images = zoo.images(6, 6, 4)
-    assert_equal_to_plain(resnet_recipe(3), [[images], [images[1:]]], mode)
+    assert_equal_to_plain(resnet_recipe(3, accumulate=3), [[images], [images[1:]]], mode)
 
 
 def language_recipe(shards=3, **rules):
@@ -210,7 +210,7 @@ def test_a_layer_that_is_called_again_is_reseeded_by_its_call(shards, mode):
         torch.manual_seed(6)
         model = SharedLayer()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards)
+        return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards, accumulate=2)
 
     a = zoo.vectors(8, 5)
     trial = assert_equal_to_plain(make, [[a], zoo.singly(a)], mode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +10,9 @@ from torch.optim import lr_scheduler as lrs
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut.model import CutModelCache
-from cerebro_hydra.shards.engine.uncut import PlainStep, UncutEngine
+from cerebro_hydra.shards.engine.differences import first_difference
+from cerebro_hydra.shards.engine.layout import in_place, on_host
+from cerebro_hydra.shards.engine.uncut import uncut_training
 from tests.shards import plain, zoo
 from tests.shards.engine.test_shards_equivalence import (
     first_layer_frozen,
@@ -54,16 +56,29 @@ def trained(
     recipe = make()
     recipe.cut = cut
     trial = start(recipe, [w for windows in sub_epochs for w in windows], cache=cache)
-    in_shards, as_one = trial.engine, lambda: uncut_engine(trial)
     for windows, whole in zip(sub_epochs, uncut, strict=True):
-        trial.engine = as_one if whole else in_shards
-        trial.train(windows)
+        (train_uncut if whole else Trial.train)(trial, windows)
     return trial
 
 
-def uncut_engine(trial: Trial) -> UncutEngine:
-    admitted = trial.cut_model, trial.admission.layout, trial.recipe
-    return UncutEngine(*admitted, plain.TRIAL_SEED, STEPS_PER_EPOCH)
+def train_uncut(trial: Trial, windows: list, recipe: Recipe | None = None) -> None:
+    """Train a sub-epoch of a trial as one model, its own or another."""
+    numbers = range(trial.cut_model.num_shards)
+    given, cursors = zip(*map(trial.need, numbers), strict=True)
+    segments = [in_place(each) for each in given]
+    with uncut_training(
+        recipe or trial.recipe, trial.layout, [*map(on_host, segments)],
+        cursors[0], plain.TRIAL_SEED, STEPS_PER_EPOCH, trial.step,
+    ) as training:  # fmt: skip
+        for window in windows:
+            losses = training.step(window)
+            rows = [batch.rows for batch in window]
+            total = sum(loss * n for loss, n in zip(losses, rows, strict=True))
+            trial.losses.append(total / sum(rows))
+        training.check_unwritten()
+        trial.step += len(windows)
+        for k in numbers:
+            trial.publish(k, segments[k], training.cursor())
 
 
 @pytest.mark.parametrize(
@@ -75,12 +90,10 @@ def test_segments_cursors_and_measures_are_those_of_the_shards(case: str, cut: s
     cache = CutModelCache()  # measures once, so that all cuts are the same
     cutting = trained(make, sub_epochs, cut, (False, False), cache)
     assert cutting.cut_model.num_shards > 1
-    batches = [batch for window in sub_epochs[1] for batch in window]
     for uncut in [(True, True), (False, True)]:
         other = trained(make, sub_epochs, cut, uncut, cache)
         assert other.shards == cutting.shards
         assert other.losses == cutting.losses
-        assert uncut_engine(other).evaluate(batches, other.need) == cutting.evaluate(batches)
 
 
 def plain_difference(
@@ -88,19 +101,15 @@ def plain_difference(
 ) -> str | None:
     """Train a sub-epoch, then one more step in shards, and compare that with a plain one."""
     trial = trained(make, sub_epochs[:1], "modules", (False,))
-    needed = [trial.need(k) for k in range(trial.cut_model.num_shards)]
-    (window, *_), cursor = sub_epochs[1], needed[0][1]
-    step = PlainStep(
-        make(), trial.layout, [segments for segments, _ in needed], cursor, window,
-        plain.TRIAL_SEED, STEPS_PER_EPOCH, trial.step,
-    )  # fmt: skip
-    try:
-        trial.train([window])
-        change(trial)
-        live = [trial.need(k)[0] for k in range(trial.cut_model.num_shards)]
-        return step.difference(trial.losses[-1], live)
-    finally:
-        step.close()
+    (window, *_) = sub_epochs[1]
+    uncut = copy.copy(trial)
+    uncut.shards, uncut.losses = list(trial.shards), []
+    train_uncut(uncut, [window], make())
+    trial.train([window])
+    change(trial)
+    assert trial.losses[-1] == uncut.losses[-1]
+    after = [trial.need(k)[0] for k in range(trial.cut_model.num_shards)]
+    return first_difference(trial.layout, after, uncut.tensors())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -129,18 +138,3 @@ def flipped(trial: Trial, shard: int, name: str) -> None:
 def test_one_wrong_bit_is_named(name: str, told: str) -> None:
     make = mlp_recipe(ema=0.9)
     assert plain_difference(make, VECTORS, lambda trial: flipped(trial, 0, name)) == told
-
-
-def test_a_wrong_loss_is_named() -> None:
-    def change(trial: Trial) -> None:
-        trial.losses[-1] *= 2
-
-    assert "the loss is" in (plain_difference(mlp_recipe(), VECTORS, change) or "")
-
-
-def test_shards_of_different_states_are_not_trained_uncut() -> None:
-    trial = trained(*CASES["dropout"], "modules", (False, False))
-    content, cursor = trial.shards[1]
-    trial.shards[1] = content, json.dumps({**json.loads(cursor), "step": 1})
-    with pytest.raises(ValueError, match="different cursors"):
-        uncut_engine(trial).train(VECTORS[0], trial.step, trial.need, trial.publish)
